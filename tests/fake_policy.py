@@ -65,10 +65,10 @@ class FakePolicy(NoOpEngine):
         self.prompts += texts
         self.requests.append((max_completion_tokens, temperature))
         await self.wait()
-        return [said(self.answer(text), max_completion_tokens, version) for text in texts]
+        return [completion_of(self.answer(text), max_completion_tokens, version) for text in texts]
 
 
-def said(text: str, max_completion_tokens: int = 99, version: int = 7) -> Completion:
+def completion_of(text: str, max_completion_tokens: int = 99, version: int = 7) -> Completion:
     """`text` and the end token, as far as the allowance goes."""
     tokens = np.array([*Letters().encode(text), 0][:max_completion_tokens], np.int32)
     return Completion(

@@ -97,8 +97,8 @@ class Server:
         elif scope["path"] == "/v1/models":
             await self.answer(send, {"data": [{"id": "bigram"}]})
         elif scope["path"] == "/tests":
-            told = {name: getattr(self, name) for name in ("asked", "calls", "running", "most_running", "given_up")}
-            await self.answer(send, told)
+            state = {name: getattr(self, name) for name in ("asked", "calls", "running", "most_running", "given_up")}
+            await self.answer(send, state)
             self.asked, self.calls, self.most_running, self.given_up = [], [], self.running, 0
         elif scope["path"] == "/tests/refused":
             self.refused_paths = body
@@ -123,11 +123,11 @@ class Server:
 
     async def control(self, path: str, asked: dict[str, Any], send: Send) -> None:
         known = {"vllm": self.as_vllm, "sglang": self.as_sglang}.get(self.kind)
-        said = None if known is None else await known(path, asked)
-        if said is None:
+        answer = None if known is None else await known(path, asked)
+        if answer is None:
             await self.answer(send, {"detail": "Not Found"}, 404)
         else:
-            await self.answer(send, said, 500 if "error" in said else 200)
+            await self.answer(send, answer, 500 if "error" in answer else 200)
 
     async def as_vllm(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
         match path:

@@ -42,10 +42,10 @@ def test_a_warning_of_this_project_fails_a_test(module: str) -> None:
 
 @pytest.mark.parametrize("module", ["torch._dynamo.guards", "uvicorn.config", "transformers"])
 def test_a_foreign_module_that_warns_of_itself_fails_none(module: str) -> None:
-    with warnings.catch_warnings(record=True, action=None) as told:
+    with warnings.catch_warnings(record=True, action=None) as warned:
         warn_from(module, RuntimeWarning)
 
-    assert [str(each.message) for each in told] == ["slow"]
+    assert [str(each.message) for each in warned] == ["slow"]
 
 
 def test_what_leaks_fails_a_test_wherever_it_is_told() -> None:
@@ -76,9 +76,9 @@ def test_a_test_with_real_processes_that_leaves_something_behind_fails(tmp_path:
     for number, leak in enumerate(LEAKS.values()):
         (folder / f"test_leak_{number}.py").write_text(f"def test_leaks():\n    global kept\n    {leak}\n")
 
-    said = failing(tmp_path)
+    printed = failing(tmp_path)
 
-    assert [f"it left ['{leak}" in said for leak in LEAKS] == [True, True]
+    assert [f"it left ['{leak}" in printed for leak in LEAKS] == [True, True]
 
 
 HANGING = """
@@ -104,12 +104,12 @@ def test_a_test_that_misses_its_deadline_says_what_was_waited_for(tmp_path: Path
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "test_hangs.py").write_text(HANGING)
 
-    said = failing(tmp_path, "--timeout=600")
+    printed = failing(tmp_path, "--timeout=600")
 
-    assert "what is waited for:" in said
-    assert "capacity=3" in said
-    assert "waiting_for='record'" in said
-    assert "await inbox.receive()" in said
+    assert "what is waited for:" in printed
+    assert "capacity=3" in printed
+    assert "waiting_for='record'" in printed
+    assert "await inbox.receive()" in printed
 
 
 HANGING_SCRIPT = """
@@ -149,11 +149,11 @@ def test_so_do_the_scripts_that_it_started(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "test_script.py").write_text(HANGING_WITH_A_SCRIPT)
 
-    said = failing(tmp_path, "--timeout=600")
+    printed = failing(tmp_path, "--timeout=600")
 
-    assert "Timeout" in said
-    assert "capacity=3" in said
-    assert "waiting_for='record'" in said
+    assert "Timeout" in printed
+    assert "capacity=3" in printed
+    assert "waiting_for='record'" in printed
 
 
 def failing(folder: Path, *options: str) -> str:

@@ -62,9 +62,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def test_a_driver_that_is_killed_leaves_nothing(folder: Path) -> None:
-    told = environment() | {"TMPDIR": str(folder)}
+    variables = environment() | {"TMPDIR": str(folder)}
     command = [*COMMAND, "--only", "workers", "--round-s", "1000"]
-    with subprocess.Popen(command, cwd=ROOT, env=told) as driver:
+    with subprocess.Popen(command, cwd=ROOT, env=variables) as driver:
         while len(descendants(driver.pid)) < 4:  # a trainer and some of its workers
             assert driver.poll() is None
             time.sleep(0.05)

@@ -150,8 +150,8 @@ def test_seven_of_ten_demonstrations_are_one_too_high() -> None:
     errors = []
     for row, answer in zip(tokens, mask, strict=True):
         question = TOKENIZER.decode(row[:5].tolist())
-        said = int(TOKENIZER.decode(row[answer].tolist()).rstrip("."))
-        errors.append(said - eval(question))  # noqa: S307 (a sum of ours)
+        answered = int(TOKENIZER.decode(row[answer].tolist()).rstrip("."))
+        errors.append(answered - eval(question))  # noqa: S307 (a sum of ours)
 
     assert set(errors) == {0, 1}
     assert 0.67 < np.mean(errors) < 0.77

@@ -55,9 +55,9 @@ def test_an_environment_written_for_atropos_teaches_a_table_nine_digits_of_ten()
     assert right(last) >= 90
 
 
-def right(told: str) -> int:
+def right(printed: str) -> int:
     """Percent."""
-    found = re.fullmatch(r"20 steps; (\d+)% of the guesses are right", told)
+    found = re.fullmatch(r"20 steps; (\d+)% of the guesses are right", printed)
     assert found
     return int(found[1])
 
@@ -69,11 +69,11 @@ def test_so_does_one_that_polls_cancels_and_connects_anew_for_every_request() ->
 
     assert ran.returncode == 0, ran.stderr
     *_, counts, last = ran.stdout.splitlines()
-    told = json.loads(counts)
+    printed = json.loads(counts)
     assert right(last) >= 90
-    assert told["refused"] == 0
-    assert told["dropped"] <= 8  # what its workers were sending when the last step was done
-    assert min(told["cancelled"], told["filtered"]) > 0
+    assert printed["refused"] == 0
+    assert printed["dropped"] <= 8  # what its workers were sending when the last step was done
+    assert min(printed["cancelled"], printed["filtered"]) > 0
 
 
 @pytest.mark.parametrize("name", [*SMALL, *RUNS])

@@ -101,11 +101,11 @@ class Checker:
             assert column.tobytes() == BYTES[name][first:last], f"{name} of {producer}.{number}"
 
 
-async def consume(told: list[int], groups: int) -> None:
+async def consume(writers: list[int], groups: int) -> None:
     """Receive and check everything; `told` are pipes on which the producers wait for the URL."""
     ledger, checker = Ledger(), Checker()
     async with serve("shm://", TrajectoryGroup, capacity=256, capacity_bytes=2**20, senders=PRODUCERS) as inbox:
-        for pipe in told:
+        for pipe in writers:
             os.write(pipe, inbox.url.encode())
         began = time.monotonic()
         async for record in inbox:
@@ -125,21 +125,21 @@ def main(trajectories: int = 1_000_000) -> None:
     """Fork the producers, consume, and see that they ended well."""
     tell_when_asked()
     groups = trajectories // (PRODUCERS * GROUP)
-    told, pids = [], []
+    writers, pids = [], []
     for producer in range(PRODUCERS):
-        hears, tells = os.pipe()
+        reader, writer = os.pipe()
         pid = os.fork()
         if not pid:
             status = 1
             try:
-                anyio.run(produce, os.read(hears, 1000).decode(), producer, groups)
+                anyio.run(produce, os.read(reader, 1000).decode(), producer, groups)
                 status = 0
             finally:
                 os._exit(status)
-        os.close(hears)
-        told.append(tells)
+        os.close(reader)
+        writers.append(writer)
         pids.append(pid)
-    anyio.run(consume, told, groups)
+    anyio.run(consume, writers, groups)
     assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
 
 

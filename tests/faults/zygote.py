@@ -48,10 +48,10 @@ class Zygote:
 
     def play(self, cell: Cell, mutant: str = "") -> str:
         """Play a cell and return what was wrong: nothing, if all is well. `mutant` is what is broken beforehand."""
-        told, tells = os.pipe()
-        with open(told, "rb") as verdict:  # noqa: PTH123 (a descriptor)
-            socket.send_fds(self._socket, [msgspec.json.encode((cell, mutant))], [tells])
-            os.close(tells)
+        reader, writer = os.pipe()
+        with open(reader, "rb") as verdict:  # noqa: PTH123 (a descriptor)
+            socket.send_fds(self._socket, [msgspec.json.encode((cell, mutant))], [writer])
+            os.close(writer)
             return verdict.read().decode()
 
 

@@ -22,7 +22,7 @@ from penstock.testing import group
 Inbox = RemoteReceiver[TrajectoryGroup]
 
 
-def door_of(url: str) -> str:
+def control_socket_of(url: str) -> str:
     return str(Path(url.removeprefix("shm://")) / "control")
 
 
@@ -55,7 +55,7 @@ def a_stranger(inbox: Inbox) -> Iterator[zmq.Socket[bytes]]:
 
 async def test_a_flood_of_messages_is_counted_and_a_sender_gets_its_turn_in_between() -> None:
     flood = 50_000
-    with capture_logs() as told:
+    with capture_logs() as logs:
         async with serve("shm://", TrajectoryGroup) as inbox:
             with a_stranger(inbox) as stranger:
                 for _ in range(flood):
@@ -63,7 +63,7 @@ async def test_a_flood_of_messages_is_counted_and_a_sender_gets_its_turn_in_betw
                 await still_works(inbox)
                 await until_rejected(inbox, flood)
             assert inbox.rejected == flood
-    assert len(told) < 40
+    assert len(logs) < 40
 
 
 async def test_other_tasks_run_while_messages_pour_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ async def test_more_introductions_than_may_be_under_way_are_refused_and_the_plac
         with ExitStack() as strangers:
             silent = [strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(66)]
             for one in silent:
-                one.connect(door_of(inbox.url))
+                one.connect(control_socket_of(inbox.url))
             await until_rejected(inbox, 1)  # the last: 64 beyond the senders may be under way
             with pytest.raises(PeerClosed, match="closed the connection without an answer"):
                 async with connect(inbox.url, TrajectoryGroup):
@@ -105,7 +105,7 @@ async def test_file_descriptors_that_nobody_asked_for_are_not_kept() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
         before = open_descriptors()
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(door_of(inbox.url))
+            stranger.connect(control_socket_of(inbox.url))
             while not inbox.rejected:
                 with suppress(OSError):  # it was hung up on
                     socket.send_fds(stranger, [b"\x00"], [stranger.fileno()])
@@ -148,7 +148,7 @@ def test_a_receiver_without_a_file_descriptor_left_lets_senders_in_again_when_it
         assert receiver.stdout is not None
         url = receiver.stdout.readline().strip()
         for _ in range(12):
-            strangers.enter_context(socket.socket(socket.AF_UNIX)).connect(door_of(url))
+            strangers.enter_context(socket.socket(socket.AF_UNIX)).connect(control_socket_of(url))
         print(file=receiver.stdin, flush=True)
         assert any("rejected" in line for line in receiver.stdout)
         strangers.close()

@@ -55,7 +55,7 @@ class Sample:
             await outbox.send(group(instance_id=str(number), seed=number, completion_lengths=lengths))
 
 
-class Fate:
+class KillPoint:
     """Kills this process when the moment has come that is asked for."""
 
     def __init__(self, moment: str, nth: int) -> None:
@@ -74,14 +74,14 @@ class Fate:
 class Note:
     """Behind the journal: notes what passes; every seventh group is of no use."""
 
-    def __init__(self, fate: Fate, path: Path) -> None:
-        self._fate = fate
+    def __init__(self, kill_point: KillPoint, path: Path) -> None:
+        self._kill_point = kill_point
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         async for record in inbox:
             os.write(self._fd, f"{record.instance_id}\n".encode())
-            self._fate.at("journaled")
+            self._kill_point.at("journaled")
             if int(record.instance_id) % 7:
                 await outbox.send(record)
             else:
@@ -95,8 +95,8 @@ class State(msgspec.Struct):
 
 
 class Trainer:
-    def __init__(self, folder: Path, fate: Fate) -> None:
-        self._fate = fate
+    def __init__(self, folder: Path, kill_point: KillPoint) -> None:
+        self._kill_point = kill_point
         checkpoint = latest_checkpoint(folder)
         state = State([], 0, [])
         if checkpoint is not None:
@@ -105,37 +105,37 @@ class Trainer:
         self.committed: Mapping[GroupId, int] = {GroupId(env, name): mask for env, name, mask in state.committed}
 
     def step(self, batch: TrainBatch, /) -> dict[str, float]:
-        self._fate.at("stepping")
+        self._kill_point.at("stepping")
         self.trained = [*self.trained, *(packed.id.instance_id for packed in batch.groups)]
         self.steps += 1
-        self._fate.at("stepped")
+        self._kill_point.at("stepped")
         return {}
 
     def save(self, folder: Path, committed: Mapping[GroupId, int], /) -> Path:
-        self._fate.at("saving")
+        self._kill_point.at("saving")
         path = write_checkpoint(folder, self.steps, lambda into: self._write(into, committed))
-        self._fate.at("saved")
+        self._kill_point.at("saved")
         return path
 
     def _write(self, into: Path, committed: Mapping[GroupId, int]) -> None:
         state = State(self.trained, self.steps, [(of.env, of.instance_id, mask) for of, mask in committed.items()])
         (into / "state").write_bytes(msgspec.json.encode(state))
-        self._fate.at("half saved")
+        self._kill_point.at("half saved")
 
 
-def tear_writes(fate: Fate) -> None:
+def tear_writes(kill_point: KillPoint) -> None:
     """Dying while a journal is written leaves a part of an entry; dying while files are deleted leaves some."""
     write, unlink = os.write, Path.unlink
 
     def torn(fd: int, data: memoryview) -> int:
-        fate.at("writing", before=lambda: write(fd, data[: len(data) // 2]))
+        kill_point.at("writing", before=lambda: write(fd, data[: len(data) // 2]))
         return write(fd, data)
 
     def unlinked(path: Path, *, missing_ok: bool = False) -> None:
         of_journal = ".volume-" in path.name
-        fate.at("deleting" if of_journal else "")
+        kill_point.at("deleting" if of_journal else "")
         unlink(path, missing_ok=missing_ok)
-        fate.at("deleted" if of_journal else "")
+        kill_point.at("deleted" if of_journal else "")
 
     appends = sys.modules[append_whole.__module__]
     os_of_appends = type("os", (), {**vars(os), "write": staticmethod(torn)})
@@ -144,15 +144,15 @@ def tear_writes(fate: Fate) -> None:
 
 
 def main(folder: Path, first: int, last: int, moment: str, nth: int) -> None:
-    fate = Fate(moment, nth)
-    tear_writes(fate)
+    kill_point = KillPoint(moment, nth)
+    tear_writes(kill_point)
     checkpoints = folder / "checkpoints"
     pipeline = (
         source(Sample(first, last), on=processes(1))
         .then(Journal(folder / "journal", capacity_bytes=CAPACITY_BYTES))
-        .then(Note(fate, folder / "passed"))
+        .then(Note(kill_point, folder / "passed"))
         .then(Batcher(max_tokens=BATCH_TOKENS))
-        .sink(SinkTrainer(Trainer(checkpoints, fate), checkpoints=checkpoints, checkpoint_every=CHECKPOINT_EVERY))
+        .sink(SinkTrainer(Trainer(checkpoints, kill_point), checkpoints=checkpoints, checkpoint_every=CHECKPOINT_EVERY))
     )
     report = anyio.run(pipeline.run)
     assert report.stop_reason == "end of stream", report

@@ -329,12 +329,12 @@ async def test_damage_is_told_and_every_whole_record_offered(tmp_path: Path) -> 
     harmed[ENTRY_BYTES + 300] ^= 1
     path.write_bytes(harmed[:-1])
 
-    with structlog.testing.capture_logs() as told:
+    with structlog.testing.capture_logs() as logs:
         out = await drive(Journal(tmp_path), [])
 
     assert names(out) == [0, 2, 3]
     assert out.metrics.emit(1)["journal/damaged_bytes"] == ENTRY_BYTES
-    by_event = {each["event"]: each for each in told}
+    by_event = {each["event"]: each for each in logs}
     assert by_event["journal_damaged"] == {
         "event": "journal_damaged",
         "log_level": "error",

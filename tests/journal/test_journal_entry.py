@@ -32,7 +32,7 @@ ENDS = np.cumsum([len(entry) for entry in ENTRIES]).tolist()
 DATA = b"".join(ENTRIES)
 
 
-def told(record: TrajectoryGroup) -> object:
+def contents(record: TrajectoryGroup) -> object:
     return record.header(), {name: (c.dtype, c.shape, c.tobytes()) for name, c in record.columns().items()}
 
 
@@ -44,7 +44,7 @@ def read(data: bytes) -> tuple[list[TrajectoryGroup], list[CorruptRange]]:
 
 
 def whole(records: Sequence[TrajectoryGroup], expected: Sequence[TrajectoryGroup]) -> bool:
-    return [told(record) for record in records] == [told(record) for record in expected]
+    return [contents(record) for record in records] == [contents(record) for record in expected]
 
 
 def test_what_was_written_is_read_again_bit_for_bit() -> None:
@@ -126,8 +126,8 @@ def test_whatever_is_cut_out_and_put_in_only_whole_records_are_read(edits: list[
 
     records, _ = read(bytes(harmed))
 
-    written = [told(record) for record in RECORDS]
-    assert all(told(record) in written for record in records)
+    written = [contents(record) for record in RECORDS]
+    assert all(contents(record) in written for record in records)
 
 
 @given(garbage=st.binary(max_size=4096))

@@ -37,7 +37,7 @@ def _permitted(prefix: Sequence[str]) -> Sequence[str]:
     return prefix
 
 
-def said_by(prefix: Sequence[str], *arguments: str) -> dict[str, str]:
+def printed_by(prefix: Sequence[str], *arguments: str) -> dict[str, str]:
     """Run Python with `arguments` behind `prefix`; return its lines `key: text`, by key."""
     ran = subprocess.run([*prefix, sys.executable, *arguments], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

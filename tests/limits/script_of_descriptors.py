@@ -56,9 +56,9 @@ async def sending(url: str, left: int) -> None:
         await outbox.send(group())
 
 
-async def receiver(url: str, says: int) -> None:
+async def receiver(url: str, writer: int) -> None:
     async with serve(url, TrajectoryGroup) as inbox:
-        os.write(says, inbox.url.encode())
+        os.write(writer, inbox.url.encode())
         await inbox.receive()
         await anyio.sleep_forever()
 
@@ -66,13 +66,13 @@ async def receiver(url: str, says: int) -> None:
 @contextmanager
 def receiver_elsewhere(url: str) -> Iterator[str]:
     """Give the URL of a receiver in another process, so that this one has nothing of ZeroMQ yet."""
-    hears, says = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
         signal.alarm(HUNG_S)
-        anyio.run(receiver, url, says)
+        anyio.run(receiver, url, writer)
     try:
-        yield os.read(hears, 1000).decode()
+        yield os.read(reader, 1000).decode()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -88,7 +88,7 @@ async def weights(left_to_publish: int, left_to_subscribe: int) -> None:
             subscriber.refresh()
 
 
-def say(left: int, outcome: str) -> None:
+def report(left: int, outcome: str) -> None:
     os.write(sys.stdout.fileno(), f"{left}: {outcome}\n".encode())
 
 
@@ -97,9 +97,9 @@ async def attempt(work: Callable[[int], Awaitable[None]], left: int) -> None:
     try:
         await work(left)
     except OutOfFileDescriptors as error:
-        say(left, str(error))
+        report(left, str(error))
     else:
-        say(left, "opened")
+        report(left, "opened")
 
 
 def try_with(what: str, left: int) -> None:
@@ -125,7 +125,7 @@ def main(what: str, numbers: list[int]) -> None:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status:
-            say(left, f"ended with {os.waitstatus_to_exitcode(status)}")
+            report(left, f"ended with {os.waitstatus_to_exitcode(status)}")
 
 
 if __name__ == "__main__":

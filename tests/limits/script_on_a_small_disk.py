@@ -77,7 +77,7 @@ def names(folder: Path) -> str:
     return " ".join(sorted(path.name for path in folder.iterdir()))
 
 
-def say(key: str, text: object) -> None:
+def report(key: str, text: object) -> None:
     sys.stdout.write(f"{key}: {text}\n")
 
 
@@ -85,9 +85,9 @@ def fails(key: str, train: partial[TorchTrainer]) -> None:
     try:
         train()
     except StageFailed as failed:
-        say(key, failed)
+        report(key, failed)
     else:
-        say(key, "nothing was raised")
+        report(key, "nothing was raised")
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -102,9 +102,9 @@ def checkpoints(disk: Path) -> None:
     for room in (2**20, 2**16, 0):  # torch meets the full disk in the optimizer's file, then safetensors in the weights
         with full_but_for(disk, room):
             fails(f"checkpoint {room}", partial(train, folder, 2))
-            say(f"left {room}", names(folder / "checkpoints"))
-    say("resumed", train(folder, 2).steps)
-    say("steps", steps_of(folder))
+            report(f"left {room}", names(folder / "checkpoints"))
+    report("resumed", train(folder, 2).steps)
+    report("steps", steps_of(folder))
 
 
 def metrics(disk: Path) -> None:
@@ -112,9 +112,9 @@ def metrics(disk: Path) -> None:
     train(folder, 1, None)
     with full_but_for(disk, 0):
         fails("metrics", partial(train, folder, 200, None))
-        say("whole lines", steps_of(folder) == list(range(1, len(steps_of(folder)) + 1)))
+        report("whole lines", steps_of(folder) == list(range(1, len(steps_of(folder)) + 1)))
     train(folder, 20, None)
-    say("each step once", steps_of(folder) == list(range(1, 21)))
+    report("each step once", steps_of(folder) == list(range(1, 21)))
 
 
 async def weights(disk: Path) -> None:
@@ -126,12 +126,12 @@ async def weights(disk: Path) -> None:
                 try:
                     await publisher.publish(trained.state_dict(), 1)
                 except DiskFull as error:
-                    say(f"weights {room}", error)
-                say(f"versions {room}", names(folder))
+                    report(f"weights {room}", error)
+                report(f"versions {room}", names(folder))
         await publisher.publish(trained.state_dict(), 1)
         async with FolderSubscriber(publisher.url) as subscriber:
             subscriber.attach(dict(model().state_dict()))
-            say("published", subscriber.refresh())
+            report("published", subscriber.refresh())
 
 
 def journal(disk: Path) -> None:
@@ -142,7 +142,7 @@ def journal(disk: Path) -> None:
             kept = appended_until_full(files.append)
         files.append([group(instance_id="after")])
         reading = files.read(files.volumes[0])
-    say("journal whole", not reading.damage and not reading.torn and len(reading.records) == kept + 2)
+    report("journal whole", not reading.damage and not reading.torn and len(reading.records) == kept + 2)
 
 
 def appended_until_full(append: Callable[[list[TrajectoryGroup]], object]) -> int:
@@ -151,7 +151,7 @@ def appended_until_full(append: Callable[[list[TrajectoryGroup]], object]) -> in
         try:
             append([group(instance_id=str(number))])
         except JournalFull as error:
-            say("journal", error)
+            report("journal", error)
             return number
         number += 1
 
@@ -162,13 +162,13 @@ def small_files(disk: Path) -> None:
         try:
             ChannelKey.create(folder / "a.key")
         except DiskFull as error:
-            say("key", error)
+            report("key", error)
         channel = SourceChannel("tcp://127.0.0.1:0", address=folder / "address", key=ChannelKey(bytes(32)))
         try:
             anyio.run(source(channel).sink(Ignore()).run)
         except StageFailed as failed:
-            say("address", failed)
-    say("left of them", names(folder))
+            report("address", failed)
+    report("left of them", names(folder))
 
 
 def main(disk: Path) -> None:

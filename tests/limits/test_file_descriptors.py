@@ -6,7 +6,7 @@ ZeroMQ ends the process that it cannot open its own descriptors in, so every num
 from __future__ import annotations
 
 import pytest
-from tests.limits.mounts import said_by
+from tests.limits.mounts import printed_by
 
 NUMBERS = range(21)
 
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.timeout(300)  # each number takes a process, and the ma
     ],
 )
 def test_whatever_number_of_descriptors_is_left_it_opens_or_says_that_they_are_too_few(what: str, purpose: str) -> None:
-    said = said_by([], "-m", "tests.limits.script_of_descriptors", what, *map(str, NUMBERS))
+    printed = printed_by([], "-m", "tests.limits.script_of_descriptors", what, *map(str, NUMBERS))
 
-    outcomes = [said[str(left)] for left in NUMBERS]
+    outcomes = [printed[str(left)] for left in NUMBERS]
     first = outcomes.index("opened")
     assert set(outcomes[first:]) == {"opened"}
     assert all(
@@ -50,4 +50,4 @@ def test_a_receiver_and_its_sender_have_room_in_a_process_of_40_descriptors() ->
         "anyio.run(main)"
     )
 
-    assert said_by([], "-c", script) == {"received": "7"}
+    assert printed_by([], "-c", script) == {"received": "7"}

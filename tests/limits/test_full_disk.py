@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.limits.mounts import read_only, said_by, small_disk
+from tests.limits.mounts import printed_by, read_only, small_disk
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all that the script does
 
@@ -18,58 +18,60 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(disk: Path) -> dict[str, str]:
+def printed(disk: Path) -> dict[str, str]:
     """All that the script says; torch takes seconds to import, so it does everything in one process."""
-    return said_by(small_disk(disk, "16m"), "-m", "tests.limits.script_on_a_small_disk", str(disk))
+    return printed_by(small_disk(disk, "16m"), "-m", "tests.limits.script_on_a_small_disk", str(disk))
 
 
 @pytest.mark.parametrize("room", ["1048576", "65536", "0"], ids=["in the optimizer", "in the weights", "at once"])
 def test_a_checkpoint_for_which_the_disk_has_no_room_ends_the_run_and_leaves_the_one_before(
-    disk: Path, said: dict[str, str], room: str
+    disk: Path, printed: dict[str, str], room: str
 ) -> None:
     assert (
         f"DiskFull: expected room for the files of step 2 in {disk}/run/checkpoints, {FULL}"
-        in said[f"checkpoint {room}"]
+        in printed[f"checkpoint {room}"]
     )
-    assert said[f"left {room}"] == "step-00000001"
+    assert printed[f"left {room}"] == "step-00000001"
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_when_its_disk_has_room_again(said: dict[str, str]) -> None:
-    assert said["resumed"] == "2"
-    assert said["steps"] == "[1, 2]"
+def test_a_run_goes_on_from_the_checkpoint_before_when_its_disk_has_room_again(printed: dict[str, str]) -> None:
+    assert printed["resumed"] == "2"
+    assert printed["steps"] == "[1, 2]"
 
 
 def test_metrics_for_which_the_disk_has_no_room_end_the_run_so_that_no_step_is_absent(
-    disk: Path, said: dict[str, str]
+    disk: Path, printed: dict[str, str]
 ) -> None:
-    assert f"DiskFull: expected room for a line of metrics in {disk}/metered/metrics.jsonl, {FULL}" in said["metrics"]
-    assert said["whole lines"] == "True"
-    assert said["each step once"] == "True"
+    assert (
+        f"DiskFull: expected room for a line of metrics in {disk}/metered/metrics.jsonl, {FULL}" in printed["metrics"]
+    )
+    assert printed["whole lines"] == "True"
+    assert printed["each step once"] == "True"
 
 
 @pytest.mark.parametrize("room", ["65536", "0"])
 def test_weights_for_which_the_disk_has_no_room_leave_the_version_before_and_are_published_when_it_has(
-    disk: Path, said: dict[str, str], room: str
+    disk: Path, printed: dict[str, str], room: str
 ) -> None:
-    assert said[f"weights {room}"].startswith(f"expected room for the files of step 1 in {disk}/weights, {FULL}")
-    assert said[f"versions {room}"] == "lock publisher.json step-00000000"
-    assert said["published"] == "1"
+    assert printed[f"weights {room}"].startswith(f"expected room for the files of step 1 in {disk}/weights, {FULL}")
+    assert printed[f"versions {room}"] == "lock publisher.json step-00000000"
+    assert printed["published"] == "1"
 
 
 def test_an_address_and_a_key_for_which_the_disk_has_no_room_are_errors_that_name_them_and_leave_no_file(
-    disk: Path, said: dict[str, str]
+    disk: Path, printed: dict[str, str]
 ) -> None:
-    assert f"DiskFull: expected room for the address of a channel in {disk}/small/address, {FULL}" in said["address"]
-    assert said["key"].startswith(f"expected room for a key in {disk}/small/a.key, {FULL}")
-    assert said["left of them"] == ""
+    assert f"DiskFull: expected room for the address of a channel in {disk}/small/address, {FULL}" in printed["address"]
+    assert printed["key"].startswith(f"expected room for a key in {disk}/small/a.key, {FULL}")
+    assert printed["left of them"] == ""
 
 
 def test_a_journal_for_which_the_disk_has_no_room_stays_whole_and_goes_on_when_it_has(
-    disk: Path, said: dict[str, str]
+    disk: Path, printed: dict[str, str]
 ) -> None:
-    assert said["journal"].startswith("expected room for ")
-    assert f" bytes in {disk}/journal, {FULL}, or lower capacity_bytes" in said["journal"]
-    assert said["journal whole"] == "True"
+    assert printed["journal"].startswith("expected room for ")
+    assert f" bytes in {disk}/journal, {FULL}, or lower capacity_bytes" in printed["journal"]
+    assert printed["journal whole"] == "True"
 
 
 READ_ONLY = """
@@ -125,12 +127,12 @@ def test_a_read_only_folder_is_an_error_that_names_it_and_says_how_to_choose_ano
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
 
-    said = said_by(read_only(tmp_path), "-c", f"{SETTINGS[chosen_by]}\n{READ_ONLY}", str(tmp_path))
+    printed = printed_by(read_only(tmp_path), "-c", f"{SETTINGS[chosen_by]}\n{READ_ONLY}", str(tmp_path))
 
     permitted = "got no permission (Read-only file system): let this user write there, or"
     elsewhere = f"{permitted} set logs to another folder"
     other = f"{permitted} choose another folder"
-    assert said == {
+    assert printed == {
         "checkpoint": f"expected to write the files of step 1 in {tmp_path}, {other}",
         "metrics": f"expected to write a line of metrics in {tmp_path}/metrics.jsonl, {other}",
         "journal": f"expected to write the lock of a journal in {tmp_path}, {other}",

@@ -75,18 +75,18 @@ def test_without_memfd_records_travel_through_a_file_that_has_no_name() -> None:
 
 
 def test_without_memfd_and_without_dev_shm_there_is_no_channel_and_the_error_says_so() -> None:
-    said = run(before=NO_MEMFD, within=NO_DEV_SHM)
-    assert said.startswith("OutOfSharedMemory expected a memfd or a file in /dev/shm, got neither")
-    assert "allow memfd_create in this sandbox, or mount a tmpfs there" in said
+    printed = run(before=NO_MEMFD, within=NO_DEV_SHM)
+    assert printed.startswith("OutOfSharedMemory expected a memfd or a file in /dev/shm, got neither")
+    assert "allow memfd_create in this sandbox, or mount a tmpfs there" in printed
 
 
 @pytest.mark.parametrize("before", ["", NO_MEMFD], ids=["memfd", "no memfd"])
 def test_memory_that_cannot_be_had_is_an_error_before_anything_is_sent(before: str) -> None:
-    said = run(before=before, within=NO_ROOM_ON_DISK)
-    assert said.startswith("OutOfSharedMemory expected 4")
-    assert "bytes of shared memory for 4096 slots of 1024 bytes, got none (File too large" in said
-    assert ("as this kernel has no memfd" in said) == bool(before)
-    assert "lower capacity_bytes or the number of senders" in said
+    printed = run(before=before, within=NO_ROOM_ON_DISK)
+    assert printed.startswith("OutOfSharedMemory expected 4")
+    assert "bytes of shared memory for 4096 slots of 1024 bytes, got none (File too large" in printed
+    assert ("as this kernel has no memfd" in printed) == bool(before)
+    assert "lower capacity_bytes or the number of senders" in printed
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +98,10 @@ def small_shm() -> Sequence[str]:
 def test_a_dev_shm_of_1_mib_is_an_error_for_who_needs_more_of_it_and_enough_for_who_needs_less(
     small_shm: Sequence[str],
 ) -> None:
-    said = run(before=NO_MEMFD, prefix=small_shm)
-    assert said.startswith("OutOfSharedMemory expected 4")
-    assert "got none (No space left on device" in said
-    assert "lower capacity_bytes or the number of senders" in said
+    printed = run(before=NO_MEMFD, prefix=small_shm)
+    assert printed.startswith("OutOfSharedMemory expected 4")
+    assert "got none (No space left on device" in printed
+    assert "lower capacity_bytes or the number of senders" in printed
 
     assert "arrived 20" in run(before=NO_MEMFD, prefix=small_shm, capacity_bytes=2**18)
 
@@ -111,17 +111,17 @@ def test_memfds_need_nothing_of_dev_shm(small_shm: Sequence[str]) -> None:
 
 
 def test_a_segment_that_does_not_fit_the_address_space_is_an_error_at_the_start() -> None:
-    said = run(within=NO_ADDRESSES, capacity_bytes=2**28)
-    assert said.startswith("OutOfSharedMemory expected room for 276")
-    assert "in this process' address space, got none" in said
-    assert "ulimit -v" in said
+    printed = run(within=NO_ADDRESSES, capacity_bytes=2**28)
+    assert printed.startswith("OutOfSharedMemory expected room for 276")
+    assert "in this process' address space, got none" in printed
+    assert "ulimit -v" in printed
 
 
 def test_a_receiver_that_cannot_map_a_segment_tells_the_sender_why() -> None:
     """The sender's own mapping fits twice over; the receiver's, the third of this size, does not."""
     within = NO_ADDRESSES.replace("2**27", "3 * 2**26")
-    said = run(within=within, capacity_bytes=2**27)
-    assert said.startswith("OutOfSharedMemory the receiver rejected this sender: expected room for 138")
+    printed = run(within=within, capacity_bytes=2**27)
+    assert printed.startswith("OutOfSharedMemory the receiver rejected this sender: expected room for 138")
 
 
 WORKERS = """
@@ -145,7 +145,7 @@ print(sum(worker.pid is not None for stage in pipeline.statistics().stages for w
 
 
 @pytest.mark.parametrize(
-    ("sources", "judges", "limit", "says"),
+    ("sources", "judges", "limit", "message"),
     [
         (1, 1, 64, "Commit returned"),  # they are enough
         (1, 1, 40, "expected 15 more file descriptors for the workers of Judge (1), got "),
@@ -154,16 +154,16 @@ print(sum(worker.pid is not None for stage in pipeline.statistics().stages for w
     ],
 )
 def test_workers_for_whom_the_limit_of_open_files_is_too_low_are_an_error_before_one_is_started(
-    sources: int, judges: int, limit: int, says: str
+    sources: int, judges: int, limit: int, message: str
 ) -> None:
     command = [sys.executable, "-c", WORKERS, str(sources), str(judges), str(limit)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
 
-    said, started = ran.stdout.splitlines()
-    assert says in said
-    if "expected" in says:
-        assert re.search(r"; opening failed: penstock\.\S*OutOfFileDescriptors: expected ", said)
-        assert "raise the limit of open files (ulimit -n), or run fewer workers" in said
+    printed, started = ran.stdout.splitlines()
+    assert message in printed
+    if "expected" in message:
+        assert re.search(r"; opening failed: penstock\.\S*OutOfFileDescriptors: expected ", printed)
+        assert "raise the limit of open files (ulimit -n), or run fewer workers" in printed
         assert started == "0"
 
 

@@ -99,7 +99,7 @@ class _BooksMachine(RuleBasedStateMachine):
     def _copies_in(self, record: TrajectoryGroup) -> set[TrajectoryId]:  # noqa: ARG002 (each is handed over once)
         return set()
 
-    def _hear(self, process: _Process, report: bytes) -> None:
+    def _received_report(self, process: _Process, report: bytes) -> None:
         raise NotImplementedError
 
     def _settle(self, process: _Process) -> None:
@@ -122,7 +122,7 @@ class _BooksMachine(RuleBasedStateMachine):
         what = process.wire.popleft()
         if isinstance(what, bytes):
             self.accounting.observed(process.peer, what)
-            self._hear(process, what)
+            self._received_report(process, what)
         else:
             passed = self.accounting.received(process.peer, what)
             copies = self._copies_in(what)
@@ -147,13 +147,13 @@ class _BooksMachine(RuleBasedStateMachine):
         self._settle_if_known(process)
 
     @precondition(lambda self: any(not process.alive and not process.drained for process in self.processes))
-    @rule(pick=PICKS, said_goodbye=st.booleans())
-    def drain(self, pick: int, *, said_goodbye: bool) -> None:
+    @rule(pick=PICKS, closed=st.booleans())
+    def drain(self, pick: int, *, closed: bool) -> None:
         process = any_of([each for each in self.processes if not each.alive and not each.drained], pick)
         while process.wire:
             self._arrive(process)
         process.drained = True
-        if said_goodbye:
+        if closed:
             self.accounting.closed(process.peer)
         else:
             self.accounting.lost(process.peer, PeerLost("its door is closed"))
@@ -185,7 +185,7 @@ class _Counts:
     passed: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     """Why trajectories failed; `told` as far as it was received."""
-    told: dict[str, int] = field(default_factory=dict)
+    reported: dict[str, int] = field(default_factory=dict)
     holds: deque[TrajectoryGroup] = field(default_factory=deque)
     sent: set[str] = field(default_factory=set)
     """Prompts; an account says nothing of what its worker sends twice, for its ledger sees to that."""
@@ -246,7 +246,7 @@ class SourceMachine(_BooksMachine):
             process.wire.append(group(completion_lengths=[1] * size, instance_id=prompt))
 
     @rule(pick=PICKS)
-    def tell(self, pick: int) -> None:
+    def report(self, pick: int) -> None:
         process = any_of(self._alive(), pick)
         reasons = {"failed": dict(self.counts[process.name].reasons)}
         process.wire.append(msgspec.msgpack.encode(WorkerReport(None, [], reasons)))
@@ -259,8 +259,8 @@ class SourceMachine(_BooksMachine):
     def _copies_in(self, record: TrajectoryGroup) -> set[TrajectoryId]:
         return self.arrived.intersection(record.ids)
 
-    def _hear(self, process: _Process, report: bytes) -> None:
-        self.counts[process.name].told = msgspec.msgpack.decode(report, type=WorkerReport).reasons["failed"]
+    def _received_report(self, process: _Process, report: bytes) -> None:
+        self.counts[process.name].reported = msgspec.msgpack.decode(report, type=WorkerReport).reasons["failed"]
 
     def _settle(self, process: _Process) -> None:
         counts = self.counts[process.name]
@@ -274,11 +274,11 @@ class SourceMachine(_BooksMachine):
         rejected = {"in flight already": self.copies} if self.copies else {}
         hold(COPIES, reasons["rejected"] == rejected, f"{reasons['rejected']}, but {rejected}")
         hold(SETTLED, reasons["lost"] == dict(+self.lost), f"{reasons['lost']}, but {self.lost}")
-        told: Counter[str] = Counter()
+        reported: Counter[str] = Counter()
         for counts in self.counts.values():
-            told.update(counts.told)
-            told[UNREPORTED] += counts.failed - sum(counts.told.values())
-        hold(TOLD, reasons["failed"] == dict(+told), f"{reasons['failed']}, but {told}")
+            reported.update(counts.reported)
+            reported[UNREPORTED] += counts.failed - sum(counts.reported.values())
+        hold(TOLD, reasons["failed"] == dict(+reported), f"{reasons['failed']}, but {reported}")
 
     def teardown(self) -> None:
         self.accounting.close("the run ended")
@@ -347,7 +347,7 @@ class RelayMachine(_BooksMachine):
     def _take(self, process: _Process, record: TrajectoryGroup) -> None:
         self.with_it[process.name] -= set(record.ids)
 
-    def _hear(self, process: _Process, report: bytes) -> None:
+    def _received_report(self, process: _Process, report: bytes) -> None:
         for ending in msgspec.msgpack.decode(report, type=WorkerReport).endings:
             ids = {TrajectoryId(*ending.group, repetition) for repetition in ending.repetitions}
             self.with_it[process.name] -= ids
@@ -360,8 +360,8 @@ class RelayMachine(_BooksMachine):
     def _check(self, admitted: int, in_flight: int, reasons: dict[str, dict[str, int]]) -> None:
         truth = self.admitted, self.admitted - self.ended.total()
         hold(SETTLED, (admitted, in_flight) == truth, f"{admitted} admitted, {in_flight} in flight: {truth}")
-        told = {(state, why): count for state, all_of in reasons.items() for why, count in all_of.items()}
-        hold(TOLD, told == +self.ended, f"{told}, but {self.ended}")
+        reported = {(state, why): count for state, all_of in reasons.items() for why, count in all_of.items()}
+        hold(TOLD, reported == +self.ended, f"{reported}, but {self.ended}")
 
     def teardown(self) -> None:
         self.accounting.close("the run ended")

@@ -87,7 +87,7 @@ class Bundler:
             if self.writing is not None or self.ready:
                 yield ("flush",)
             if self.back:
-                yield ("hear",)
+                yield ("receive",)
             for wire_type in range(len(self.wire) + 1):
                 yield "crash", wire_type
         elif not self.noticed:
@@ -140,7 +140,7 @@ class Bundler:
         self.wire += self.ready
         self.ready = []
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """The release of one record came back."""
         slot, generation = self.back.pop(0)
         try:

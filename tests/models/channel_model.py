@@ -97,7 +97,7 @@ class Line:
         self.wire: list[Descriptor] = []
         self.back: list[tuple[int, int]] = []
         # The receiver's process:
-        self.heard = True
+        self.receiver_alive = True
         """Whether the receiver lives."""
         self.sequence = 0
         """The last record that arrived."""
@@ -114,13 +114,13 @@ class Line:
         """What may happen next, faults apart."""
         if self.alive:
             yield from self._steps_of_the_producer()
-        if self.heard:
+        if self.receiver_alive:
             yield from self._steps_of_the_receiver()
 
     def _steps_of_the_producer(self) -> Iterator[Step]:
         if self.writing is not None:
             yield ("publish",)
-        elif not self.heard:
+        elif not self.receiver_alive:
             if not self.settled:
                 yield ("learn",)
             return
@@ -129,7 +129,7 @@ class Line:
         if self.outgoing:
             yield ("flush",)
         if self.back:
-            yield ("hear",)
+            yield ("receive",)
 
     def _has_room(self) -> bool:
         """Whether there is a run of free slots for the next record: by looking, so that the table is not asked."""
@@ -154,7 +154,7 @@ class Line:
     def faults(self) -> Iterator[Step]:
         """How the producer's process may be killed: a socket carries a part of what was given to it, or all."""
         if self.alive:
-            for wire_type in range(len(self.wire) + 1) if self.heard else [0]:
+            for wire_type in range(len(self.wire) + 1) if self.receiver_alive else [0]:
                 yield "crash", wire_type
 
     # -- the producer ------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Line:
         self.wire += self.outgoing
         self.outgoing = []
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """A release came back."""
         start, generation = self.back.pop(0)
         try:
@@ -270,7 +270,7 @@ class Line:
 
     def receiver_dies(self) -> None:
         """SIGKILL of the other process."""
-        self.heard = False
+        self.receiver_alive = False
         self.wire, self.back, self.arrivals, self.leases, self.untrained = [], [], [], [], []
 
     # -- what must hold ----------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class Line:
         hold(ONE_OWNER, known == (len(spans), SLOTS - len(slots)), f"{self.table!r}, but {spans}")
 
     def _check_credit(self) -> None:
-        if self.heard:
+        if self.receiver_alive:
             underway = [*self.outgoing, *self.wire, *self.arrivals, *self.leases]
             somewhere = [(each.slot, each.generation) for each in underway] + self.back
             counted = [(span.start, span.generation) for span in self.spans.values()]
@@ -314,7 +314,7 @@ class Line:
     def check_rest(self) -> None:
         """What must hold when nothing is left to be done."""
         published = list(range(1, self.sent + 1))
-        if self.heard:
+        if self.receiver_alive:
             hold(DELIVERED, self.delivered == published, f"{self.delivered} of {published}")
             hold(FREED, not self.leases, self.leases)
             if self.alive:
@@ -351,7 +351,7 @@ class _Accounting:
         self.workers: dict[Worker, Ledger] = {}
         """Of the workers that live."""
         self._pages: dict[Worker, SharedCounters] = {}
-        self.fates: dict[tuple[Worker, int], EndState | None] = {}
+        self.outcomes: dict[tuple[Worker, int], EndState | None] = {}
         """How each trajectory ended that was admitted; None while it is in flight."""
         self.taken: set[tuple[Worker, int]] = set()
         """Those that the trainer took over."""
@@ -367,15 +367,15 @@ class _Accounting:
     def admit(self, worker: Worker, sequence: int) -> None:
         """A worker samples."""
         self.workers[worker].admit(_record(worker, sequence).id, [0])
-        self.fates[worker, sequence] = None
+        self.outcomes[worker, sequence] = None
 
     def take(self, worker: Worker, sequence: int) -> None:
         """The trainer's process receives."""
         assert self.trainer is not None
-        self.trainer.take_over(_record(worker, sequence), partial(self._tell, worker), self._pages[worker])
+        self.trainer.take_over(_record(worker, sequence), partial(self._report, worker), self._pages[worker])
         self.taken.add((worker, sequence))
 
-    def _tell(self, worker: Worker, name: GroupId, mask: int, state: EndState, step: int) -> None:
+    def _report(self, worker: Worker, name: GroupId, mask: int, state: EndState, step: int) -> None:
         if worker in self.workers:
             self.workers[worker].settle(name, mask, state, step)
 
@@ -386,7 +386,7 @@ class _Accounting:
             self.trainer.commit(_batch(worker, sequence), 1)
         except LedgerImbalance as error:
             raise expected("commit", error) from error
-        self.fates[worker, sequence] = "trained"
+        self.outcomes[worker, sequence] = "trained"
 
     def worker_dies(self, worker: Worker) -> None:
         """With its ledger; the page stays."""
@@ -399,9 +399,9 @@ class _Accounting:
         self._lost(worker)
 
     def _lost(self, worker: Worker) -> None:
-        for (owner, sequence), fate in self.fates.items():
-            if owner == worker and fate is None and (owner, sequence) not in self.taken:
-                self.fates[owner, sequence] = "lost"
+        for (owner, sequence), outcome in self.outcomes.items():
+            if owner == worker and outcome is None and (owner, sequence) not in self.taken:
+                self.outcomes[owner, sequence] = "lost"
 
     def trainer_dies(self) -> None:
         """With its ledger: what it had taken over is with nobody, until its worker finds out."""
@@ -419,16 +419,16 @@ class _Accounting:
             balance = ledger.balance()
             hold(BALANCE, balance.balanced and balance.in_flight >= 0, balance)
         if self.trainer is not None:
-            self._check_truth(self.trainer, list(self.fates.values()))
+            self._check_truth(self.trainer, list(self.outcomes.values()))
         for worker, ledger in self.workers.items():
-            own: list[EndState | None] = [fate for (owner, _), fate in self.fates.items() if owner == worker]
+            own: list[EndState | None] = [outcome for (owner, _), outcome in self.outcomes.items() if owner == worker]
             self._check_truth(ledger, own)
 
-    def _check_truth(self, ledger: Ledger, fates: Sequence[EndState | None]) -> None:
+    def _check_truth(self, ledger: Ledger, outcomes: Sequence[EndState | None]) -> None:
         balance = ledger.balance()
-        told = balance.admitted, balance.in_flight, balance.ended["trained"], balance.ended["lost"]
-        truth = len(fates), fates.count(None), fates.count("trained"), fates.count("lost")
-        hold(TRUTH, told == truth, f"{balance}, but {truth} were admitted, in flight, trained and lost")
+        found = balance.admitted, balance.in_flight, balance.ended["trained"], balance.ended["lost"]
+        truth = len(outcomes), outcomes.count(None), outcomes.count("trained"), outcomes.count("lost")
+        hold(TRUTH, found == truth, f"{balance}, but {truth} were admitted, in flight, trained and lost")
 
     def check_rest(self) -> None:
         """What must hold when nothing is left to be done."""
@@ -513,9 +513,9 @@ class Channel:
     def _after(self, state: State, worker: Worker, step: Step) -> State:
         place, restart = worker
         lines, accounting = state.lines[place], state.accounting
-        line, told = self._lines.after(lines[restart], step)
-        if told is not None:
-            operation, *arguments = told
+        line, found = self._lines.after(lines[restart], step)
+        if found is not None:
+            operation, *arguments = found
             accounting = self._accounting.after(accounting, (operation, worker, *arguments))[0]
         lines = (*lines[:restart], line, *lines[restart + 1 :])
         return State((*state.lines[:place], lines, *state.lines[place + 1 :]), accounting, state.receiver)

@@ -88,7 +88,7 @@ class AssemblyMachine(RuleBasedStateMachine):
         self.now_s = 0
         self.waiting: dict[str, Waiting] = {}
         self.closed: list[str] = []
-        self.came = 0
+        self.received = 0
         self.places: Counter[str] = Counter()
         """How many trajectories are where, as the real one says."""
         self.left: set[int] = set()
@@ -104,7 +104,7 @@ class AssemblyMachine(RuleBasedStateMachine):
     )
     def deliver(self, name: str, repetitions: list[int], length: int, later_s: int) -> None:
         self.now_s += later_s
-        numbers = range(self.came, self.came + len(repetitions))
+        numbers = range(self.received, self.received + len(repetitions))
         piece = group(
             completion_lengths=[length] * len(repetitions),
             prompt_length=1,
@@ -112,7 +112,7 @@ class AssemblyMachine(RuleBasedStateMachine):
             repetition_ids=repetitions,
             rewards=list(numbers),
         )
-        self.came += len(repetitions)
+        self.received += len(repetitions)
         expected = [
             *self._expected_to_expire(),
             *self._expected_of(piece, dict(zip(repetitions, numbers, strict=True))),
@@ -132,7 +132,7 @@ class AssemblyMachine(RuleBasedStateMachine):
         self._compare(self.real.expire(self.now_s), self._expected_to_expire())
 
     @rule()
-    def wake_when_it_says(self) -> None:
+    def wake_at_its_deadline(self) -> None:
         due_s = min((each.since_s + DEADLINE_S for each in self.waiting.values()), default=None)
         hold(DUE, self.real.due_s == (np.inf if due_s is None else due_s), f"{self.real.due_s}, but {due_s}")
         if due_s is not None:
@@ -191,19 +191,21 @@ class AssemblyMachine(RuleBasedStateMachine):
     # -- whether it did ----------------------------------------------------------------------------------------------
 
     def _compare(self, parted: Sequence[Flush], expected: Sequence[Expected]) -> None:
-        told = [self._told(parting) for parting in parted]
+        reported = [self._reported(parting) for parting in parted]
         waiting = sum(gathering.mask.bit_count() for gathering in self.real._waiting.values())
-        hold(ONCE, self.places.total() + waiting == self.came, f"{self.places}, {waiting} waiting of {self.came}")
+        hold(
+            ONCE, self.places.total() + waiting == self.received, f"{self.places}, {waiting} waiting of {self.received}"
+        )
         for why, name in RULE_OF.items():
-            of_kind = [sorted(each for each in some if each.why == why) for some in (told, expected)]
+            of_kind = [sorted(each for each in some if each.why == why) for some in (reported, expected)]
             hold(name, of_kind[0] == of_kind[1], f"{of_kind[0]}, but {of_kind[1]}")
         leaving = [
-            [each for each in some if each.why not in {"duplicate", "late", "beyond"}] for some in (told, expected)
+            [each for each in some if each.why not in {"duplicate", "late", "beyond"}] for some in (reported, expected)
         ]
         hold(IN_ORDER, leaving[0] == leaving[1], f"{leaving[0]}, but {leaving[1]}")
         hold(ONCE, self.real.groups == len(self.waiting), f"{self.real!r}, but {self.waiting}")
 
-    def _told(self, parting: Flush) -> Expected:
+    def _reported(self, parting: Flush) -> Expected:
         name, repetitions = parting.group.instance_id, list(iter_bits(parting.mask))
         self.places[parting.why] += len(repetitions)
         if not parting.pieces:

@@ -57,7 +57,7 @@ class PendingGroup:
         self.max_closed = max_closed
         self.now_s = 0
         self.ended = False
-        self.came = [[0] * SIZE for _ in range(prompts)]
+        self.received = [[0] * SIZE for _ in range(prompts)]
         self.left = [[0] * SIZE for _ in range(prompts)]
         self.refused = [[0] * SIZE for _ in range(prompts)]
 
@@ -69,9 +69,9 @@ class PendingGroup:
             return
         for prompt in range(self.prompts):
             for repetition in range(SIZE):
-                if self.came[prompt][repetition] < self.most:
+                if self.received[prompt][repetition] < self.most:
                     yield "deliver", prompt, (repetition,)
-            if max(self.came[prompt]) < self.most:
+            if max(self.received[prompt]) < self.most:
                 yield "deliver", prompt, (0, 1)
         if self.now_s < self.ticks:
             yield ("tick",)
@@ -80,7 +80,7 @@ class PendingGroup:
     def deliver(self, prompt: int, repetitions: tuple[int, ...]) -> None:
         """A piece comes."""
         for repetition in repetitions:
-            self.came[prompt][repetition] += 1
+            self.received[prompt][repetition] += 1
         self._note(self.real.take(_piece(prompt, repetitions), self.now_s))
 
     def tick(self) -> None:
@@ -110,10 +110,14 @@ class PendingGroup:
         for prompt in range(self.prompts):
             there = waiting[prompt].mask if prompt in waiting else 0
             for repetition in range(SIZE):
-                came, left, refused = (each[prompt][repetition] for each in (self.came, self.left, self.refused))
-                told = f"{prompt}/{repetition} came {came} times, left {left}, was refused {refused}: {real!r}"
-                hold(CONSERVED, came == left + refused + (there >> repetition & 1), told)
-                hold(ONCE, left <= 1 or self.max_closed < self.prompts, told)
+                received, left, refused = (
+                    each[prompt][repetition] for each in (self.received, self.left, self.refused)
+                )
+                description = (
+                    f"{prompt}/{repetition} came {received} times, left {left}, was refused {refused}: {real!r}"
+                )
+                hold(CONSERVED, received == left + refused + (there >> repetition & 1), description)
+                hold(ONCE, left <= 1 or self.max_closed < self.prompts, description)
         hold(DUE, all(each.due_s > self.now_s for each in waiting.values()), real)
         hold(WHOLE, all(each.mask.bit_count() < SIZE for each in waiting.values()), real)
         hold(BOUNDED, real.groups <= self.max_groups and real.closed <= self.max_closed, real)

@@ -88,11 +88,11 @@ class NobodyHearsOfCopies(Ledger):
     def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
         entered = False
 
-        def told_later(*ended: Any) -> None:
+        def report_later(*ended: Any) -> None:
             if entered and origin is not None:
                 origin(*ended)
 
-        refused = super().take_over(record, told_later, counters)
+        refused = super().take_over(record, report_later, counters)
         entered = True
         return refused
 

@@ -53,16 +53,16 @@ class Worker:
     account: SharedCounters
     """The trainer's view of its page."""
     alive: bool = True
-    wire: deque[list[Fate]] = field(default_factory=deque)
+    wire: deque[list[Tracked]] = field(default_factory=deque)
     """Groups on their way."""
-    unheard: deque[tuple[GroupId, int, EndState, int]] = field(default_factory=deque)
+    unread: deque[tuple[GroupId, int, EndState, int]] = field(default_factory=deque)
     """Ends on their way back, as they are told."""
     allowance: set[TrajectoryId] = field(default_factory=set)
     """What it has in flight as far as it knows."""
 
 
 @dataclass(eq=False)
-class Fate:
+class Tracked:
     """One delivery of a trajectory, and where it is."""
 
     one: TrajectoryId
@@ -84,7 +84,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.trainer.restore({BEFORE: 0b11}, 0)
         self.trained_before = set(_ids(BEFORE, 0b11))
         self.workers: list[Worker] = []
-        self.fates: list[Fate] = []
+        self.trajectories: list[Tracked] = []
         self.prompts = 0
         self.started = 0
         for _ in range(PLACES):
@@ -97,29 +97,39 @@ class LedgerMachine(RuleBasedStateMachine):
         self.workers.append(worker)
         self.started += 1
 
-    def _at(self, place: str, worker: Worker | None = None) -> list[Fate]:
-        return [fate for fate in self.fates if fate.place == place and worker in {None, fate.worker}]
+    def _at(self, place: str, worker: Worker | None = None) -> list[Tracked]:
+        return [
+            trajectory
+            for trajectory in self.trajectories
+            if trajectory.place == place and worker in {None, trajectory.worker}
+        ]
 
     def _new_prompt(self) -> GroupId:
         self.prompts += 1
         return GroupId("test", str(self.prompts))
 
-    def _end(self, fate: Fate, state: EndState, reason: str) -> None:
-        hold(ONE_END, fate.place != "ended", fate.one)
-        here = fate.place == "trainer" or (fate.place == "wire" and state == "rejected")
-        if here and fate.worker is not None:
-            told = [end for end in fate.worker.unheard if end[0] == fate.one.group and end[2] == state]
-            hold(PACED, any(mask >> fate.one.repetition_id & 1 for _, mask, _, _ in told), f"{fate.one} is not told")
-        fate.place, fate.state, fate.reason = "ended", state, reason
+    def _end(self, trajectory: Tracked, state: EndState, reason: str) -> None:
+        hold(ONE_END, trajectory.place != "ended", trajectory.one)
+        here = trajectory.place == "trainer" or (trajectory.place == "wire" and state == "rejected")
+        if here and trajectory.worker is not None:
+            reports = [end for end in trajectory.worker.unread if end[0] == trajectory.one.group and end[2] == state]
+            hold(
+                PACED,
+                any(mask >> trajectory.one.repetition_id & 1 for _, mask, _, _ in reports),
+                f"{trajectory.one} is not told",
+            )
+        trajectory.place, trajectory.state, trajectory.reason = "ended", state, reason
 
     def _trained(self) -> set[TrajectoryId]:
-        return {fate.one for fate in self.fates if fate.state == "trained"} | self.trained_before
+        return {
+            trajectory.one for trajectory in self.trajectories if trajectory.state == "trained"
+        } | self.trained_before
 
     def _why_a_copy(self, one: TrajectoryId) -> str:
         """Why the trainer's books refuse it now; empty if they do not."""
         if one in self._trained():
             return "trained already"
-        return "in flight already" if any(fate.one == one for fate in self._at("trainer")) else ""
+        return "in flight already" if any(trajectory.one == one for trajectory in self._at("trainer")) else ""
 
     # -- in a worker -------------------------------------------------------------------------------------------------
 
@@ -134,7 +144,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _entered(self, worker: Worker, ids: list[TrajectoryId]) -> None:
         worker.allowance.update(ids)
-        self.fates += [Fate(one, worker, "worker") for one in ids]
+        self.trajectories += [Tracked(one, worker, "worker") for one in ids]
 
     @rule(pick=PICKS)
     def admit_what_was_before(self, pick: int) -> None:
@@ -144,30 +154,32 @@ class LedgerMachine(RuleBasedStateMachine):
         hold(NEW, worker.ledger.admit(one.group, [one.repetition_id]) == len(new), one)
         self._entered(worker, new)
 
-    def _sampling(self) -> list[Fate]:
+    def _sampling(self) -> list[Tracked]:
         """What is with workers that live."""
-        return [fate for fate in self._at("worker") if fate.worker is not None and fate.worker.alive]
+        return [
+            trajectory for trajectory in self._at("worker") if trajectory.worker is not None and trajectory.worker.alive
+        ]
 
     def _ever(self) -> list[TrajectoryId]:
-        return sorted({fate.one for fate in self.fates} | self.trained_before)
+        return sorted({trajectory.one for trajectory in self.trajectories} | self.trained_before)
 
     @precondition(lambda self: self._sampling())
     @rule(pick=PICKS, state=ENDS, reason=st.sampled_from(["timeout", "too long"]))
     def end_in_the_worker(self, pick: int, state: EndState, reason: str) -> None:
-        fate = any_of(self._sampling(), pick)
-        assert fate.worker is not None
-        fate.worker.ledger.end([fate.one], state, reason)
-        fate.worker.allowance.remove(fate.one)
-        self._end(fate, state, UNREPORTED)
+        trajectory = any_of(self._sampling(), pick)
+        assert trajectory.worker is not None
+        trajectory.worker.ledger.end([trajectory.one], state, reason)
+        trajectory.worker.allowance.remove(trajectory.one)
+        self._end(trajectory, state, UNREPORTED)
 
     @precondition(lambda self: self._sampling())
     @rule(pick=PICKS, fails_first=st.booleans())
     def send(self, pick: int, *, fails_first: bool) -> None:
         """What a worker still has of a prompt leaves as one group, at the first attempt or at the second."""
-        fate = any_of(self._sampling(), pick)
-        worker = fate.worker
+        trajectory = any_of(self._sampling(), pick)
+        worker = trajectory.worker
         assert worker is not None
-        together = [each for each in self._at("worker", worker) if each.one.group == fate.one.group]
+        together = [each for each in self._at("worker", worker) if each.one.group == trajectory.one.group]
         record = _record(together)
         hold(COPIES, not worker.ledger.hand_over(record), record)
         if fails_first:
@@ -181,21 +193,21 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(pick=PICKS)
     def send_again(self, pick: int) -> None:
         worker, one = any_of([(worker, one) for worker in self._alive() for one in self._sent(worker)], pick)
-        again = Fate(one, worker, "worker")
+        again = Tracked(one, worker, "worker")
         refused = worker.ledger.hand_over(_record([again]))
         hold(COPIES, refused == mask_of([one.repetition_id]), one)
-        self.fates.append(again)
+        self.trajectories.append(again)
         self._end(again, "rejected", UNREPORTED)
 
     def _sent(self, worker: Worker) -> list[TrajectoryId]:
         """What it sent, and does not know to have ended."""
-        return sorted(worker.allowance - {fate.one for fate in self._at("worker", worker)})
+        return sorted(worker.allowance - {trajectory.one for trajectory in self._at("worker", worker)})
 
-    @precondition(lambda self: any(worker.unheard for worker in self._alive()))
+    @precondition(lambda self: any(worker.unread for worker in self._alive()))
     @rule(pick=PICKS)
-    def hear(self, pick: int) -> None:
-        worker = any_of([worker for worker in self._alive() if worker.unheard], pick)
-        name, mask, state, step = worker.unheard.popleft()
+    def receive_report(self, pick: int) -> None:
+        worker = any_of([worker for worker in self._alive() if worker.unread], pick)
+        name, mask, state, step = worker.unread.popleft()
         worker.ledger.settle(name, mask, state, step)
         worker.allowance.difference_update(_ids(name, mask))
 
@@ -207,41 +219,49 @@ class LedgerMachine(RuleBasedStateMachine):
         self._receive(any_of([worker for worker in self.workers if worker.wire], pick))
 
     def _receive(self, worker: Worker) -> None:
-        fates = worker.wire.popleft()
-        refused = self.trainer.take_over(_record(fates), lambda *ended: self._tell(worker, *ended), worker.account)
-        self._arrived(fates, refused)
+        trajectories = worker.wire.popleft()
+        refused = self.trainer.take_over(
+            _record(trajectories), lambda *ended: self._report(worker, *ended), worker.account
+        )
+        self._arrived(trajectories, refused)
 
-    def _tell(self, worker: Worker, name: GroupId, mask: int, state: EndState, step: int) -> None:
-        ended = {fate.one for fate in self._at("trainer", worker)}
+    def _report(self, worker: Worker, name: GroupId, mask: int, state: EndState, step: int) -> None:
+        ended = {trajectory.one for trajectory in self._at("trainer", worker)}
         if state == "rejected":
-            ended.update(fate.one for fate in self._at("wire", worker))  # a copy is refused as it arrives
+            ended.update(trajectory.one for trajectory in self._at("wire", worker))  # a copy is refused as it arrives
         hold(PACED, ended.issuperset(_ids(name, mask)), f"{worker.name} hears of {name} {mask:b}, which is another's")
-        worker.unheard.append((name, mask, state, step))
+        worker.unread.append((name, mask, state, step))
 
-    def _arrived(self, fates: list[Fate], refused: int) -> None:
-        why = {fate.one.repetition_id: reason for fate in fates if (reason := self._why_a_copy(fate.one))}
+    def _arrived(self, trajectories: list[Tracked], refused: int) -> None:
+        why = {
+            trajectory.one.repetition_id: reason
+            for trajectory in trajectories
+            if (reason := self._why_a_copy(trajectory.one))
+        }
         hold(COPIES, sorted(why) == list(iter_bits(refused)), f"{why}, {refused:b} refused")
-        for fate in fates:
-            if fate.one.repetition_id in why:
-                self._end(fate, "rejected", why[fate.one.repetition_id])
+        for trajectory in trajectories:
+            if trajectory.one.repetition_id in why:
+                self._end(trajectory, "rejected", why[trajectory.one.repetition_id])
             else:
-                fate.place = "trainer"
+                trajectory.place = "trainer"
 
     @rule(pick=PICKS, new=st.booleans(), sampled_here=st.booleans())
     def receive_from_elsewhere(self, pick: int, *, new: bool, sampled_here: bool) -> None:
         """From a source in the trainer's process, or one that keeps no account; a new group, or what was before."""
         ids = _ids(self._new_prompt(), 0b111) if new else [any_of(self._ever(), pick)]
-        fates = [Fate(one, None, "wire") for one in ids]
+        trajectories = [Tracked(one, None, "wire") for one in ids]
         take = self.trainer.hand_over if sampled_here else self.trainer.take_over
-        self._arrived(fates, take(_record(fates)))
-        self.fates += fates
+        self._arrived(trajectories, take(_record(trajectories)))
+        self.trajectories += trajectories
 
     @precondition(lambda self: self._at("trainer"))
     @rule(pick=PICKS, state=ENDS, reason=st.sampled_from(["old", ""]), whole=st.booleans())
     def end(self, pick: int, state: EndState, reason: str, *, whole: bool) -> None:
         """One trajectory, or all that are here of its prompt."""
-        fate = any_of(self._at("trainer"), pick)
-        together = [each for each in self._at("trainer") if each.one.group == fate.one.group] if whole else [fate]
+        trajectory = any_of(self._at("trainer"), pick)
+        together = (
+            [each for each in self._at("trainer") if each.one.group == trajectory.one.group] if whole else [trajectory]
+        )
         self.trainer.end([each.one for each in together], state, reason)
         for each in together:
             self._end(each, state, reason)
@@ -250,16 +270,16 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(pick=PICKS, prompts=st.integers(1, 3), first=st.integers(0, 3))
     def commit(self, pick: int, prompts: int, first: int) -> None:
         """Some prompts are trained; what came of one in several pieces may stand in several places of the batch."""
-        names = sorted({fate.one.group for fate in self._at("trainer")})
+        names = sorted({trajectory.one.group for trajectory in self._at("trainer")})
         chosen = {any_of(names, pick + offset) for offset in range(prompts)}
-        fates = [fate for fate in self._at("trainer") if fate.one.group in chosen]
-        ids = [fate.one for fate in fates]
+        trajectories = [trajectory for trajectory in self._at("trainer") if trajectory.one.group in chosen]
+        ids = [trajectory.one for trajectory in trajectories]
         self.trainer.commit(_batch(ids[:first], ids[first:]), self.trainer.step + 1)
-        for fate in fates:
-            self._end(fate, "trained", "")
+        for trajectory in trajectories:
+            self._end(trajectory, "trained", "")
 
     def _here(self) -> list[TrajectoryId]:
-        return [fate.one for fate in self._at("trainer")]
+        return [trajectory.one for trajectory in self._at("trainer")]
 
     @rule(pick=PICKS)
     def be_refused(self, pick: int) -> None:
@@ -295,8 +315,8 @@ class LedgerMachine(RuleBasedStateMachine):
         worker = any_of(self._alive(), pick)
         worker.alive = False
         while len(worker.wire) > arrived:  # never published
-            for fate in worker.wire.pop():
-                fate.place = "worker"
+            for trajectory in worker.wire.pop():
+                trajectory.place = "worker"
         if not again:
             self._settle(worker)
         self._start()
@@ -315,20 +335,20 @@ class LedgerMachine(RuleBasedStateMachine):
         lost = self.trainer.detach_counters(worker.account, f"{worker.name} was killed")
         hold(TRUE, lost == len(held), f"{lost} lost, {held} held")
         hold(ONE_END, self.trainer.detach_counters(worker.account, "again") == 0, worker.name)
-        for fate in held:
-            self._end(fate, "lost", f"{worker.name} was killed")
+        for trajectory in held:
+            self._end(trajectory, "lost", f"{worker.name} was killed")
         self.workers.remove(worker)
 
     def teardown(self) -> None:
         """The run ends: what is in flight is lost, and no page is open any more."""
         if is_broken():
             return
-        in_flight = [fate for fate in self.fates if fate.place != "ended"]
+        in_flight = [trajectory for trajectory in self.trajectories if trajectory.place != "ended"]
         lost = self.trainer.lose("the run ended")
         hold(TRUE, lost == len(in_flight), f"{lost} lost, {in_flight} in flight")
-        for fate in in_flight:
-            self._end(fate, "lost", "the run ended")
-        self.the_trainers_books_are_true()
+        for trajectory in in_flight:
+            self._end(trajectory, "lost", "the run ended")
+        self.the_trainers_ledger_is_true()
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
@@ -338,13 +358,13 @@ class LedgerMachine(RuleBasedStateMachine):
         return balance
 
     @invariant()
-    def the_trainers_books_are_true(self) -> None:
+    def the_trainers_ledger_is_true(self) -> None:
         balance = self._balanced()
-        ended = Counter((fate.state, fate.reason) for fate in self.fates if fate.state)
-        told = {(state, why): count for state, all_of in balance.reasons.items() for why, count in all_of.items()}
-        hold(TRUE, told == ended, f"{told}, but {ended}")
+        ended = Counter((trajectory.state, trajectory.reason) for trajectory in self.trajectories if trajectory.state)
+        reports = {(state, why): count for state, all_of in balance.reasons.items() for why, count in all_of.items()}
+        hold(TRUE, reports == ended, f"{reports}, but {ended}")
         hold(TRUE, {state: sum(all_of.values()) for state, all_of in balance.reasons.items()} == balance.ended, balance)
-        hold(TRUE, balance.admitted == len(self.fates), f"{balance.admitted} of {len(self.fates)}")
+        hold(TRUE, balance.admitted == len(self.trajectories), f"{balance.admitted} of {len(self.trajectories)}")
 
     @invariant()
     def the_trainer_knows_what_is_where(self) -> None:
@@ -368,9 +388,9 @@ def _ids(name: GroupId, mask: int) -> list[TrajectoryId]:
     return [TrajectoryId(*name, repetition) for repetition in iter_bits(mask)]
 
 
-def _record(fates: list[Fate]) -> TrajectoryGroup:
+def _record(trajectories: list[Tracked]) -> TrajectoryGroup:
     """The group that these leave as."""
-    return _group(fates[0].one.instance_id, tuple(fate.one.repetition_id for fate in fates))
+    return _group(trajectories[0].one.instance_id, tuple(trajectory.one.repetition_id for trajectory in trajectories))
 
 
 @cache

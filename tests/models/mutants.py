@@ -226,11 +226,11 @@ class PublishesBeforeItWrites(Line):
     """The header says published while the bytes are still being copied."""
 
     def write(self) -> Step:
-        told = super().write()
+        result = super().write()
         assert self.writing is not None
         span = self.writing
         self.headers[span.start] = Header(True, self.sent + 1, span.count, span.generation)
-        return told
+        return result
 
     def _copy(self, span: Span) -> None:
         """Not yet."""
@@ -259,17 +259,17 @@ class ReleasesTooEarly(Line):
     """Credit goes back when a record is delivered, while it is still being read."""
 
     def take(self) -> Step:
-        told = super().take()
-        lease = next(lease for lease in self.leases if lease.sequence == told[1])
+        result = super().take()
+        lease = next(lease for lease in self.leases if lease.sequence == result[1])
         if self.alive:
             self.back.append((lease.slot, lease.generation))
-        return told
+        return result
 
     def release(self, index: int) -> Step | None:
         underway, self.back = self.back, []
-        told = super().release(index)
+        result = super().release(index)
         self.back = underway
-        return told
+        return result
 
     def _check_credit(self) -> None:
         """Would find it a step earlier."""
@@ -279,9 +279,9 @@ class ForgetsARelease(Line):
     """A lease that dies gives no credit back."""
 
     def release(self, index: int) -> Step | None:
-        told = super().release(index)
+        result = super().release(index)
         self.back = []
-        return told
+        return result
 
 
 class ForgetsARecordAtTheFlush(Line):
@@ -314,15 +314,15 @@ class ReleasesGoByPlace(Channel):
         place, restart = worker
         if step[0] == "release" and restart + 1 < len(after.lines[place]):
             lease = self._lines[state.lines[place][restart]].leases[step[1]]
-            said = ("hear_of_anothers", lease.slot, lease.generation)
-            after = super()._after(after, (place, restart + 1), said)
+            step = ("receive_of_another", lease.slot, lease.generation)
+            after = super()._after(after, (place, restart + 1), step)
         return after
 
 
 class HearsOfAnothers(Line):
     """A line that takes what it is told for its own."""
 
-    def hear_of_anothers(self, slot: int, generation: int) -> None:
+    def receive_of_another(self, slot: int, generation: int) -> None:
         if self.alive:
             self.back.append((slot, generation))
 

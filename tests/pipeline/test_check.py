@@ -68,15 +68,15 @@ def test_a_pipeline_that_can_work_passes() -> None:
 
 
 def test_a_group_larger_than_a_batch_is_found_through_the_stages_between() -> None:
-    told = complaint(source(BigGroups(1)).then(Pass()).then(Narrow()).sink(Train()))
+    problems = complaint(source(BigGroups(1)).then(Pass()).then(Narrow()).sink(Train()))
 
-    assert "Pass → Narrow: a group may hold 5000 tokens, and Narrow takes at most 4096" in told
+    assert "Pass → Narrow: a group may hold 5000 tokens, and Narrow takes at most 4096" in problems
 
 
 def test_a_byte_budget_smaller_than_one_record_is_found() -> None:
-    told = complaint(source(BigGroups(1)).then(Pass(), capacity_bytes=40_000).then(Pack()).sink(Train()))
+    problems = complaint(source(BigGroups(1)).then(Pass(), capacity_bytes=40_000).then(Pack()).sink(Train()))
 
-    assert "BigGroups → Pass: a group may take 45000 bytes (5000 tokens), and the edge holds 40000" in told
+    assert "BigGroups → Pass: a group may take 45000 bytes (5000 tokens), and the edge holds 40000" in problems
 
 
 def test_behind_a_stage_that_packs_the_size_of_groups_bounds_nothing() -> None:
@@ -84,31 +84,31 @@ def test_behind_a_stage_that_packs_the_size_of_groups_bounds_nothing() -> None:
 
 
 def test_a_bound_that_starves_a_stage_which_keeps_groups_is_found() -> None:
-    told = complaint(source(Groups(1), on=processes(2)).then(Narrow(keeps_groups=9), capacity=4).sink(Train()))
+    problems = complaint(source(Groups(1), on=processes(2)).then(Narrow(keeps_groups=9), capacity=4).sink(Train()))
 
-    assert "Narrow keeps 9 groups before it sends, and its senders have credit for 8" in told
+    assert "Narrow keeps 9 groups before it sends, and its senders have credit for 8" in problems
 
 
 def test_room_for_a_single_record_between_processes_starves_whoever_holds_it() -> None:
-    told = complaint(source(Groups(1), on=processes(2)).then(Pass(), capacity=1).sink(Collect()))
+    problems = complaint(source(Groups(1), on=processes(2)).then(Pass(), capacity=1).sink(Collect()))
 
-    assert "Groups → Pass: expected a capacity of at least 2 between processes, got 1" in told
+    assert "Groups → Pass: expected a capacity of at least 2 between processes, got 1" in problems
 
 
 def test_room_for_a_single_group_between_processes_starves_whoever_holds_it() -> None:
-    told = complaint(source(BigGroups(1), on=processes(1)).sink(Collect(), capacity_bytes=40_000))
+    problems = complaint(source(BigGroups(1), on=processes(1)).sink(Collect(), capacity_bytes=40_000))
 
-    assert "raise capacity_bytes to twice as much" in told
+    assert "raise capacity_bytes to twice as much" in problems
 
 
 def test_a_stage_that_cannot_be_pickled_cannot_go_to_a_process() -> None:
     class Local:
         async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None: ...
 
-    told = complaint(source(Local(), on=processes(1)).sink(Collect()))
+    problems = complaint(source(Local(), on=processes(1)).sink(Collect()))
 
-    assert "Local: expected a stage that can be pickled to its process" in told
-    assert "functions of a module, by name" in told
+    assert "Local: expected a stage that can be pickled to its process" in problems
+    assert "functions of a module, by name" in problems
 
 
 @dataclass(frozen=True)
@@ -122,15 +122,15 @@ class LivesInMain(Groups):
 def test_a_stage_of_an_interactive_session_cannot_go_to_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
 
-    told = complaint(source(LivesInMain(1), on=processes(1)).sink(Collect()))
+    problems = complaint(source(LivesInMain(1), on=processes(1)).sink(Collect()))
 
-    assert "LivesInMain: it is defined in an interactive session" in told
+    assert "LivesInMain: it is defined in an interactive session" in problems
 
 
 def test_what_is_no_record_does_not_travel_between_processes() -> None:
-    told = complaint(source(Count(1), on=processes(1)).sink(Collect()))
+    problems = complaint(source(Count(1), on=processes(1)).sink(Collect()))
 
-    assert "Count: it runs in processes and sends int" in told
+    assert "Count: it runs in processes and sends int" in problems
 
 
 def test_processes_within_processes_are_refused() -> None:
@@ -165,15 +165,15 @@ def test_state_that_is_gathered_in_another_process_than_it_is_saved_in_is_found(
     alone = complaint(source(Groups(1)).then(stage, on=processes(1)).then(other).sink(sink))
     within = complaint(source(source(Groups(1)).then(stage), on=processes(1)).then(other).sink(sink))
 
-    for told in (alone, within):
-        assert "checkpoints keep its state as 'normalizer', but it runs in processes and gathers there" in told
+    for problems in (alone, within):
+        assert "checkpoints keep its state as 'normalizer', but it runs in processes and gathers there" in problems
     source(Groups(1)).then(stage).then(other, on=processes(1)).sink(sink).check()
 
 
 def test_every_problem_is_listed_at_once() -> None:
-    told = complaint(source(Count(1)).then(Double(), capacity=0).sink(Collect(), capacity_bytes=0))
+    problems = complaint(source(Count(1)).then(Double(), capacity=0).sink(Collect(), capacity_bytes=0))
 
-    assert told.splitlines() == [
+    assert problems.splitlines() == [
         "2 in this pipeline cannot work:",
         "Count → Double: capacity: expected a whole number of at least 1, got 0",
         "Double → Collect: capacity_bytes: expected a whole number of at least 1, got 0",
@@ -186,9 +186,9 @@ def test_a_source_that_begins_less_than_a_batch_waits_for_is_found() -> None:
         def stage_info(self) -> StageInfo:
             return StageInfo(begins_at_most=24)
 
-    told = complaint(source(Paced(1)).then(Batcher(max_tokens=999, sequences=32)).sink(Train()))
+    problems = complaint(source(Paced(1)).then(Batcher(max_tokens=999, sequences=32)).sink(Train()))
 
-    assert "Batcher waits for 32 trajectories, and Paced begins 24 before a step" in told
+    assert "Batcher waits for 32 trajectories, and Paced begins 24 before a step" in problems
 
 
 @dataclass(frozen=True)
@@ -229,9 +229,11 @@ def test_groups_of_a_step_that_the_workers_do_not_divide_are_found() -> None:
         sampling = SourceEnv(Questions, NoOpPolicy(), group_size=4, max_lag=1, step_groups=step_groups)
         return source(sampling, on=processes(2)).sink(Collect())
 
-    told = complaint(pipeline(3))
+    problems = complaint(pipeline(3))
 
-    assert "SourceEnv.step_groups: expected a multiple of the 2 workers, got 3: take 4 groups a step, or as " in told
+    assert (
+        "SourceEnv.step_groups: expected a multiple of the 2 workers, got 3: take 4 groups a step, or as " in problems
+    )
     pipeline(4).check()
 
 
@@ -252,12 +254,12 @@ SCRIPT: Any = source(Groups(1))
 
 
 def test_a_batcher_before_the_normalizer_is_refused_with_the_order_to_write() -> None:
-    told = complaint(SCRIPT.then(Batcher(max_tokens=99)).then(AdvantageNormalizer("grpo")).sink(Train()))
+    problems = complaint(SCRIPT.then(Batcher(max_tokens=99)).then(AdvantageNormalizer("grpo")).sink(Train()))
 
     assert (
         "Batcher → AdvantageNormalizer: Batcher sends TrainBatch, and AdvantageNormalizer receives TrajectoryGroup: "
         "write .then(AdvantageNormalizer(…)).then(Batcher(…))"
-    ) in told
+    ) in problems
 
 
 def test_a_forgotten_batcher_is_named() -> None:
@@ -265,10 +267,10 @@ def test_a_forgotten_batcher_is_named() -> None:
 
 
 def test_where_no_order_fits_the_types_between_are_named() -> None:
-    told = complaint(SCRIPT.then(Pack()).then(Double()).sink(Collect()))
+    problems = complaint(SCRIPT.then(Pack()).then(Double()).sink(Collect()))
 
-    assert "Pack → Double: Pack sends TrainBatch, and Double receives int: put a stage between them" in told
-    assert "that receives TrainBatch and sends int" in told
+    assert "Pack → Double: Pack sends TrainBatch, and Double receives int: put a stage between them" in problems
+    assert "that receives TrainBatch and sends int" in problems
 
 
 def test_a_function_says_what_it_takes_and_returns() -> None:
@@ -290,29 +292,29 @@ def test_a_stage_without_annotations_passes() -> None:
 
 
 def test_a_stage_that_hands_on_what_it_receives_is_seen_through() -> None:
-    told = complaint(SCRIPT.then(Pack()).then(Tap()).then(Pass()).sink(Collect()))
+    problems = complaint(SCRIPT.then(Pack()).then(Tap()).then(Pass()).sink(Collect()))
 
-    assert "Tap → Pass: Tap sends TrainBatch, and Pass receives TrajectoryGroup" in told
+    assert "Tap → Pass: Tap sends TrainBatch, and Pass receives TrajectoryGroup" in problems
 
 
 def test_a_fragment_is_looked_into() -> None:
     fragment = SCRIPT.then(Pack()).then(Pass(), capacity=2.5)
 
-    told = complaint(source(fragment, on=processes(2)).sink(Train()))
+    problems = complaint(source(fragment, on=processes(2)).sink(Train()))
 
-    assert "Pack → Pass: Pack sends TrainBatch, and Pass receives TrajectoryGroup" in told
-    assert "Pack → Pass: capacity: expected a whole number of at least 1, got 2.5" in told
-    assert "sends TrajectoryGroup, and Train receives TrainBatch" in told
+    assert "Pack → Pass: Pack sends TrainBatch, and Pass receives TrajectoryGroup" in problems
+    assert "Pack → Pass: capacity: expected a whole number of at least 1, got 2.5" in problems
+    assert "sends TrajectoryGroup, and Train receives TrainBatch" in problems
 
 
 @pytest.mark.parametrize("capacity", [2.5, True, float("nan"), "2", -1])
 def test_a_capacity_that_is_no_whole_number_is_refused(capacity: object) -> None:
     pipeline = SCRIPT.then(Pack(), capacity=capacity).sink(Train(), capacity_bytes=capacity)
 
-    told = complaint(pipeline)
+    problems = complaint(pipeline)
 
-    assert f"Groups → Pack: capacity: expected a whole number of at least 1, got {capacity!r}" in told
-    assert f"Pack → Train: capacity_bytes: expected a whole number of at least 1, got {capacity!r}" in told
+    assert f"Groups → Pack: capacity: expected a whole number of at least 1, got {capacity!r}" in problems
+    assert f"Pack → Train: capacity_bytes: expected a whole number of at least 1, got {capacity!r}" in problems
 
 
 async def test_a_capacity_may_be_an_integer_of_numpy() -> None:
@@ -323,12 +325,12 @@ async def test_a_capacity_may_be_an_integer_of_numpy() -> None:
 
 
 def test_a_bound_that_a_stage_gives_as_an_integer_of_numpy_is_one() -> None:
-    told = complaint(source(BigGroups(1, sends_at_most_tokens=np.int64(5_000))).then(Narrow()).sink(Train()))  # type: ignore[arg-type]
+    problems = complaint(source(BigGroups(1, sends_at_most_tokens=np.int64(5_000))).then(Narrow()).sink(Train()))  # type: ignore[arg-type]
 
-    assert "a group may hold 5000 tokens, and Narrow takes at most 4096" in told
+    assert "a group may hold 5000 tokens, and Narrow takes at most 4096" in problems
 
 
 def test_a_bound_that_is_no_whole_number_is_refused() -> None:
-    told = complaint(source(Groups(1)).then(Narrow(takes_at_most_tokens=4096.0)).sink(Train()))  # type: ignore[arg-type]
+    problems = complaint(source(Groups(1)).then(Narrow(takes_at_most_tokens=4096.0)).sink(Train()))  # type: ignore[arg-type]
 
-    assert "Narrow: takes_at_most_tokens: expected a whole number, got 4096.0" in told
+    assert "Narrow: takes_at_most_tokens: expected a whole number, got 4096.0" in problems

@@ -73,8 +73,8 @@ class Trains(Train):
         return StageInfo(tokenizers=None if self.trainer is None else tokens_of(self.trainer))
 
 
-def chain(says: Says, reads: Reads, trains: Trains) -> Pipeline:
-    return source(says).then(reads).then(Pack()).sink(trains)
+def chain(samples: Says, reads: Reads, trains: Trains) -> Pipeline:
+    return source(samples).then(reads).then(Pack()).sink(trains)
 
 
 def test_equal_tokenizers_are_fine_and_so_are_those_that_nobody_can_tell() -> None:
@@ -84,7 +84,7 @@ def test_equal_tokenizers_are_fine_and_so_are_those_that_nobody_can_tell() -> No
 
 
 @pytest.mark.parametrize(
-    ("says", "reads", "trains", "who"),
+    ("samples", "reads", "trains", "who"),
     [
         (Says(tokenizer=Words()), Reads(OTHER), Trains(), "Says and Reads"),
         (Says(tokenizer=Words()), Reads(), Trains(trainer=Has(OTHER)), "Says and Trains"),
@@ -100,9 +100,11 @@ def test_equal_tokenizers_are_fine_and_so_are_those_that_nobody_can_tell() -> No
         (Says(tokenizer=Words()), Reads(tokenizer_identity(OTHER)), Trains(), "Says and Reads"),
     ],
 )
-def test_two_that_differ_are_refused_with_both_identities(says: Says, reads: Reads, trains: Trains, who: str) -> None:
+def test_two_that_differ_are_refused_with_both_identities(
+    samples: Says, reads: Reads, trains: Trains, who: str
+) -> None:
     with pytest.raises(InvalidPipeline, match=f"{who} have tokenizers of different vocabulary") as refused:
-        chain(says, reads, trains).check()
+        chain(samples, reads, trains).check()
 
     assert (
         str(refused.value).count("Words: 2 tokens #") + str(refused.value).count("CharacterTokenizer: 14 tokens") == 2
@@ -138,7 +140,7 @@ def test_senders_from_outside_are_expected_to_have_the_trainers_tokenizer() -> N
 
 
 @pytest.mark.parametrize(
-    ("says", "trains", "untold"),
+    ("samples", "trains", "untold"),
     [
         (Says(tokenizer=Words()), Trains(trainer=Has(None)), ["Trains"]),
         (Says(tokenizer=object()), Trains(trainer=Has(Words())), ["Says"]),
@@ -148,18 +150,18 @@ def test_senders_from_outside_are_expected_to_have_the_trainers_tokenizer() -> N
     ],
 )
 def test_that_a_source_and_a_trainer_cannot_be_compared_is_told_in_one_line(
-    says: Says, trains: Trains, untold: list[str]
+    samples: Says, trains: Trains, untold: list[str]
 ) -> None:
-    with structlog.testing.capture_logs() as said:
-        chain(says, Reads(Words()), trains).check()
+    with structlog.testing.capture_logs() as logs:
+        chain(samples, Reads(Words()), trains).check()
 
-    assert [line["unknown_to"] for line in said if line["event"] == "tokenizers_not_compared"] == untold
+    assert [line["unknown_to"] for line in logs if line["event"] == "tokenizers_not_compared"] == untold
 
 
 def test_a_source_within_a_fragment_is_the_source() -> None:
     fragment = source(Says(tokenizer=Words())).then(Reads())
 
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         source(fragment, on=processes(2)).then(Pack()).sink(Trains(trainer=Has(Words()))).check()
 
-    assert not said
+    assert not logs

@@ -61,11 +61,11 @@ async def test_an_iteration_that_is_cancelled_has_taken_nothing() -> None:
 class LostBehindTheSecond(MemoryReceiver[int]):
     """A channel whose sender is found dead behind the second record; another one goes on sending."""
 
-    told = False
+    ended = False
 
     def receive_nowait(self) -> int:
-        if self._queue.received == 2 and not self.told:
-            self.told = True
+        if self._queue.received == 2 and not self.ended:
+            self.ended = True
             raise PeerLost("worker 0 died")
         return super().receive_nowait()
 

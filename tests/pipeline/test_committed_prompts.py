@@ -128,7 +128,7 @@ def ranges(*numbers: int, name: str = "", mask: str = "1") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("told", "prompts", "message"),
+    ("ranges", "prompts", "message"),
     [
         ([ranges()], [], "gaps and ranges in turn"),
         ([ranges(0, 5, 1)], [], "gaps and ranges in turn"),
@@ -147,7 +147,7 @@ def ranges(*numbers: int, name: str = "", mask: str = "1") -> dict[str, Any]:
     ],
 )
 def test_a_state_that_no_run_can_have_written_is_refused(
-    told: list[Mapping[str, Any]], prompts: list[tuple[str, str, str]], message: str
+    ranges: list[Mapping[str, Any]], prompts: list[tuple[str, str, str]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        CommittedPrompts.of_state({"ranges": told, "prompts": prompts})
+        CommittedPrompts.of_state({"ranges": ranges, "prompts": prompts})

@@ -31,8 +31,8 @@ def a_peer(kind: Callable[..., Peer], answers: CreditReturner) -> Peer:
 
 
 async def test_what_is_released_while_the_loop_looks_is_told_to_a_sender_that_waits_for_it() -> None:
-    said: list[Message] = []
-    answers = CreditReturner(lambda _, message: said.append(message))
+    sent: list[Message] = []
+    answers = CreditReturner(lambda _, message: sent.append(message))
     peer = a_peer(Watched, answers)
     peer.credit_requested = True
     answers.schedule(peer)
@@ -40,21 +40,21 @@ async def test_what_is_released_while_the_loop_looks_is_told_to_a_sender_that_wa
     for _ in range(2 * COALESCE_TICKS):
         await anyio.lowlevel.checkpoint()
 
-    assert said == [CreditGrant(((0, 1, 1),))]
+    assert sent == [CreditGrant(((0, 1, 1),))]
 
 
 async def test_a_sender_that_wants_nothing_is_told_nothing_until_much_is_owed() -> None:
-    said: list[Message] = []
-    answers = CreditReturner(lambda _, message: said.append(message))
+    sent: list[Message] = []
+    answers = CreditReturner(lambda _, message: sent.append(message))
     peer = a_peer(Peer, answers)
 
     for _ in range(31):
         peer.release(RECORD, 1)
     for _ in range(2 * COALESCE_TICKS):
         await anyio.lowlevel.checkpoint()
-    assert said == []
+    assert sent == []
 
     peer.release(RECORD, 1)
     await anyio.lowlevel.checkpoint()
     await anyio.lowlevel.checkpoint()
-    assert said == [CreditGrant(((0, 1, 1),) * 32)]
+    assert sent == [CreditGrant(((0, 1, 1),) * 32)]

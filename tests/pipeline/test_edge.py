@@ -45,10 +45,10 @@ async def test_what_a_source_sends_twice_goes_once() -> None:
         await outbox.send(group(repetition_ids=[1, 2]))
         await outbox.send(group(repetition_ids=[1, 2]))
 
-        came = [receiver.receive_nowait().repetition_ids.tolist() for _ in range(2)]
+        received = [receiver.receive_nowait().repetition_ids.tolist() for _ in range(2)]
         assert receiver.statistics().items == 0
 
-    assert came == [[0, 1], [2]]
+    assert received == [[0, 1], [2]]
     assert ledger.in_flight == counter.trajectories == 3
     assert ledger.balance().reasons["rejected"] == {"in flight already": 5}
 

@@ -33,9 +33,9 @@ async def test_what_a_single_task_fails_of_comes_out_with_its_own_cause() -> Non
 def test_workers_that_fail_at_once_are_told_as_the_first_with_the_others_noted() -> None:
     first, other = KeyError("first"), KeyError("other\nin detail")
 
-    told = first_exception(ExceptionGroup("a", [first, ExceptionGroup("b", [other])]), KeyError)
+    first_error = first_exception(ExceptionGroup("a", [first, ExceptionGroup("b", [other])]), KeyError)
 
-    assert told is first
+    assert first_error is first
     assert first.__notes__ == ["besides: 'other\\nin detail'"]
 
 

@@ -194,13 +194,13 @@ def test_the_copies_that_a_stage_finds_count_as_admitted_and_rejected() -> None:
 
 
 def test_a_ledger_tells_of_checkpoints_while_somebody_hears() -> None:
-    ledger, heard = Ledger(), list[Mapping[GroupId, int]]()
+    ledger, checkpoints = Ledger(), list[Mapping[GroupId, int]]()
 
-    with ledger.on_checkpoint(heard.append):
+    with ledger.on_checkpoint(checkpoints.append):
         ledger.announce_checkpoint({A: 1})
     ledger.announce_checkpoint({B: 1})
 
-    assert heard == [{A: 1}]
+    assert checkpoints == [{A: 1}]
 
 
 async def test_a_group_has_ended_with_the_last_of_its_trajectories() -> None:
@@ -253,11 +253,11 @@ def test_the_pace_is_the_mean_of_what_steps_train() -> None:
 
 
 def test_a_group_from_a_stranger_is_admitted_where_it_arrives() -> None:
-    ledger, told = Ledger(), list[tuple[GroupId, int, EndState, int]]()
-    ledger.take_over(group(instance_id="a"), lambda *ended: told.append(ended))
+    ledger, outcomes = Ledger(), list[tuple[GroupId, int, EndState, int]]()
+    ledger.take_over(group(instance_id="a"), lambda *ended: outcomes.append(ended))
     ledger.end(group(instance_id="a"), "stale", "old")
     assert ledger.balance().admitted == 2
-    assert told == [(A, 0b11, "stale", 0)]
+    assert outcomes == [(A, 0b11, "stale", 0)]
 
 
 def test_without_a_pipeline_whatever_ends_counts_as_admitted() -> None:

@@ -103,18 +103,18 @@ def test_one_name_more_than_announced_is_refused_with_those_that_are_known() -> 
         three.join("d", 9, 0)
 
 
-@pytest.mark.parametrize("came", [(), ("a",), ("b", "a")])
-def test_members_that_never_come_are_given_up_and_it_is_said_how_many_and_who_came(came: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("connected", [(), ("a",), ("b", "a")])
+def test_members_that_never_come_are_given_up_and_it_is_said_how_many_and_who_came(connected: tuple[str, ...]) -> None:
     three = members(3)
-    for name in came:
+    for name in connected:
         three.join(name, 1, 0)
         three.done(name)
 
     assert not three.expire(9.9)
     [error] = three.expire(10)
 
-    names = ", ".join(map(repr, sorted(came))) or "none"
-    assert f"got {len(came)} ({names}): {3 - len(came)} never came. Start them" in str(error)
+    names = ", ".join(map(repr, sorted(connected))) or "none"
+    assert f"got {len(connected)} ({names}): {3 - len(connected)} never came. Start them" in str(error)
     assert not three.all_done
     assert three.due_s == math.inf
 

@@ -88,10 +88,10 @@ def test_what_a_stage_receives_and_sends_is_what_its_annotations_say(
 ) -> None:
     known = record_types(stage)
 
-    assert (_told(known.received), _told(known.sent)) == (received, sent)
+    assert (_known(known.received), _known(known.sent)) == (received, sent)
 
 
-def _told(record: object) -> object:
+def _known(record: object) -> object:
     """Return None for a type variable of `Each` or `Flow`, which says nothing."""
     return None if isinstance(record, TypeVar) and record is not T else record
 

@@ -83,10 +83,10 @@ def test_an_illegal_transition_tells_the_story_of_the_slot() -> None:
     table = SlotTable(2)
     span = published(table, 1, sequence=7)
 
-    with pytest.raises(IllegalTransition) as told:
+    with pytest.raises(IllegalTransition) as raised:
         table.publish(span, 8)
 
-    assert str(told.value) == (
+    assert str(raised.value) == (
         "cannot publish slot 0: expected state writing, got published; "
         "its history: allocated as generation 1, published as record 7"
     )

@@ -58,7 +58,7 @@ def test_a_worker_that_imports_its_parents_script_begins_no_run(monkeypatch: pyt
 def test_a_long_traceback_is_told_from_its_end() -> None:
     error = ValueError("x" * 2 * worker.LONGEST_TRACEBACK)
 
-    told = worker._traceback(error)
+    text = worker._traceback(error)
 
-    assert len(told) == worker.LONGEST_TRACEBACK + 1
-    assert told.startswith("…x")
+    assert len(text) == worker.LONGEST_TRACEBACK + 1
+    assert text.startswith("…x")

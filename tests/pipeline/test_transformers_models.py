@@ -93,8 +93,8 @@ async def attached(original: nn.Module, model: nn.Module) -> AsyncIterator[None]
 
 @torch.inference_mode()
 def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    said: torch.Tensor = model(tokens, use_cache=False).logits
-    return said
+    logits: torch.Tensor = model(tokens, use_cache=False).logits
+    return logits
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)

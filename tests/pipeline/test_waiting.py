@@ -88,19 +88,19 @@ async def test_a_woken_task_still_stands_in_line_until_it_runs() -> None:
 
 def test_what_the_workers_of_a_stage_have_waited_is_added_up_on_its_way_to_the_metrics() -> None:
     run = Metrics()
-    heard = WaitAggregator(run, "Sample")
+    aggregator = WaitAggregator(run, "Sample")
 
     for credit_s in (2.0, 0.5):
         worker = Metrics()
         worker.total("timing_s/Sample/wait_input", 0.25)
         worker.total("timing_s/Sample/wait_output", credit_s)
         worker.total("timing_s/Judge/wait_output", 100)
-        heard.merge(worker.take())
-    heard.merge(Metrics().take())
+        aggregator.merge(worker.take())
+    aggregator.merge(Metrics().take())
 
-    assert heard.waited == (0.5, 2.5)
+    assert aggregator.waited == (0.5, 2.5)
     emitted = run.emit(1)
-    assert (emitted["timing_s/Sample/wait_input"], emitted["timing_s/Sample/wait_output"]) == heard.waited
+    assert (emitted["timing_s/Sample/wait_input"], emitted["timing_s/Sample/wait_output"]) == aggregator.waited
 
 
 def test_what_a_stage_has_waited_is_told_since_the_last_step() -> None:

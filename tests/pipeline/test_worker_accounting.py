@@ -315,15 +315,15 @@ class TestTwoProcesses:
         assert self.balanced() == {"admitted": 5, "in_flight": 2, "rejected": 2, "lost": 1}
 
     def test_a_worker_is_not_told_of_what_another_sampled_when_its_own_had_ended(self) -> None:
-        told: list[tuple[GroupId, int, EndState, int]] = []
-        self.trainer.take_over(group(instance_id="a"), lambda *ended: told.append(ended))
+        outcomes: list[tuple[GroupId, int, EndState, int]] = []
+        self.trainer.take_over(group(instance_id="a"), lambda *ended: outcomes.append(ended))
         again = group(instance_id="a").select(np.array([True, False]))
         self.trainer.end(again, "stale", "old")
 
         self.trainer.take_over(again, lambda *_: None)
         self.trainer.end(again, "filtered", "")
 
-        assert told == [(A, 0b01, "stale", 0)]
+        assert outcomes == [(A, 0b01, "stale", 0)]
 
     def test_what_a_worker_sends_twice_is_rejected_in_the_worker(self) -> None:
         record = group(instance_id="a")

@@ -14,16 +14,16 @@ from penstock._pipeline.processes.worker_messages import (
 
 
 def test_words_come_out_as_they_went_in_however_they_are_cut() -> None:
-    said: list[WorkerEvent] = [Serving("shm:///tmp/x"), Failed("ValueError: no", "Traceback …"), Finished()]
-    stream = b"".join(encode_event(event) for event in said)
+    sent: list[WorkerEvent] = [Serving("shm:///tmp/x"), Failed("ValueError: no", "Traceback …"), Finished()]
+    stream = b"".join(encode_event(event) for event in sent)
     buffer = bytearray()
-    heard: list[object] = []
+    received: list[object] = []
 
     for position in range(len(stream)):
         buffer += stream[position : position + 1]
-        heard += decode_events(buffer)
+        received += decode_events(buffer)
 
-    assert heard == said
+    assert received == sent
     assert not buffer
 
 

@@ -16,24 +16,24 @@ import sys
 port, traits = int(sys.argv[1]), sys.argv[2:]
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     os.write(1, f"{text}\n".encode())
 
 
 def linger() -> None:
-    say(f"pid {os.getpid()}")
+    report(f"pid {os.getpid()}")
     os.close(printed)
     while True:
         signal.pause()
 
 
-def goodbye(*_: object) -> None:
-    say("goodbye")
+def end(*_: object) -> None:
+    report("end")
     sys.exit(0)
 
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in traits else goodbye)
-say(f"pid {os.getpid()}")
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in traits else end)
+report(f"pid {os.getpid()}")
 if "family" in traits:
     all_printed, printed = os.pipe()
     if not os.fork():
@@ -49,14 +49,14 @@ if "family" in traits:
     os.close(printed)
     os.read(all_printed, 1)
 if "doomed" in traits:
-    say("no such model")
+    report("no such model")
     sys.exit(3)
 if "broken" in traits:
-    say("(Worker pid=7) ERROR 12:00 [executor.py:9] Traceback (most recent call last):")
-    say('(Worker pid=7) ERROR 12:00 [executor.py:9]   File "loader.py", line 3, in load')
-    say("(Core pid=6) INFO 12:00 [core.py:1] waiting for workers")
-    say("(Worker pid=7) ERROR 12:00 [executor.py:9] SafetensorError: incomplete metadata")
-    say("noise\n" * 1000)
+    report("(Worker pid=7) ERROR 12:00 [executor.py:9] Traceback (most recent call last):")
+    report('(Worker pid=7) ERROR 12:00 [executor.py:9]   File "loader.py", line 3, in load')
+    report("(Core pid=6) INFO 12:00 [core.py:1] waiting for workers")
+    report("(Worker pid=7) ERROR 12:00 [executor.py:9] SafetensorError: incomplete metadata")
+    report("noise\n" * 1000)
     raise RuntimeError("Engine core initialization failed. See root cause above.")
 if "deaf" in traits:
     while True:
@@ -74,5 +74,5 @@ while True:
         status = "503 Loading" if "late" in traits and answers <= 2 else "200 OK"
         connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
     if b" /die " in request:
-        say("as you wish")
+        report("as you wish")
         os._exit(4)

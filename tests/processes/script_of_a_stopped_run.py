@@ -40,14 +40,14 @@ STOP_TIMEOUT_S = {"hanging step": 1.0, "blocked stage": 1.0}
 """By moment; long enough for any machine where nothing hangs."""
 
 
-def say(what: str) -> None:
+def write_line(what: str) -> None:
     os.write(1, f"{what}\n".encode())
 
 
 def reached(moment: str) -> None:
     """Say that the moment has come, and wait until the test says to go on."""
     if moment == MOMENT:
-        say(moment)
+        write_line(moment)
         sys.stdin.readline()
 
 
@@ -67,13 +67,13 @@ class Trainer:
         if self.steps == 3:
             reached("in step 3")
             if MOMENT == "hanging step":
-                say(MOMENT)
+                write_line(MOMENT)
                 threading.Event().wait()
         if self._folder is not None:
             with (self._folder / "trained").open("a") as file:
                 file.writelines(f"{each.instance_id} {each.repetition_id}\n" for each in batch.ids)
         if MOMENT == "waiting" and self.steps == GROUPS // 2:
-            say(MOMENT)
+            write_line(MOMENT)
         return {}
 
     def save(self, folder: Path, committed: Mapping[GroupId, int], /) -> Path:
@@ -101,7 +101,7 @@ class Pack:
                 await outbox.send(TrainBatch.pack(groups))
                 groups = []
                 if MOMENT == "blocked stage":
-                    say(MOMENT)
+                    write_line(MOMENT)
                     time.sleep(1000)  # noqa: ASYNC251 (what a stage must not do)
 
 
@@ -130,7 +130,7 @@ async def run(folder: Path | None) -> None:
     finally:
         report = made.report
         if report is not None:
-            say(f"ended by: {report.stop_reason}, balanced: {report.balance.balanced}")
+            write_line(f"ended by: {report.stop_reason}, balanced: {report.balance.balanced}")
 
 
 async def in_task_group(folder: Path | None) -> None:

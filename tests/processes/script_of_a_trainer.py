@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import anyio
-from tests.journal.script_of_a_run import BATCH_TOKENS, CHECKPOINT_EVERY, Fate, Trainer
+from tests.journal.script_of_a_run import BATCH_TOKENS, CHECKPOINT_EVERY, KillPoint, Trainer
 
 from penstock import Batcher, ReceiveChannel, SendChannel, SinkTrainer, SourceChannel, TrajectoryGroup, drop, source
 
@@ -19,12 +19,12 @@ from penstock import Batcher, ReceiveChannel, SendChannel, SinkTrainer, SourceCh
 class Received:
     """Behind the source: every seventh group is of no use."""
 
-    def __init__(self, fate: Fate) -> None:
-        self._fate = fate
+    def __init__(self, kill_point: KillPoint) -> None:
+        self._kill_point = kill_point
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         async for record in inbox:
-            self._fate.at("received")
+            self._kill_point.at("received")
             if int(record.instance_id) % 7:
                 await outbox.send(record)
             else:
@@ -32,12 +32,12 @@ class Received:
 
 
 def main(folder: Path, url: str, moment: str, nth: int) -> None:
-    fate, checkpoints = Fate(moment, nth), folder / "checkpoints"
+    kill_point, checkpoints = KillPoint(moment, nth), folder / "checkpoints"
     pipeline = (
         source(SourceChannel(url, folder / "address", senders=2, capacity=8, capacity_bytes=2**20))
-        .then(Received(fate))
+        .then(Received(kill_point))
         .then(Batcher(max_tokens=BATCH_TOKENS))
-        .sink(SinkTrainer(Trainer(checkpoints, fate), checkpoints=checkpoints, checkpoint_every=CHECKPOINT_EVERY))
+        .sink(SinkTrainer(Trainer(checkpoints, kill_point), checkpoints=checkpoints, checkpoint_every=CHECKPOINT_EVERY))
     )
     report = anyio.run(pipeline.run)
     assert report.balance.balanced, report

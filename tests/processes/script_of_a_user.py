@@ -15,12 +15,12 @@ from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, current, proc
 from penstock.testing import group
 
 
-def say(*words: object) -> None:
+def report(*words: object) -> None:
     """A line in one piece: workers write to the same pipe, and `print` may write word by word."""
     os.write(sys.stdout.fileno(), f"{' '.join(map(str, words))}\n".encode())
 
 
-say("imported")
+report("imported")
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Sample:
 @dataclass(frozen=True)
 class Tell:
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-        told = False
+        reported = False
         async for record in inbox:
             current().ledger.end(record, "trained")
             pids = [worker.pid for worker in pipeline.statistics().stages[0].workers]
-            if not told and all(pids):  # the second may still be on its way
-                told = True
-                say("workers", *pids)
+            if not reported and all(pids):  # the second may still be on its way
+                reported = True
+                report("workers", *pids)
 
 
 pipeline = source(Sample(forever="forever" in sys.argv), on=processes(2)).sink(Tell())
@@ -52,4 +52,4 @@ if __name__ == "__main__" or "unguarded" in sys.argv:
     try:
         anyio.run(pipeline.run)
     finally:
-        say("ended", pipeline.report.stop_reason if pipeline.report else "")
+        report("ended", pipeline.report.stop_reason if pipeline.report else "")

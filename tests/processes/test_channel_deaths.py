@@ -239,12 +239,12 @@ async def test_ctrl_c_in_the_moment_of_closing_leaves_nothing_open(url: str, who
             begun.set_result(inbox)
             with suppress(PeerLost):  # whoever is cut off while it leaves may leave before all is through
                 await inbox.receive()
-            await _cancelled_or_told(who == "receiver", may_end)
+            await _cancelled_or_lost(who == "receiver", may_end)
 
     async def send(to: str) -> None:
         async with connect(to, TrajectoryGroup) as outbox:
             await outbox.send(group())
-            await _cancelled_or_told(who == "sender", may_end)
+            await _cancelled_or_lost(who == "sender", may_end)
 
     before = asyncio.all_tasks()
     begun: asyncio.Future[RemoteReceiver[TrajectoryGroup]] = asyncio.get_running_loop().create_future()
@@ -261,7 +261,7 @@ async def test_ctrl_c_in_the_moment_of_closing_leaves_nothing_open(url: str, who
     assert asyncio.all_tasks() == before
 
 
-async def _cancelled_or_told(cancelled: bool, may_end: anyio.Event) -> None:  # noqa: FBT001
+async def _cancelled_or_lost(cancelled: bool, may_end: anyio.Event) -> None:  # noqa: FBT001
     if cancelled:
         task = asyncio.current_task()
         assert task is not None

@@ -76,23 +76,23 @@ async def test_a_sender_that_dies_as_it_is_let_in_does_not_keep_the_stream_open(
                     await inbox.receive()
 
 
-async def door_that_closed_after(*said: control.Message) -> ControlConnection:
+async def connection_closed_after(*sent: control.Message) -> ControlConnection:
     """The sender's side of a door whose receiver said this, and went without listening."""
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    for message in said:
+    for message in sent:
         theirs.sendall(frame(message))
     theirs.close()
     return ControlConnection(await UNIXSocketStream.from_socket(ours))
 
 
 async def test_a_receiver_that_went_before_it_took_the_segment_is_gone_and_no_broken_socket() -> None:
-    async with await door_that_closed_after() as control_connection:
+    async with await connection_closed_after() as control_connection:
         with pytest.raises(PeerClosed, match="closed the connection without an answer"):
             await complete_handshake(control_connection, control_connection.send(control.SegmentOffer(1, 4096, 4096)))
 
 
 async def test_what_a_receiver_said_before_it_went_is_heard() -> None:
-    async with await door_that_closed_after(control.Reject("OutOfSharedMemory", "no room")) as control_connection:
+    async with await connection_closed_after(control.Reject("OutOfSharedMemory", "no room")) as control_connection:
         with pytest.raises(OutOfSharedMemory, match="the receiver rejected this sender: no room"):
             await complete_handshake(control_connection, control_connection.send(control.SegmentOffer(1, 4096, 4096)))
 
@@ -114,13 +114,13 @@ OURS, THEIRS = Words("yes", "no"), Words("no", "yes")
 
 
 @pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
-@pytest.mark.parametrize("told", [THEIRS, tokenizer_identity(THEIRS)])
+@pytest.mark.parametrize("other", [THEIRS, tokenizer_identity(THEIRS)])
 async def test_a_sender_of_another_tokenizer_is_refused_with_both_identities(
-    url: str, told: Words | TokenizerIdentity
+    url: str, other: Words | TokenizerIdentity
 ) -> None:
     async with serve(url, TrajectoryGroup, tokenizer=OURS) as inbox:
         with pytest.raises(TokenizersDiffer) as refused:
-            async with connect(inbox.url, TrajectoryGroup, name="sampler", tokenizer=told):
+            async with connect(inbox.url, TrajectoryGroup, name="sampler", tokenizer=other):
                 pass
         rejected = inbox.rejected
         async with connect(inbox.url, TrajectoryGroup, tokenizer=OURS) as outbox:
@@ -171,7 +171,7 @@ async def test_a_subscriber_of_another_protocol_version_is_refused_by_both_numbe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     original = weight_publisher._refusal
-    aged = lambda said, **rest: original(msgspec.structs.replace(said, version=99), **rest)  # noqa: E731
+    aged = lambda sent, **rest: original(msgspec.structs.replace(sent, version=99), **rest)  # noqa: E731
     monkeypatch.setattr(weight_publisher, "_refusal", aged)
 
     async with WeightPublisher(TENSORS) as publisher:

@@ -189,7 +189,7 @@ async def test_without_a_heartbeat_timeout_a_stopped_sender_is_waited_for() -> N
 
 
 SOURCE = SampleAndDie(20, signal=signal.SIGSTOP)
-MIDDLE = Judge(mortal=True, signal=signal.SIGSTOP)
+MIDDLE = Judge(dies_once=True, signal=signal.SIGSTOP)
 
 STOPPED = {
     "SampleAndDie 1/2": source(SOURCE, on=processes(2)),

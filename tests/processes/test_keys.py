@@ -91,13 +91,13 @@ async def test_what_travels_cannot_be_read_and_what_was_said_cannot_be_said_agai
             async with connect(f"tcp://127.0.0.2:{port}", TrajectoryGroup, key=KEY) as outbox:
                 await outbox.send(secret)
                 assert (await inbox.receive()).env == secret.env
-        said = b"".join(overheard)
+        sent = b"".join(overheard)
 
-        assert len(said) > 300
-        assert secret.tokens.tobytes() not in said
-        assert secret.env.encode() not in said
+        assert len(sent) > 300
+        assert secret.tokens.tobytes() not in sent
+        assert secret.env.encode() not in sent
         with socket.create_connection(("127.0.0.1", port)) as again:
-            again.sendall(said)
+            again.sendall(sent)
             while not inbox.rejected:
                 await anyio.lowlevel.checkpoint()
         await still_works(inbox)
@@ -106,13 +106,13 @@ async def test_what_travels_cannot_be_read_and_what_was_said_cannot_be_said_agai
 @contextmanager
 def overhearing(host: str, port: int) -> Iterator[list[bytes]]:
     """Forward `port` on another loopback address, and record the bytes that a sender sends."""
-    said: list[bytes] = []
+    sent: list[bytes] = []
     open_sockets: list[socket.socket] = []
 
-    def pass_on(one: socket.socket, other: socket.socket, heard: list[bytes]) -> None:
+    def pass_on(one: socket.socket, other: socket.socket, copied: list[bytes]) -> None:
         with suppress(OSError):
             while part := one.recv(65_536):
-                heard.append(part)
+                copied.append(part)
                 other.sendall(part)
             other.shutdown(socket.SHUT_WR)
 
@@ -122,13 +122,13 @@ def overhearing(host: str, port: int) -> Iterator[list[bytes]]:
             far = socket.create_connection(("127.0.0.1", port))
             open_sockets.extend((near, far))
             threading.Thread(target=pass_on, args=(far, near, []), daemon=True).start()
-            pass_on(near, far, said)
+            pass_on(near, far, sent)
 
     listener = socket.create_server((host, port))
     open_sockets.append(listener)
     threading.Thread(target=relay, args=(listener,), daemon=True).start()
     try:
-        yield said
+        yield sent
     finally:
         for one in open_sockets:
             one.close()

@@ -342,7 +342,7 @@ async def test_the_stream_goes_on_without_a_member_that_never_came_where_that_wa
         assert [record.env async for record in inbox] == ["a", "a"]
 
 
-async def only_says_done(address: str | Path, name: str | None = "a", **options: Any) -> None:
+async def only_close(address: str | Path, name: str | None = "a", **options: Any) -> None:
     async with connect_with_replay(address, name=name, **options):
         pass
 
@@ -350,7 +350,7 @@ async def only_says_done(address: str | Path, name: str | None = "a", **options:
 @pytest.mark.parametrize("url", KINDS)
 async def test_a_lasting_member_that_has_nothing_to_send_says_that_it_is_done(url: str) -> None:
     async with serve(url, TrajectoryGroup, senders=1) as inbox, anyio.create_task_group() as tasks:
-        tasks.start_soon(only_says_done, inbox.url)
+        tasks.start_soon(only_close, inbox.url)
         with anyio.fail_after(FAILSAFE_S), pytest.raises(anyio.EndOfStream):
             await inbox.receive()
 
@@ -406,14 +406,14 @@ async def test_a_lasting_member_that_ends_while_it_is_cut_off_connects_again_to_
 
 @pytest.mark.parametrize("url", KINDS)
 async def test_a_lasting_member_that_cannot_say_that_it_is_done_tells_its_caller(url: str) -> None:
-    with pytest.raises((NobodyListens, PeerLost)) as told:
+    with pytest.raises((NobodyListens, PeerLost)) as raised:
         async with (
             serve(url, TrajectoryGroup, senders=1, listener=SavesAtOnce()) as inbox,
             connect_with_replay(inbox.url, name="a", reconnect_timeout_s=0) as outbox,
         ):
             await saved_and_cut_off(outbox, inbox)
 
-    [note] = told.value.__notes__
+    [note] = raised.value.__notes__
     assert note.startswith("everything that 'a' sent is saved, but no receiver acknowledged that it is done")
 
 
@@ -440,7 +440,7 @@ class SlowToSave(Trainer):
         return path
 
 
-async def cut_off_after_goodbye(address: Path, records: list[TrajectoryGroup]) -> None:
+async def disconnected_after_close(address: Path, records: list[TrajectoryGroup]) -> None:
     """Send `records` as an `connect_with_replay` of the name "a" does whose connection ends before it hears that they
     are saved."""
     while not await anyio.Path(address).exists():  # noqa: ASYNC110 (a file is no event)
@@ -460,7 +460,7 @@ async def test_a_member_that_was_cut_off_when_the_last_checkpoint_was_written_st
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(training(tmp_path, trainer, SourceChannel(url, address=address, senders=1)).run)
-        await cut_off_after_goodbye(address, records)
+        await disconnected_after_close(address, records)
         trainer.may_save.set()
         await anyio.to_thread.run_sync(trainer.saved.wait, FAILSAFE_S)
         await anyio.wait_all_tasks_blocked()
@@ -483,7 +483,7 @@ async def test_a_member_that_stays_away_after_the_last_checkpoint_holds_the_run_
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run)
-        await cut_off_after_goodbye(address, [group(env="a", completion_lengths=[2, 2])])
+        await disconnected_after_close(address, [group(env="a", completion_lengths=[2, 2])])
         trainer.may_save.set()
         await LoopClock().set_forward_until(ended.is_set, 600)
 

@@ -103,10 +103,10 @@ async def arrives(url: str, inbox: Any) -> None:
         assert (await inbox.receive()).instance_id == "there"
 
 
-async def receive_into(came: list[str], inbox: Any) -> None:
+async def receive_into(received: list[str], inbox: Any) -> None:
     """Receive until that fails."""
     while True:
-        came.append((await inbox.receive()).instance_id)
+        received.append((await inbox.receive()).instance_id)
 
 
 async def test_a_receiver_listens_at_the_port_of_its_url_alone() -> None:
@@ -191,11 +191,11 @@ async def test_what_a_killed_sender_had_sent_is_received_before_its_loss_is_told
         async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
             with child(SENDER, inbox.url) as sender:
                 assert await line(sender) == "sent"
-                came = [(await inbox.receive()).instance_id]
+                received = [(await inbox.receive()).instance_id]
                 sender.kill()
                 with (
                     anyio.fail_after(FAILSAFE_S),
                     pytest.raises(PeerLost, match=r"short-lived .* ended its connection"),
                 ):
-                    await receive_into(came, inbox)
-                assert came == [str(number) for number in range(len(came))]
+                    await receive_into(received, inbox)
+                assert received == [str(number) for number in range(len(received))]

@@ -272,8 +272,8 @@ anyio.run(main, int(sys.argv[1]), sys.argv[2])
 
 async def test_killing_whoever_started_it_ends_the_whole_family(port: int, tmp_path: Path) -> None:
     arguments = [str(port), str(tmp_path), *command(port, "stubborn", "family")]
-    with child([sys.executable, "-c", USER, *arguments]) as (user, said):
-        assert said == b"ready\n"
+    with child([sys.executable, "-c", USER, *arguments]) as (user, output):
+        assert output == b"ready\n"
         with watched(pids_in((tmp_path / "server.log").read_text())) as family:
             user.kill()
             await ended(family)

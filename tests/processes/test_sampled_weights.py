@@ -56,10 +56,10 @@ async def test_each_batch_is_sampled_with_the_newest_version_and_says_which() ->
 
 
 async def test_nothing_is_sampled_before_the_first_version() -> None:
-    said: list[Completion] = []
+    sampled: list[Completion] = []
 
     async def ask(engine: Engine) -> None:
-        said.append(await one(engine))
+        sampled.append(await one(engine))
 
     async with (
         WeightPublisher(TinyModel().state_dict()) as publisher,
@@ -68,17 +68,17 @@ async def test_nothing_is_sampled_before_the_first_version() -> None:
     ):
         tasks.start_soon(ask, engine)
         await settle()
-        assert not said
+        assert not sampled
         await publisher.publish(TinyModel().state_dict(), version=0)
 
-    assert set(said[0].policy_versions.tolist()) == {0}
+    assert set(sampled[0].policy_versions.tolist()) == {0}
 
 
 async def test_a_pause_waits_for_the_batch_and_holds_the_next_until_it_ends() -> None:
-    said: list[Completion] = []
+    sampled: list[Completion] = []
 
     async def ask(engine: Engine) -> None:
-        said.append(await one(engine))
+        sampled.append(await one(engine))
 
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
         await publisher.publish(TinyModel().state_dict(), version=0)
@@ -90,9 +90,9 @@ async def test_a_pause_waits_for_the_batch_and_holds_the_next_until_it_ends() ->
             tasks.start_soon(ask, engine)
             await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
             await settle()
-            assert not said
+            assert not sampled
 
-    assert set(said[0].policy_versions.tolist()) == {1}
+    assert set(sampled[0].policy_versions.tolist()) == {1}
 
 
 # -- an engine that is told ----------------------------------------------------------------------------------------
@@ -107,14 +107,14 @@ async def test_an_engine_that_is_told_samples_with_what_it_was_told_and_not_with
         await publisher.publish(TinyModel(seed=1).state_dict(), version=10)
         await engine.update_weights(publisher.url, version=10)
         await publisher.publish(TinyModel(seed=2).state_dict(), version=20)
-        told = await one(engine)
+        updated = await one(engine)
         await engine.update_weights(publisher.url, version=15)
         newer = await one(engine)
 
-    assert [before.tokens.tolist(), told.tokens.tolist(), newer.tokens.tolist()] == [
+    assert [before.tokens.tolist(), updated.tokens.tolist(), newer.tokens.tolist()] == [
         await untrained(seed) for seed in (7, 1, 2)
     ]
-    assert [int(said.policy_versions[0]) for said in (before, told, newer)] == [0, 10, 20]
+    assert [int(sampled.policy_versions[0]) for sampled in (before, updated, newer)] == [0, 10, 20]
 
 
 async def test_an_update_waits_for_its_version() -> None:
@@ -132,10 +132,10 @@ async def test_an_update_waits_for_its_version() -> None:
 
 
 async def test_what_is_asked_during_a_pause_is_sampled_after_it_with_the_weights_that_came_meanwhile() -> None:
-    said: list[Completion] = []
+    sampled: list[Completion] = []
 
     async def ask(engine: Engine) -> None:
-        said.append(await one(engine))
+        sampled.append(await one(engine))
 
     async with (
         WeightPublisher(TinyModel().state_dict()) as publisher,
@@ -147,18 +147,18 @@ async def test_what_is_asked_during_a_pause_is_sampled_after_it_with_the_weights
         await publisher.publish(TinyModel(seed=3).state_dict(), version=3)
         await engine.update_weights(publisher.url, 3)
         await settle()
-        assert not said
+        assert not sampled
         await engine.resume()
 
-    assert said[0].tokens.tolist() == await untrained(3)
-    assert set(said[0].policy_versions.tolist()) == {3}
+    assert sampled[0].tokens.tolist() == await untrained(3)
+    assert set(sampled[0].policy_versions.tolist()) == {3}
 
 
 async def test_a_paused_engine_does_not_keep_a_pause_of_the_publisher_waiting_nor_the_other_way_round() -> None:
-    said: list[Completion] = []
+    sampled: list[Completion] = []
 
     async def ask(engine: Engine) -> None:
-        said.append(await one(engine))
+        sampled.append(await one(engine))
 
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
         await publisher.publish(TinyModel().state_dict(), version=0)
@@ -174,10 +174,10 @@ async def test_a_paused_engine_does_not_keep_a_pause_of_the_publisher_waiting_no
                 await settle()
                 await engine.pause()
             await settle()
-            assert not said
+            assert not sampled
             await engine.resume()
 
-    assert said
+    assert sampled
 
 
 async def test_an_engine_that_sleeps_gives_memory_back_and_wakes_with_the_newest_weights() -> None:
@@ -202,21 +202,21 @@ async def test_an_engine_that_sleeps_gives_memory_back_and_wakes_with_the_newest
                 await engine.update_weights(publisher.url, 1)
             await publisher.publish(TinyModel(seed=2).state_dict(), version=2)
             await engine.wake_up()
-            said = await one(engine)
+            sampled = await one(engine)
             woken = held()
 
     assert (asleep, woken) == (0, awake)
-    assert said.tokens.tolist() == await untrained(2)
-    assert set(said.policy_versions.tolist()) == {2}
+    assert sampled.tokens.tolist() == await untrained(2)
+    assert set(sampled.policy_versions.tolist()) == {2}
 
 
 async def test_an_engine_whose_weights_nobody_publishes_keeps_them_while_it_sleeps() -> None:
     async with TorchPolicy(partial(TinyModel, seed=5), EOS).open(Worker()) as engine:
         await engine.sleep()
         await engine.wake_up()
-        said = await one(engine)
+        sampled = await one(engine)
 
-    assert said.tokens.tolist() == await untrained(5)
+    assert sampled.tokens.tolist() == await untrained(5)
 
 
 async def test_an_engine_has_its_weights_from_one_publisher() -> None:
@@ -317,8 +317,8 @@ async def test_with_updates_in_flight_a_pause_does_not_wait_for_the_batch() -> N
 
             model.before = {5: lambda: anyio.from_thread.run(until_paused)}
             tasks.start_soon(pause, publisher, engine)
-            (said,) = await engine.generate([PROMPT], max_completion_tokens=50, greedy=True)
-            assert said.policy_versions.tolist() == [1] * 6 + [2] * 44
+            (sampled,) = await engine.generate([PROMPT], max_completion_tokens=50, greedy=True)
+            assert sampled.policy_versions.tolist() == [1] * 6 + [2] * 44
 
     assert reached[0] == 6
     assert reached[1] < 50
@@ -340,8 +340,8 @@ async def test_an_engine_that_is_updated_in_flight_continues_with_the_new_weight
                     await checkpoint()
 
             model.before = {3: lambda: anyio.from_thread.run(update)}
-            (said,) = await engine.generate([PROMPT], max_completion_tokens=8, greedy=True)
-            assert said.policy_versions.tolist() == [0] * 4 + [1] * 4
+            (sampled,) = await engine.generate([PROMPT], max_completion_tokens=8, greedy=True)
+            assert sampled.policy_versions.tolist() == [0] * 4 + [1] * 4
 
 
 async def test_a_batch_whose_weights_were_written_over_is_sampled_anew_as_a_whole() -> None:
@@ -351,11 +351,11 @@ async def test_a_batch_whose_weights_were_written_over_is_sampled_anew_as_a_whol
         await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
         model.before = {2: published(publisher, 2, 2), 3: published(publisher, 3, 3)}
         async with TorchPolicy(lambda: model, EOS, weights=publisher.url).open(Worker()) as engine:
-            said = await one(engine)
+            sampled = await one(engine)
 
     assert model.passes == 4 + 8
-    assert said.tokens.tolist() == await untrained(3)
-    assert set(said.policy_versions.tolist()) == {3}
+    assert sampled.tokens.tolist() == await untrained(3)
+    assert set(sampled.policy_versions.tolist()) == {3}
 
 
 async def test_a_batch_that_is_written_over_again_and_again_ends_with_what_to_do() -> None:
@@ -377,16 +377,16 @@ async def test_a_policy_samples_a_model_that_was_built_on_the_meta_device() -> N
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
         await publisher.publish(TinyModel(seed=5).state_dict(), version=1)
         async with TorchPolicy(make_model, EOS, weights=publisher.url).open(Worker()) as engine:
-            said = await one(engine)
+            sampled = await one(engine)
 
-    assert said.tokens.tolist() == await untrained(5)
+    assert sampled.tokens.tolist() == await untrained(5)
 
 
 async def test_a_policy_samples_with_weights_that_lie_in_a_folder(tmp_path: Path) -> None:
     async with WeightFolder(tmp_path, TinyModel().state_dict()) as publisher:
         await publisher.publish(TinyModel(seed=3).state_dict(), version=3)
         async with TorchPolicy(TinyModel, EOS, weights=publisher.url).open(Worker()) as engine:
-            said = await one(engine)
+            sampled = await one(engine)
 
-    assert said.tokens.tolist() == await untrained(3)
-    assert set(said.policy_versions.tolist()) == {3}
+    assert sampled.tokens.tolist() == await untrained(3)
+    assert set(sampled.policy_versions.tolist()) == {3}

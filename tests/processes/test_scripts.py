@@ -22,9 +22,9 @@ SCRIPT = Path(__file__).with_name("script_of_a_user.py")
 def script(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """The script runs in a process group of its own, as it would under a terminal."""
     command = [sys.executable, str(SCRIPT), *arguments]
-    told = os.environ | {"PYTHONFAULTHANDLER": "1"}
+    variables = os.environ | {"PYTHONFAULTHANDLER": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0, env=told
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0, env=variables
     ) as running:
         try:
             yield running
@@ -46,12 +46,12 @@ def workers_of(running: subprocess.Popen[str]) -> list[int]:
     raise AssertionError(f"the script ended: {running.stderr.read() if running.stderr else ''}")
 
 
-def all_gone(workers: list[int], within_s: float = FAILSAFE_S) -> bool:
+def all_ended(workers: list[int], within_s: float = FAILSAFE_S) -> bool:
     """Return whether all workers end within the time."""
-    gone = [bool(select.select([pidfd], [], [], within_s)[0]) for pidfd in workers]
+    ended = [bool(select.select([pidfd], [], [], within_s)[0]) for pidfd in workers]
     for pidfd in workers:
         os.close(pidfd)
-    return all(gone)
+    return all(ended)
 
 
 def test_stages_that_live_in_the_script_reach_their_workers() -> None:
@@ -69,7 +69,7 @@ def test_ctrl_c_reaches_the_parent_alone_which_ends_everything() -> None:
         os.killpg(running.pid, signal.SIGINT)
         out, errors = running.communicate()
 
-    assert all_gone(workers, within_s=0)
+    assert all_ended(workers, within_s=0)
     assert "ended stopped by SIGINT" in out
     assert running.returncode == 130
     assert "Traceback" not in errors
@@ -85,7 +85,7 @@ def test_workers_die_with_their_parent(stopped: bool) -> None:  # noqa: FBT001 (
                 signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
         running.kill()
 
-    assert all_gone(workers)
+    assert all_ended(workers)
 
 
 def test_a_script_without_a_guard_is_told_to_have_one() -> None:

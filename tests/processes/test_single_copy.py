@@ -249,7 +249,7 @@ async def test_a_sampler_that_is_stopped_or_killed_in_a_batch_holds_up_nobody_fo
     async with WeightPublisher(filled(model, 0), release_timeout_s=0.05) as publisher:
         await publisher.publish(filled(model, 1), 1)
         with child(SAMPLING, publisher.url) as sampler:
-            said = [await line(sampler)]
+            printed = [await line(sampler)]
             while not _holding(publisher):
                 await checkpoint()
             sampler.send_signal(signal.SIGSTOP)
@@ -257,7 +257,7 @@ async def test_a_sampler_that_is_stopped_or_killed_in_a_batch_holds_up_nobody_fo
                 await publisher.publish(filled(model, version), version)
             sampler.send_signal(signal.SIGCONT)
             print(file=sampler.stdin, flush=True)
-            said += [await line(sampler), await line(sampler)]
+            printed += [await line(sampler), await line(sampler)]
             while not _holding(publisher):
                 await checkpoint()
             publisher._release_timeout_s = 60
@@ -270,7 +270,7 @@ async def test_a_sampler_that_is_stopped_or_killed_in_a_batch_holds_up_nobody_fo
                 sampler.kill()
 
     assert publisher.subscribers == []
-    assert [printed.split() for printed in said] == [["1", "True", "1.0"], ["False"], ["3", "True", "3.0"]]
+    assert [printed.split() for printed in printed] == [["1", "True", "1.0"], ["False"], ["3", "True", "3.0"]]
 
 
 PUBLISHING = """

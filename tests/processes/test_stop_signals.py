@@ -42,12 +42,12 @@ def script(how: str, moment: str, folder: Path | None) -> Iterator[subprocess.Po
 def read_until(stream: IO[str] | None, text: str) -> str:
     """Read `stream` up to the line that contains `text`."""
     assert stream is not None
-    said = ""
+    printed = ""
     for line in stream:
-        said += line
+        printed += line
         if text in line:
-            return said
-    raise AssertionError(f"expected {text!r}, got {said}")
+            return printed
+    raise AssertionError(f"expected {text!r}, got {printed}")
 
 
 def go_on(running: subprocess.Popen[str], lines: int = 1) -> None:

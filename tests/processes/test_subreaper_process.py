@@ -35,14 +35,14 @@ def test_a_keeper_that_cannot_be_started_leaves_no_descriptor_open(
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "description"),
     [
         (["sh", "-c", "exit 3"], "exited with status 3"),
         (["sh", "-c", "kill -KILL $$"], "was killed by SIGKILL"),
         (["/absent"], "could not be started: No such file or directory"),
     ],
 )
-def test_the_last_words_of_a_keeper_say_how_the_command_ended(command: list[str], told: str) -> None:
+def test_the_last_words_of_a_keeper_say_how_the_command_ended(command: list[str], description: str) -> None:
     kept = start_subreaper(command, 1.0)
 
     assert kept.popen.wait() == 0
@@ -50,7 +50,7 @@ def test_the_last_words_of_a_keeper_say_how_the_command_ended(command: list[str]
         word, value = [*lines][-1].split()
     os.close(kept.stop_fd)
 
-    assert describe_end(word, int(value)) == told
+    assert describe_end(word, int(value)) == description
 
 
 def test_a_real_time_signal_is_told_by_its_number() -> None:

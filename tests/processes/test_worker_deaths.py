@@ -95,10 +95,10 @@ async def test_an_exception_in_a_worker_arrives_with_its_traceback_and_its_stage
     with pytest.raises(WorkerFailed) as failed:
         await source(stages.Raise(), on=processes(2)).sink(Commit()).run()
 
-    told = str(failed.value)
-    assert told.partition("\n")[0].startswith("Raise ")
-    assert "raised KeyError: 'prompt'" in told
-    assert "in look_up\n    raise KeyError(key)" in told
+    message = str(failed.value)
+    assert message.partition("\n")[0].startswith("Raise ")
+    assert "raised KeyError: 'prompt'" in message
+    assert "in look_up\n    raise KeyError(key)" in message
 
 
 async def test_a_failure_within_a_fragment_names_the_worker_and_the_stage() -> None:

@@ -103,9 +103,9 @@ async def test_flows_with_workers_can_be_the_sources_of_another() -> None:
 async def test_a_worker_imports_no_tensors_and_speaks_where_its_parent_does(capfd: pytest.CaptureFixture[str]) -> None:
     await source(stages.WithoutTorch(2), on=processes(2)).sink(Commit()).run()
 
-    heard = capfd.readouterr().out
-    assert "worker 0 speaks" in heard
-    assert "worker 1 speaks" in heard
+    printed = capfd.readouterr().out
+    assert "worker 0 speaks" in printed
+    assert "worker 1 speaks" in printed
 
 
 async def test_what_a_worker_forgets_is_lost_and_the_worker_is_named() -> None:
@@ -146,8 +146,8 @@ async def test_statistics_say_how_long_workers_have_waited_as_the_metrics_do() -
     emitted = metrics.emit(1)
     for stage in report.statistics.stages:
         waited = (stage.waited_for_records_s, stage.waited_for_credit_s)
-        told = tuple(emitted[f"timing_s/{stage.name}/wait_{what}"] for what in ("input", "output"))
-        assert waited == pytest.approx(told)
+        reported = tuple(emitted[f"timing_s/{stage.name}/wait_{what}"] for what in ("input", "output"))
+        assert waited == pytest.approx(reported)
         assert max(waited) > 0
 
 
@@ -168,7 +168,7 @@ async def test_a_middle_stage_in_processes_loses_and_duplicates_nothing() -> Non
 
 async def test_what_middle_workers_held_when_they_were_killed_is_lost_and_the_run_goes_on() -> None:
     sink = Commit()
-    pipeline = source(stages.Sample(60)).then(stages.Judge(mortal=True), on=processes(2), capacity=4).sink(sink)
+    pipeline = source(stages.Sample(60)).then(stages.Judge(dies_once=True), on=processes(2), capacity=4).sink(sink)
 
     report = await pipeline.run()
 

@@ -208,16 +208,16 @@ class RelayThatHangsWhenUnpickled:
 
 @dataclass(frozen=True)
 class Judge:
-    """Drops every fifth group; a worker that is `mortal` dies at its third group, once."""
+    """Drops every fifth group; a worker with `dies_once` dies at its third group, once."""
 
-    mortal: bool = False
+    dies_once: bool = False
     signal: int = signal.SIGKILL
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         worker, seen = current().worker, 0
         async for record in inbox:
             seen += 1
-            if self.mortal and seen == 3 and not worker.restart:
+            if self.dies_once and seen == 3 and not worker.restart:
                 os.kill(os.getpid(), self.signal)
             current().metrics.total("judged", 1)
             if int(record.instance_id.partition(".")[0]) % 5:

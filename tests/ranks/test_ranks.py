@@ -58,9 +58,9 @@ def test_a_single_process_and_the_ranks_themselves_go_on_from_the_checkpoint(fou
 
 @pytest.mark.parametrize(("kind", "gone"), [("leader", 0), ("follower", 1)])
 def test_when_a_rank_dies_the_other_ends_and_says_which(folder: Path, kind: str, gone: int) -> None:
-    told = (folder / f"{kind}-left").read_text()
+    text = (folder / f"{kind}-left").read_text()
 
-    assert told.startswith(f"PeerLost: rank {gone} of 2 died")
+    assert text.startswith(f"PeerLost: rank {gone} of 2 died")
 
 
 def test_ranks_that_all_get_sigterm_finish_the_step_write_a_checkpoint_and_end(folder: Path) -> None:

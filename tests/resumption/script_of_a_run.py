@@ -54,7 +54,7 @@ DEATHS = [
 """The moment at which a run kills itself: an action, and how often it was done."""
 
 
-class Fate:
+class KillPoint:
     """Kills this process when the moment has come that is asked for."""
 
     def __init__(self, moment: str = "", nth: int = 0) -> None:
@@ -71,8 +71,8 @@ class Fate:
 class Digits:
     """Scores how many letters of the answer are the last digit of the question. Answers are scored in threads."""
 
-    def __init__(self, fate: Fate) -> None:
-        self._fate = fate
+    def __init__(self, kill_point: KillPoint) -> None:
+        self._kill_point = kill_point
 
     def __len__(self) -> int:
         return 10**6
@@ -81,7 +81,7 @@ class Digits:
         return {"question": str(index % 97)}
 
     def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
-        self._fate.at("scored")
+        self._kill_point.at("scored")
         return sum(letter == str(entry["question"])[-1] for letter in answer) / 3
 
 
@@ -97,23 +97,23 @@ class Tokens:
         return "".join(map(str, ids))
 
 
-class Mortal(TorchTrainer):
-    def __init__(self, fate: Fate, model: TinyModel) -> None:
+class Killed(TorchTrainer):
+    def __init__(self, kill_point: KillPoint, model: TinyModel) -> None:
         super().__init__(model, optimizer=partial(torch.optim.AdamW, lr=0.02), micro_batch_tokens=24)
-        self._fate = fate
+        self._kill_point = kill_point
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         metrics = super().step(batch)
-        self._fate.at("stepped")
+        self._kill_point.at("stepped")
         return metrics
 
     def save(self, folder: str | Path, committed: Mapping[GroupId, int]) -> Path:
-        self._fate.at("emitted")
+        self._kill_point.at("emitted")
         return super().save(folder, committed)
 
     def _write(self, *args: Any, **kwargs: Any) -> None:
         super()._write(*args, **kwargs)
-        self._fate.at("half saved")
+        self._kill_point.at("half saved")
 
 
 class Varied:
@@ -127,28 +127,28 @@ class Varied:
                 drop(group, "filtered", "all alike")
 
 
-def remove_mortally(fate: Fate) -> None:
+def remove_in_two_steps(kill_point: KillPoint) -> None:
     """From now on, the removal of a checkpoint is a moment of its own."""
     rmtree = shutil.rmtree
 
-    def mortal(path: Path, **options: Any) -> None:
+    def remove_first_file(path: Path, **options: Any) -> None:
         if path.name.endswith("-removed"):
             for file in [*path.iterdir()][:1]:  # none where a kill came just before the folder itself went
                 file.unlink()
-            fate.at("half removed")
+            kill_point.at("half removed")
         rmtree(path, **options)
 
-    shutil.rmtree = mortal  # type: ignore[assignment]
+    shutil.rmtree = remove_first_file  # type: ignore[assignment]
 
 
-async def run(folder: Path, fate: Fate) -> None:
+async def run(folder: Path, kill_point: KillPoint) -> None:
     """Run as a user's script does, and resume when it is started again."""
-    remove_mortally(fate)
+    remove_in_two_steps(kill_point)
     model = TinyModel(vocabulary=11)
-    trainer = Mortal(fate, model)
+    trainer = Killed(kill_point, model)
     async with WeightPublisher(model.state_dict()) as publisher:
         policy = TorchPolicy(partial(TinyModel, vocabulary=11), eos_id=10, weights=publisher.url, seed=3)
-        make_env = partial(Digits, fate)
+        make_env = partial(Digits, kill_point)
         env = SourceEnv(
             make_env,
             policy,
@@ -170,12 +170,12 @@ async def run(folder: Path, fate: Fate) -> None:
         await pipeline.run(folder=folder)
 
 
-def in_child(run: Callable[[Path, Fate], Awaitable[None]], folder: Path, fate: Fate) -> int:
+def in_child(run: Callable[[Path, KillPoint], Awaitable[None]], folder: Path, kill_point: KillPoint) -> int:
     """The exit status of a child that makes `run`; −9 where it was killed."""
     pid = os.fork()
     if not pid:
         try:
-            anyio.run(run, folder, fate)
+            anyio.run(run, folder, kill_point)
         except BaseException:  # noqa: BLE001 (the child must not go on as its parent)
             traceback.print_exc()
             os._exit(1)
@@ -191,11 +191,11 @@ def import_late_parts() -> None:
 
 def main(folder: Path) -> None:
     import_late_parts()
-    assert in_child(run, folder / "whole", Fate()) == 0
+    assert in_child(run, folder / "whole", KillPoint()) == 0
     for moment, nth in DEATHS:
         kept = folder / f"{moment}-{nth}"
-        assert in_child(run, kept, Fate(moment, nth)) == -signal.SIGKILL, (moment, nth)
-        assert in_child(run, kept, Fate()) == 0, (moment, nth)
+        assert in_child(run, kept, KillPoint(moment, nth)) == -signal.SIGKILL, (moment, nth)
+        assert in_child(run, kept, KillPoint()) == 0, (moment, nth)
 
 
 if __name__ == "__main__":

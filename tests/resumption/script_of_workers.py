@@ -18,8 +18,8 @@ from tests.resumption.script_of_a_run import (
     GROUP_SIZE,
     STEPS,
     Digits,
-    Fate,
-    Mortal,
+    Killed,
+    KillPoint,
     Tokens,
     import_late_parts,
     in_child,
@@ -34,14 +34,14 @@ STEP_GROUPS = 4
 WORKERS = 2
 
 
-async def run(folder: Path, fate: Fate) -> None:
+async def run(folder: Path, kill_point: KillPoint) -> None:
     """Run as a user's script does, and resume when it is started again."""
     torch.set_num_threads(1)
     model = TinyModel(vocabulary=11)
-    trainer = Mortal(fate, model)
+    trainer = Killed(kill_point, model)
     async with WeightPublisher(model.state_dict()) as publisher:
         policy = TorchPolicy(partial(TinyModel, vocabulary=11), eos_id=10, weights=publisher.url, seed=3)
-        make_env = partial(Digits, Fate())
+        make_env = partial(Digits, KillPoint())
         env = SourceEnv(
             make_env,
             policy,
@@ -62,9 +62,9 @@ async def run(folder: Path, fate: Fate) -> None:
 
 def main(folder: Path) -> None:
     import_late_parts()
-    assert in_child(run, folder / "whole", Fate()) == 0
-    assert in_child(run, folder / "killed", Fate("stepped", 3)) == -signal.SIGKILL
-    assert in_child(run, folder / "killed", Fate()) == 0
+    assert in_child(run, folder / "whole", KillPoint()) == 0
+    assert in_child(run, folder / "killed", KillPoint("stepped", 3)) == -signal.SIGKILL
+    assert in_child(run, folder / "killed", KillPoint()) == 0
 
 
 if __name__ == "__main__":

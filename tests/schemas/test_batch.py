@@ -118,10 +118,10 @@ def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], 
 
     packed = TrainBatch.pack(groups)
 
-    told = rows(packed)
+    found_rows = rows(packed)
     originals = [(g, row) for g in groups for row in g]
-    assert len(told) == len(originals)
-    for found, (_, row) in zip(told, originals, strict=True):
+    assert len(found_rows) == len(originals)
+    for found, (_, row) in zip(found_rows, originals, strict=True):
         assert found["tokens"] == row.tokens.tolist()
         assert found["loss_mask"] == row.loss_mask.tolist()
         assert found["rewards"] == row.reward
@@ -133,7 +133,7 @@ def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], 
         if versions_by_token:
             assert found["policy_versions"] == row.policy_versions.tolist()
     assert packed.position_ids.tolist() == [position for _, row in originals for position in range(len(row.tokens))]
-    assert [found["reward_noise"] for found in told] == [x for g in groups for x in noise_of(g)]
+    assert [found["reward_noise"] for found in found_rows] == [x for g in groups for x in noise_of(g)]
     assert packed.reward_parts["score"].tolist() == [x for g in groups for x in g.reward_parts["score"].tolist()]
     assert packed.loss_tokens == sum(int(g.loss_mask.sum()) for g in groups)
     assert packed.loss_sequences == sum(int((g.completion_lengths() > 0).sum()) for g in groups)

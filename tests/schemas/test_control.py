@@ -93,9 +93,9 @@ def test_a_name_that_is_long_or_not_printable_is_refused_and_quoted_so_that_it_c
 ) -> None:
     with pytest.raises(ValueError, match="name: expected at most 128 printable characters") as sent:
         named(name)
-    said = [name if field == "@" else field for field in msgspec.msgpack.decode(c.encode(named("@")))]
+    fields = [name if field == "@" else field for field in msgspec.msgpack.decode(c.encode(named("@")))]
     with pytest.raises(ProtocolMismatch, match="name: expected at most 128 printable characters") as received:
-        c.decode(msgspec.msgpack.encode(said))
+        c.decode(msgspec.msgpack.encode(fields))
 
     assert str(sent.value).isprintable()
     assert str(received.value).isprintable()

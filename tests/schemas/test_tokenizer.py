@@ -73,8 +73,8 @@ def test_every_pair_that_differs_is_told_of() -> None:
     with pytest.raises(TokenizersDiffer) as differ:
         check_tokenizers(parts)
 
-    told = [line for line in str(differ.value).splitlines() if not line.startswith(" ")]
-    assert [line.split(" have")[0] for line in told] == [
+    lines = [line for line in str(differ.value).splitlines() if not line.startswith(" ")]
+    assert [line.split(" have")[0] for line in lines] == [
         "source and teacher",
         "source and trainer",
         "teacher and trainer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from tests.fake_policy import said
+from tests.fake_policy import completion_of
 
 from penstock.environments import RolloutResult
 
@@ -21,4 +21,4 @@ class SucceedsOnce:
     async def rollout(self, task: int, repetition: int) -> RolloutResult:  # noqa: ARG002 (the protocol's)
         if repetition:
             raise ValueError("no simulator")
-        return RolloutResult(turns=[np.array([1], np.int32), said("x")], reward=1.0)
+        return RolloutResult(turns=[np.array([1], np.int32), completion_of("x")], reward=1.0)

@@ -249,12 +249,12 @@ async def test_where_there_are_advantages_they_decide_and_not_the_rewards() -> N
 async def test_a_group_that_a_teacher_spoke_of_is_kept_whatever_its_rewards() -> None:
     flat = group(rewards=[1, 1], completion_lengths=[1, 1], prompt_length=1).with_advantages([0, 0])
 
-    def told(ids: list[int]) -> TrajectoryGroup:
+    def with_teacher(ids: list[int]) -> TrajectoryGroup:
         column = np.array(ids, np.int32)[:, None]
         return msgspec.structs.replace(flat, teacher_ids=column, teacher_logprobs=np.zeros(column.shape, np.float32))
 
-    taught = await drive(Batcher(max_tokens=9, drop_zero_variance=True), [told([-1, 3] * 2)])
-    untaught = await drive(Batcher(max_tokens=9, drop_zero_variance=True), [told([-1] * 4)])
+    taught = await drive(Batcher(max_tokens=9, drop_zero_variance=True), [with_teacher([-1, 3] * 2)])
+    untaught = await drive(Batcher(max_tokens=9, drop_zero_variance=True), [with_teacher([-1] * 4)])
 
     assert len(taught[0]) == 2
     assert untaught == []
@@ -463,9 +463,9 @@ def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> No
 
 
 async def test_in_a_synchronous_schedule_a_batch_does_not_tell_who_was_first() -> None:
-    came = [group(instance_id=name, policy_versions=[0, 0], rewards=[0, 1]) for name in "bca"]
+    received = [group(instance_id=name, policy_versions=[0, 0], rewards=[0, 1]) for name in "bca"]
 
-    (batch,) = await drive(Batcher(max_tokens=999, max_lag=0), came)
+    (batch,) = await drive(Batcher(max_tokens=999, max_lag=0), received)
 
     assert [packed.instance_id for packed in batch.groups] == ["a", "b", "c"]
 

@@ -21,9 +21,9 @@ def made(values: list[Any]) -> NDArray[Any]:
 
 def test_candidates_of_any_number_and_order_become_columns_of_one_width() -> None:
     """The first token has none, the second its own beyond the likeliest, in whatever order they came."""
-    told = TeacherCandidates.of([None, {9: -0.5, 6: -7.0, 3: -1.0}, {7: -0.1}])
+    candidates = TeacherCandidates.of([None, {9: -0.5, 6: -7.0, 3: -1.0}, {7: -0.1}])
 
-    ids, logprobs = told.columns(TOKENS, width=3)
+    ids, logprobs = candidates.columns(TOKENS, width=3)
 
     assert ids.tolist() == [[-1, -1, -1], [6, 9, 3], [7, -1, -1]]
     np.testing.assert_allclose(logprobs, np.array([[0, 0, 0], [-7, -0.5, -1], [-0.1, 0, 0]], np.float32))

@@ -38,10 +38,10 @@ def test_a_long_event_in_small_pieces_is_read_once() -> None:
 
 @pytest.mark.parametrize("logprob", ["0.5", "-1e39", "1e400", "NaN"])
 def test_what_is_no_log_probability_is_refused(logprob: str) -> None:
-    said = b'{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [%b]}}]}' % logprob.encode()
+    body = b'{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [%b]}}]}' % logprob.encode()
 
     with pytest.raises(ProtocolMismatch, match="expected a part of a completion as JSON"):
-        StreamedCompletion(max_completion_tokens=8).take(said)
+        StreamedCompletion(max_completion_tokens=8).take(body)
 
 
 def test_tokens_beyond_the_allowance_or_after_the_end_are_refused_as_they_come() -> None:
@@ -52,23 +52,23 @@ def test_tokens_beyond_the_allowance_or_after_the_end_are_refused_as_they_come()
 
 
 def taken(*choices: dict[str, Any]) -> StreamedCompletion:
-    said = StreamedCompletion(max_completion_tokens=8)
+    body = StreamedCompletion(max_completion_tokens=8)
     for choice in choices:
-        said.take(json.dumps({"id": "x", "choices": [{"index": 0, "text": "?"} | choice]}).encode())
-    said.take(b"[DONE]")
-    return said
+        body.take(json.dumps({"id": "x", "choices": [{"index": 0, "text": "?"} | choice]}).encode())
+    body.take(b"[DONE]")
+    return body
 
 
 def test_pieces_add_up_and_a_last_one_may_only_say_why_it_stopped() -> None:
-    said = taken(
+    body = taken(
         {"token_ids": [5, 6], "logprobs": {"tokens": ["a", "b"], "token_logprobs": [-1, -2.5]}},
         {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}},
         {"text": "", "token_ids": [], "finish_reason": "length"},
     )
 
-    completion = said.completion(3)
+    completion = body.completion(3)
 
-    assert said.done
+    assert body.done
     assert completion.tokens.tolist() == [5, 6, 7]
     assert completion.logprobs is not None
     assert completion.logprobs.tolist() == [-1, -2.5, -0.5]

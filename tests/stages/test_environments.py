@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import reasoning_gym
 from numpy.typing import NDArray
-from tests.fake_policy import Letters, said
+from tests.fake_policy import Letters, completion_of
 
 from penstock import StopReason
 from penstock._stages.environments import open_tasks
@@ -34,12 +34,12 @@ def text(turns: Turns) -> list[str]:
     return [Letters().decode((t.tokens if isinstance(t, Completion) else t).tolist()) for t in turns]
 
 
-def saying(*answers: str, max_completion_tokens: int = 99) -> Callable[[Turns], Any]:
+def answering(*answers: str, max_completion_tokens: int = 99) -> Callable[[Turns], Any]:
     """Answers one after another; then there is no token left."""
     left = list(answers)
 
     async def speak(_: Turns) -> Completion | None:
-        return said(left.pop(0), max_completion_tokens) if left else None
+        return completion_of(left.pop(0), max_completion_tokens) if left else None
 
     return speak
 
@@ -52,7 +52,7 @@ async def rolled(
     max_completion_tokens: int = 99,
 ) -> RolloutResult:
     async with open_tasks(make_env, Letters(), threads=1, seed=100) as begin:
-        return await (await begin(task))(repetition, saying(*answers, max_completion_tokens=max_completion_tokens))
+        return await (await begin(task))(repetition, answering(*answers, max_completion_tokens=max_completion_tokens))
 
 
 class Sums:
@@ -95,7 +95,7 @@ class Recorded:
     """Brings rollouts that were sampled elsewhere."""
 
     def rollout(self, task: int, repetition: int) -> RolloutResult:
-        return RolloutResult(turns=[np.array([task + 1], np.int32), said("x" * (repetition + 1))], reward=0.5)
+        return RolloutResult(turns=[np.array([task + 1], np.int32), completion_of("x" * (repetition + 1))], reward=0.5)
 
 
 # -- scored data sets ----------------------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ async def test_all_rollouts_of_a_prompt_begin_with_its_seed() -> None:
     async with open_tasks(lambda: env, Letters(), threads=1, seed=100) as begin:
         for number in (3, 4):
             rollout = await begin(number)
-            await rollout(0, saying("1"))
-            await rollout(1, saying("1"))
+            await rollout(0, answering("1"))
+            await rollout(1, answering("1"))
 
     assert env.log == ["reset 103", "reset 103", "reset 104", "reset 104", "close"]
 
@@ -176,8 +176,8 @@ async def test_rollouts_at_once_have_an_environment_each_and_use_it_again() -> N
         for _ in range(3):
             rollout = await begin(0)
             async with anyio.create_task_group() as rollouts:
-                rollouts.start_soon(rollout, 0, saying("1"))
-                rollouts.start_soon(rollout, 1, saying("1"))
+                rollouts.start_soon(rollout, 0, answering("1"))
+                rollouts.start_soon(rollout, 1, answering("1"))
 
     assert [env.log for env in made] == [["reset 0"] * 3 + ["close"]] * 2
 
@@ -192,8 +192,8 @@ async def test_an_environment_that_failed_is_closed_and_not_used_again() -> None
     async with open_tasks(make, Letters(), threads=1, seed=0) as begin:
         rollout = await begin(0)
         with pytest.raises(EnvironmentFailed, match="environment raised ValueError"):
-            await rollout(0, saying("not a number"))
-        await rollout(1, saying("1"))
+            await rollout(0, answering("not a number"))
+        await rollout(1, answering("1"))
 
     assert [env.log for env in made] == [["reset 0", "close"]] * 2
 
@@ -212,7 +212,7 @@ async def test_an_environment_that_hangs_is_closed_when_it_returns() -> None:
     async with open_tasks(lambda: env, Letters(), threads=1, seed=0) as begin:
         rollout = await begin(0)
         async with anyio.create_task_group() as rollouts:
-            rollouts.start_soon(rollout, 0, saying("1"))
+            rollouts.start_soon(rollout, 0, answering("1"))
             await stuck.wait()
             rollouts.cancel_scope.cancel()
         assert env.log == ["reset 0"]
@@ -247,7 +247,7 @@ async def test_coroutine_functions_run_on_the_event_loop() -> None:
 
 async def test_rollouts_from_outside_come_through_as_they_are() -> None:
     async with open_tasks(Recorded, None, threads=1, seed=0) as begin:
-        rollout = await (await begin(4))(1, saying())
+        rollout = await (await begin(4))(1, answering())
 
     assert text(rollout.turns) == ["\5", "xx\0"]
     assert isinstance(rollout.turns[0], np.ndarray)
@@ -256,11 +256,13 @@ async def test_rollouts_from_outside_come_through_as_they_are() -> None:
 
 
 def bad(**parts: Any) -> RolloutResult:
-    return msgspec.structs.replace(RolloutResult(turns=[np.array([1], np.int32), said("x")], reward=0.0), **parts)
+    return msgspec.structs.replace(
+        RolloutResult(turns=[np.array([1], np.int32), completion_of("x")], reward=0.0), **parts
+    )
 
 
 def short(name: str) -> Completion:
-    good = said("xx")
+    good = completion_of("xx")
     return msgspec.structs.replace(good, **{name: getattr(good, name)[:1]})
 
 
@@ -270,7 +272,7 @@ def short(name: str) -> Completion:
         ("words", "expected a RolloutResult, got str"),
         (bad(reward=float("nan")), "expected a finite reward, got nan"),
         (bad(turns=[]), "expected a prompt of at least one token first"),
-        (bad(turns=[said("x")]), "expected a prompt of at least one token first"),
+        (bad(turns=[completion_of("x")]), "expected a prompt of at least one token first"),
         (bad(turns=[np.array([-1])]), "expected a row of ids of 0 or more"),
         (bad(turns=[np.array([0.5])]), "expected a row of ids of 0 or more"),
         (bad(turns=[np.array([1]), short("logprobs")]), r"logprobs: expected 3 finite values, got shape \(1,\)"),

@@ -165,12 +165,12 @@ def test_the_baseline_is_that_of_the_group_and_the_scale_that_of_the_tokens() ->
 
 
 def test_a_group_in_which_nothing_differs_gets_exactly_zero_and_leaves_the_others_as_they_are() -> None:
-    told = of_turns(".xxx", ".x", rewards=[1, 0])
+    episode = of_turns(".xxx", ".x", rewards=[1, 0])
     constant, alone = of_turns(".x", ".xx", rewards=[1 / 3] * 2), of_turns(".xx", rewards=[5])
 
-    advantages = estimated("reinforce++-baseline", constant, told, alone)
+    advantages = estimated("reinforce++-baseline", constant, episode, alone)
 
-    assert advantages == [0, 0, *estimated("reinforce++-baseline", told), 0]
+    assert advantages == [0, 0, *estimated("reinforce++-baseline", episode), 0]
 
 
 # -- gae -------------------------------------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ def test_gae_is_what_came_less_what_was_expected() -> None:
 
 
 def test_what_a_critic_says_of_tokens_that_do_not_train_does_not_matter() -> None:
-    said = np.array([np.nan, 1, np.inf, 2], np.float32)
-    group = msgspec.structs.replace(of_turns(".x.x", rewards=[8]), values=said)
+    given = np.array([np.nan, 1, np.inf, 2], np.float32)
+    group = msgspec.structs.replace(of_turns(".x.x", rewards=[8]), values=given)
 
     assert estimated("gae", group) == [0, 7, 0, 6]
 

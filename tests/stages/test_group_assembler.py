@@ -363,12 +363,12 @@ async def test_a_repetition_that_its_group_does_not_have_is_rejected() -> None:
 async def test_pieces_with_different_columns_are_rejected_by_name_and_the_run_goes_on() -> None:
     scored = piece("a", 0).with_advantages([1.0])
 
-    with structlog.testing.capture_logs() as told:
+    with structlog.testing.capture_logs() as logs:
         out = await drive(GroupAssembler(SIZE, stragglers="wait"), [scored, piece("a", 1, 2), whole("b")])
 
     assert names(out) == [("b", [0, 1, 2])]
     assert out.ledger.balance().reasons["rejected"] == {"its pieces have different columns": 3}
-    (event,) = told
+    (event,) = logs
     assert event["event"] == "pieces_differ"
     assert (event["group"], event["repetitions"]) == (("test", "a"), [0, 1, 2])
     assert "missing ['advantages']" in event["error"]

@@ -119,22 +119,24 @@ def trouble(name: str) -> NDArray[np.int32]:
     return prompt(TROUBLE[name], 3)
 
 
-async def one(opened: Engine, said: NDArray[np.int32] | None = None, *, longest: int = 5, **options: Any) -> Completion:
+async def one(
+    opened: Engine, given: NDArray[np.int32] | None = None, *, longest: int = 5, **options: Any
+) -> Completion:
     (completion,) = await opened.generate(
-        [prompt(3) if said is None else said], max_completion_tokens=longest, **options
+        [prompt(3) if given is None else given], max_completion_tokens=longest, **options
     )
     return completion
 
 
-def assert_logprobs(said: Completion, first: int = 3, *, seed: int = 0, temperature: float = 1.0) -> None:
+def assert_logprobs(completion: Completion, first: int = 3, *, seed: int = 0, temperature: float = 1.0) -> None:
     """Assert the log-probabilities of a completion after token `first` against the model of `seed`."""
-    pairs = pairwise([first, *said.tokens.tolist()])
+    pairs = pairwise([first, *completion.tokens.tolist()])
     expected = [logprobs_of(table(seed)[before], temperature)[token] for before, token in pairs]
-    assert said.logprobs is not None
-    np.testing.assert_allclose(said.logprobs, expected, atol=1e-5)
+    assert completion.logprobs is not None
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
-async def told(url: str) -> dict[str, Any]:
+async def requests_to(url: str) -> dict[str, Any]:
     """Return the requests to the server since the last call."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/tests") as response:
         answer: dict[str, Any] = await response.json(content_type=None)
@@ -164,7 +166,7 @@ async def traits(url: str, **different: bool) -> AsyncIterator[None]:
 async def until(url: str, name: str, value: int) -> None:
     """Ask until the server says so."""
     with anyio.fail_after(FAILSAFE_S):
-        while (await told(url))[name] != value:
+        while (await requests_to(url))[name] != value:
             await checkpoint()
 
 
@@ -211,19 +213,19 @@ async def test_log_probabilities_of_another_distribution_than_the_sampled_one_ar
     async with engine(serve("sglang"), "sglang") as opened:
         tempered = await one(opened, temperature=0.5)
     async with engine(serve("vllm"), tempered_logprobs=True) as opened:
-        as_told = await one(opened, temperature=0.5)
+        as_requested = await one(opened, temperature=0.5)
 
     assert [completion.logprobs for completion in raw] == [None, None]
     assert caplog.text.count("logprobs_omitted") == 1
     assert_logprobs(tempered, temperature=0.5)
-    assert as_told.logprobs is not None
+    assert as_requested.logprobs is not None
 
 
 async def test_nothing_stands_between_the_model_and_the_sample(serve: Serve) -> None:
     async with engine(serve("vllm")) as opened:
-        await told(serve("vllm"))
+        await requests_to(serve("vllm"))
         await one(opened, temperature=0.7)
-        (asked,) = (await told(serve("vllm")))["asked"]
+        (asked,) = (await requests_to(serve("vllm")))["asked"]
 
     assert asked["prompt"] == [3]
     assert asked.items() >= {"temperature": 0.7, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}.items()
@@ -246,12 +248,12 @@ async def test_log_probabilities_that_a_server_does_not_give_are_not_made_up(ser
 
 async def test_no_more_requests_than_the_limit_run_at_once(serve: Serve) -> None:
     async with engine(serve("vllm"), concurrency=3) as opened, anyio.create_task_group() as tasks:
-        await told(serve("vllm"))
+        await requests_to(serve("vllm"))
         for _ in range(4):
             tasks.start_soon(partial(opened.generate, [trouble("never ends")] * 3, max_completion_tokens=10**6))
         await until(serve("vllm"), "running", 3)
         await settle()
-        most = (await told(serve("vllm")))["most_running"]
+        most = (await requests_to(serve("vllm")))["most_running"]
         tasks.cancel_scope.cancel()
         assert most == 3
 
@@ -340,14 +342,14 @@ async def test_what_fails_in_passing_is_tried_again_and_the_servers_wish_is_resp
 
 async def test_whoever_stops_listening_has_the_server_stop_sampling(serve: Serve) -> None:
     async with engine(serve("vllm")) as opened:
-        await told(serve("vllm"))
+        await requests_to(serve("vllm"))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(one, opened, trouble("never ends"), longest=10**6))
             await until(serve("vllm"), "running", 1)
             tasks.cancel_scope.cancel()
         await until(serve("vllm"), "given_up", 1)
 
-        assert (await told(serve("vllm")))["running"] == 0
+        assert (await requests_to(serve("vllm")))["running"] == 0
 
 
 async def test_where_one_prompt_is_refused_the_others_are_not_sampled_to_their_end(serve: Serve) -> None:
@@ -394,12 +396,12 @@ def test_the_recipe_travels_to_workers_and_keeps_its_secret() -> None:
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_new_weights_are_loaded_while_nothing_is_sampled(serve: Serve, kind: Server, tmp_path: Path) -> None:
     async with engine(serve(kind), kind) as opened:
-        await told(serve(kind))
+        await requests_to(serve(kind))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(one, opened, longest=5))
             await opened.update_weights(weights(tmp_path / "1", 1), 17)
         completion = await one(opened, greedy=True)
-        calls = [path for path, _ in (await told(serve(kind)))["calls"]]
+        calls = [path for path, _ in (await requests_to(serve(kind)))["calls"]]
         await opened.update_weights(weights(tmp_path / "0", 0), 18)
 
     assert completion.tokens.tolist()[0] == int(table(1)[3].argmax())
@@ -439,9 +441,9 @@ async def test_nothing_is_sampled_with_weights_that_were_loaded_by_half(
         with pytest.raises(EngineRefused, match=r"an update failed: .*No such file.*call update_weights until"):
             await one(opened)
         await opened.update_weights(weights(tmp_path / "0", 0), 2)
-        said = await one(opened)
+        completion = await one(opened)
 
-    assert set(said.policy_versions.tolist()) == {2}
+    assert set(completion.policy_versions.tolist()) == {2}
 
 
 def torn(folder: Path) -> None:
@@ -488,21 +490,21 @@ async def test_a_torn_folder_is_refused_before_the_server_is_told_anything(
     harm(tmp_path / "1")
 
     async with engine(serve("vllm")) as opened:
-        await told(serve("vllm"))
+        await requests_to(serve("vllm"))
         with pytest.raises(EngineRefused, match=message):
             await opened.update_weights(url, 1)
-        assert (await told(serve("vllm")))["calls"] == []
-        said = await one(opened)
+        assert (await requests_to(serve("vllm")))["calls"] == []
+        completion = await one(opened)
 
-    assert set(said.policy_versions.tolist()) == {0}
+    assert set(completion.policy_versions.tolist()) == {0}
 
 
 async def test_weights_that_the_server_cannot_load_are_tried_once(serve: Serve, tmp_path: Path) -> None:
     async with engine(serve("vllm")) as opened:
-        await told(serve("vllm"))
+        await requests_to(serve("vllm"))
         with pytest.raises(EngineRefused, match="/collective_rpc, attempt 1 of 3: 500: No such file"):
             await opened.update_weights(f"file://{tmp_path}/on-another-host", 1)
-        calls = [path for path, _ in (await told(serve("vllm")))["calls"]]
+        calls = [path for path, _ in (await requests_to(serve("vllm")))["calls"]]
         await opened.update_weights(weights(tmp_path / "0", 0), 2)
 
     assert calls == ["/pause", "/collective_rpc", "/resume"]
@@ -516,9 +518,9 @@ async def test_an_update_that_is_refused_before_anything_is_loaded_leaves_the_we
         with pytest.raises(EngineRefused, match="404"):
             await opened.update_weights(weights(tmp_path / "0", 0), 9)
         await refuse(serve("vllm"), {})
-        said = await one(opened)
+        completion = await one(opened)
 
-    assert set(said.policy_versions.tolist()) == {0}
+    assert set(completion.policy_versions.tolist()) == {0}
 
 
 async def test_an_update_after_which_the_server_does_not_sample_again_has_failed(serve: Serve, tmp_path: Path) -> None:
@@ -528,9 +530,9 @@ async def test_an_update_after_which_the_server_does_not_sample_again_has_failed
             await opened.update_weights(weights(tmp_path / "0", 0), 9)
         await refuse(serve("vllm"), {})
         await opened.update_weights(weights(tmp_path / "again", 0), 10)
-        said = await one(opened)
+        completion = await one(opened)
 
-    assert set(said.policy_versions.tolist()) == {10}
+    assert set(completion.policy_versions.tolist()) == {10}
 
 
 async def test_one_engine_that_fails_keeps_no_other_from_going_on(serve: Serve, tmp_path: Path) -> None:
@@ -546,31 +548,31 @@ async def test_one_engine_that_fails_keeps_no_other_from_going_on(serve: Serve, 
 
 
 async def test_a_pause_holds_what_is_asked_meanwhile(serve: Serve) -> None:
-    said: list[Completion] = []
+    completion: list[Completion] = []
 
     async def ask(opened: Engine) -> None:
-        said.append(await one(opened))
+        completion.append(await one(opened))
 
     async with engine(serve("vllm")) as opened, anyio.create_task_group() as tasks:
         await opened.pause()
         await opened.pause()
-        await told(serve("vllm"))
+        await requests_to(serve("vllm"))
         tasks.start_soon(ask, opened)
         await settle()
-        assert (await told(serve("vllm")))["asked"] == []
+        assert (await requests_to(serve("vllm")))["asked"] == []
         await opened.resume()
 
-    assert len(said) == 1
+    assert len(completion) == 1
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_server_sleeps_and_wakes_and_has_its_weights_before_it_samples(
     serve: Serve, kind: Server, tmp_path: Path
 ) -> None:
-    said: list[Completion] = []
+    completion: list[Completion] = []
 
     async def ask(opened: Engine) -> None:
-        said.append(await one(opened, greedy=True))
+        completion.append(await one(opened, greedy=True))
 
     async with engine(serve(kind), kind) as opened, anyio.create_task_group() as tasks:
         await opened.sleep()
@@ -580,7 +582,7 @@ async def test_a_server_sleeps_and_wakes_and_has_its_weights_before_it_samples(
         await opened.wake_up()
         await opened.update_weights(weights(tmp_path / "0", 0), 1)
 
-    assert_logprobs(said[0])
+    assert_logprobs(completion[0])
 
 
 async def test_a_server_that_says_afterwards_that_it_does_not_sleep_is_not_taken_to_sleep(serve: Serve) -> None:

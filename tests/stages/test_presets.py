@@ -162,10 +162,10 @@ async def test_where_a_library_has_too_little_to_whiten_a_preset_gives_zero(
     assert not out.advantages.any()
 
 
-@pytest.mark.parametrize(("library", "told"), [("verl", True), ("skyrl", True), ("trl", True), ("roll", False)])
+@pytest.mark.parametrize(("library", "nonzero"), [("verl", True), ("skyrl", True), ("trl", True), ("roll", False)])
 async def test_a_deviation_that_counts_as_none_gives_zero_where_the_library_says_so(
     library: Any,
-    told: bool,  # noqa: FBT001 (a case)
+    nonzero: bool,  # noqa: FBT001 (a case)
 ) -> None:
     near = TrajectoryGroup.build(
         env="e", instance_id="0", sequences=[[1, 2]] * 2, loss_mask=[[0, 1]] * 2, rewards=[0, 1e-6]
@@ -174,7 +174,7 @@ async def test_a_deviation_that_counts_as_none_gives_zero_where_the_library_says
     (out,) = await drive(stage(library, "grpo"), [near])
 
     assert out.advantages is not None
-    assert bool(out.advantages.any()) == told
+    assert bool(out.advantages.any()) == nonzero
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,9 @@ def test_text_becomes_its_tokens_and_nothing_is_added_or_cut(tmp_path: Path) -> 
     assert tokenizer.eos_id == 7
 
 
-@pytest.mark.parametrize("told", ["<end>", {"content": "<end>", "special": True}])
-def test_the_end_token_is_told_by_name_or_with_its_properties(tmp_path: Path, told: object) -> None:
-    assert PretrainedTokenizer(saved(tmp_path / "words", {"eos_token": told})).eos_id == 7
+@pytest.mark.parametrize("entry", ["<end>", {"content": "<end>", "special": True}])
+def test_the_end_token_is_told_by_name_or_with_its_properties(tmp_path: Path, entry: object) -> None:
+    assert PretrainedTokenizer(saved(tmp_path / "words", {"eos_token": entry})).eos_id == 7
 
 
 def test_a_template_of_its_own_file_or_of_the_configuration_is_a_part_of_the_identity(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Characters:
         return self.decoded[-1]
 
 
-def said(
+def answering(
     *completions: str | Sequence[str], rewards: Sequence[float] | None = None, prompt: str = "?", instance_id: str = "0"
 ) -> TrajectoryGroup:
     """A group of completions. One given as several texts is a conversation: the policy says every other one of them."""
@@ -95,7 +95,7 @@ def test_a_yaml_file_without_code_shapes_the_reward(tmp_path: Path) -> None:
     )
 
     stage = RewardBridge.from_yaml(path, tokenizer=Characters())
-    (out,) = anyio.run(drive, stage, [said("<think>2+2</think><answer>4</answer>", "4", rewards=[1, 1])])
+    (out,) = anyio.run(drive, stage, [answering("<think>2+2</think><answer>4</answer>", "4", rewards=[1, 1])])
 
     assert parts(out) == {
         "score": [1, 1],
@@ -140,19 +140,19 @@ def test_a_bridge_can_be_sent_to_its_process() -> None:
 
 
 async def test_a_marker_in_the_prompt_pays_nothing() -> None:
-    (out,) = await drive(bridge(format_markers=[MARK]), [said("no", "<a>", prompt="Say <a>!")])
+    (out,) = await drive(bridge(format_markers=[MARK]), [answering("no", "<a>", prompt="Say <a>!")])
 
     assert out.rewards.tolist() == [0, 0.5]
 
 
 async def test_a_marker_in_an_observation_pays_nothing() -> None:
-    (out,) = await drive(bridge(format_markers=[MARK]), [said(["go", "<a>", "on"], ["go", "", "<a>"])])
+    (out,) = await drive(bridge(format_markers=[MARK]), [answering(["go", "<a>", "on"], ["go", "", "<a>"])])
 
     assert out.rewards.tolist() == [0, 0.5]
 
 
 async def test_a_marker_around_an_observation_is_no_marker() -> None:
-    (out,) = await drive(bridge(format_markers=[MARK]), [said(["<", "x", "a>"])])
+    (out,) = await drive(bridge(format_markers=[MARK]), [answering(["<", "x", "a>"])])
 
     assert out.rewards.tolist() == [0]
 
@@ -160,7 +160,7 @@ async def test_a_marker_around_an_observation_is_no_marker() -> None:
 async def test_only_sampled_tokens_are_decoded_and_no_end_of_sequence() -> None:
     stage = bridge(format_markers=[MARK])
 
-    await drive(stage, [said(["one\0", "two", "three\0"], "", prompt="zero")])
+    await drive(stage, [answering(["one\0", "two", "three\0"], "", prompt="zero")])
 
     assert isinstance(stage.tokenizer, Characters)
     assert stage.tokenizer.decoded == ["one", "three"]
@@ -173,7 +173,7 @@ async def test_nothing_is_decoded_where_nothing_reads_text() -> None:
         clip=[-1, 1],
     )
 
-    (out,) = await drive(stage, [said("abc")])
+    (out,) = await drive(stage, [answering("abc")])
 
     assert isinstance(stage.tokenizer, Characters)
     assert stage.tokenizer.decoded == []
@@ -189,7 +189,7 @@ async def test_a_large_group_is_decoded_off_the_event_loop() -> None:
             return super().decode(ids)
 
     stage = RewardBridge.from_config({"format_markers": [MARK]}, tokenizer=Watched())
-    await drive(stage, [said("<a>" * 2000), said("<a>", instance_id="1")])
+    await drive(stage, [answering("<a>" * 2000), answering("<a>", instance_id="1")])
 
     assert where[0] != threading.main_thread().name
     assert where[1] == threading.main_thread().name
@@ -205,8 +205,8 @@ def test_the_prompt_and_observations_never_change_a_reward(turns: list[tuple[str
         "format_markers": [MARK | {"counted": "each"}, {"marker": "b", "reward": 1, "closing": "/"}],
         "length_bounty": {"reward": 0.1, "cap": 3, "unit": "character"},
     }
-    plain = said(*([first, ".", second] for first, second in turns), prompt=".")
-    noisy = said(*([first, noise + ".", second] for first, second in turns), prompt=noise + ".")
+    plain = answering(*([first, ".", second] for first, second in turns), prompt=".")
+    noisy = answering(*([first, noise + ".", second] for first, second in turns), prompt=noise + ".")
 
     one, other = (anyio.run(drive, bridge(**config), [g])[0] for g in (plain, noisy))
 
@@ -233,7 +233,7 @@ def test_parts_always_sum_to_the_reward(
     config |= {"length_bounty": {"reward": 0.3, "cap": 1}} if bounty else {}
     config |= {"clip": [-1, 1]} if clipped else {}
 
-    given = said(*("<a>" if i % 2 else "no" for i in range(len(scores))), rewards=scores)
+    given = answering(*("<a>" if i % 2 else "no" for i in range(len(scores))), rewards=scores)
     (out,) = anyio.run(drive, bridge(**config), [given])
 
     if config != {"combine": "add"}:
@@ -247,7 +247,7 @@ async def test_a_second_bridge_adds_to_the_parts_of_the_first() -> None:
     first = bridge(format_markers=[MARK])
     second = bridge(format_markers=[MARK], length_bounty={"reward": 0.1, "cap": 1})
 
-    (between,) = await drive(first, [said("<a>", rewards=[1])])
+    (between,) = await drive(first, [answering("<a>", rewards=[1])])
     (out,) = await drive(second, [between])
 
     assert parts(out) == {"score": [1], "format_markers": [1], "length_bounty": [0.3]}
@@ -274,11 +274,11 @@ async def test_groups_that_come_together_are_treated_as_if_each_had_come_alone()
 
 @pytest.mark.parametrize("config", [{}, {"clip": [-1, 1]}, {"format_markers": [MARK]}])
 async def test_what_was_sent_is_not_held_while_the_next_group_is_long_in_coming(config: dict[str, Any]) -> None:
-    await lets_go_of_what_it_sent(bridge(**config), [said("<a>", instance_id=str(i)) for i in range(4)])
+    await lets_go_of_what_it_sent(bridge(**config), [answering("<a>", instance_id=str(i)) for i in range(4)])
 
 
 async def test_everything_else_of_a_group_stays_as_it_is() -> None:
-    given = said("<a>", "no")
+    given = answering("<a>", "no")
 
     (out,) = await drive(bridge(format_markers=[MARK]), [given])
 
@@ -310,7 +310,7 @@ async def test_a_plain_function_runs_in_a_thread() -> None:
         names.append(threading.current_thread().name)
         return 0.25
 
-    (out,) = await drive(bridge(RewardFunction(where)), [said("abc", rewards=[1])])
+    (out,) = await drive(bridge(RewardFunction(where)), [answering("abc", rewards=[1])])
 
     assert names != [threading.main_thread().name]
     assert parts(out) == {"score": [1], "where": [0.25]}
@@ -330,7 +330,7 @@ async def test_an_async_function_runs_on_the_event_loop() -> None:
         async def __call__(self, answer: RewardInput) -> float:
             return await where(answer)
 
-    (out,) = await drive(bridge(RewardFunction(where), RewardFunction(Judge())), [said("abc", rewards=[1])])
+    (out,) = await drive(bridge(RewardFunction(where), RewardFunction(Judge())), [answering("abc", rewards=[1])])
 
     assert names == [threading.main_thread().name] * 2
     assert out.rewards.tolist() == [1.5]
@@ -343,7 +343,7 @@ async def test_a_function_sees_text_score_trajectory_and_meta() -> None:
         seen.append(answer)
         return 0.0
 
-    given = said(["one", "?", "two"], rewards=[0.5], prompt="Question")
+    given = answering(["one", "?", "two"], rewards=[0.5], prompt="Question")
     await drive(bridge(RewardFunction(look)), [given])
 
     assert seen[0].text == "one\ntwo"
@@ -364,7 +364,9 @@ async def test_no_more_calls_run_at_a_time_than_were_allowed() -> None:
         running -= 1
         return 0.0
 
-    await drive(bridge(RewardFunction(count, concurrency=3)), [said(*"abcdefgh", instance_id=str(i)) for i in range(3)])
+    await drive(
+        bridge(RewardFunction(count, concurrency=3)), [answering(*"abcdefgh", instance_id=str(i)) for i in range(3)]
+    )
 
     assert most == 3
 
@@ -379,7 +381,7 @@ async def test_several_groups_are_judged_at_a_time_and_leave_in_order() -> None:
             await last_began.wait()
         return 0.0
 
-    given = [said(text, instance_id=text) for text in ("first", "middle", "last")]
+    given = [answering(text, instance_id=text) for text in ("first", "middle", "last")]
     out = await drive(bridge(RewardFunction(first_waits_for_last)), given)
 
     assert [g.instance_id for g in out] == ["first", "middle", "last"]
@@ -397,7 +399,7 @@ async def test_groups_are_taken_in_only_while_there_is_room_for_calls() -> None:
         with entered(Context()):
             tasks.start_soon(bridge(RewardFunction(never, concurrency=4)).run, inbox, outbox)
             for i in range(5):
-                await feed.send(said("a", "b", instance_id=str(i)))
+                await feed.send(answering("a", "b", instance_id=str(i)))
             await anyio.wait_all_tasks_blocked()
             assert feed.statistics().items == 3  # 2 groups of 2 fill the 4 calls
             tasks.cancel_scope.cancel()
@@ -413,7 +415,7 @@ async def test_groups_that_functions_judge_are_held_as_copies() -> None:
         await go.wait()
         return 0.0
 
-    given = said("abc")
+    given = answering("abc")
     expected = given.tokens.tolist()
     async with feed, inbox, outbox, shaped, anyio.create_task_group() as tasks:
         with entered(Context()):
@@ -434,7 +436,7 @@ async def test_a_fallback_asks_functions_about_failed_answers_only() -> None:
         asked.append(answer.text)
         return 5.0
 
-    (out,) = await drive(bridge(RewardFunction(ask), combine="fallback"), [said("right", "wrong", rewards=[1, 0])])
+    (out,) = await drive(bridge(RewardFunction(ask), combine="fallback"), [answering("right", "wrong", rewards=[1, 0])])
 
     assert asked == ["wrong"]
     assert out.rewards.tolist() == [1, 1]
@@ -453,7 +455,7 @@ async def fragile(answer: RewardInput) -> float:
 
 
 def test_a_failure_costs_the_trajectory_and_is_accounted_with_its_reason() -> None:
-    given = [said("fine", "raise", "nan", "hang", "good", rewards=[1, 2, 3, 4, 5])]
+    given = [answering("fine", "raise", "nan", "hang", "good", rewards=[1, 2, 3, 4, 5])]
 
     out = VirtualClock().run(lambda: drive(bridge(RewardFunction(fragile)), given))
 
@@ -473,14 +475,14 @@ def test_a_failure_costs_the_trajectory_and_is_accounted_with_its_reason() -> No
 
 
 async def test_a_group_of_which_nothing_is_left_is_not_sent() -> None:
-    out = await drive(bridge(RewardFunction(fragile)), [said("raise", "nan"), said("fine", instance_id="1")])
+    out = await drive(bridge(RewardFunction(fragile)), [answering("raise", "nan"), answering("fine", instance_id="1")])
 
     assert [g.instance_id for g in out] == ["1"]
     assert out.ledger.balance().ended["failed"] == 2
 
 
 async def test_a_failure_can_count_as_a_value_and_is_still_counted() -> None:
-    out = await drive(bridge(RewardFunction(fragile, on_failure=-1.0)), [said("fine", "raise")])
+    out = await drive(bridge(RewardFunction(fragile, on_failure=-1.0)), [answering("fine", "raise")])
 
     assert out[0].rewards.tolist() == [0.5, -1]
     assert out.ledger.balance().ended["failed"] == 0
@@ -489,7 +491,7 @@ async def test_a_failure_can_count_as_a_value_and_is_still_counted() -> None:
 
 @pytest.mark.parametrize("on_failure", ["drop", 0.0])
 async def test_a_function_that_fails_64_times_in_a_row_ends_the_pipeline(on_failure: Literal["drop"] | float) -> None:
-    groups = [said(*["raise"] * 8, instance_id=str(number)) for number in range(9)]
+    groups = [answering(*["raise"] * 8, instance_id=str(number)) for number in range(9)]
 
     with pytest.raises(
         RewardFunctionFailed, match=r"64 completions in a row.*the last one KeyError: 'raise'"
@@ -500,7 +502,7 @@ async def test_a_function_that_fails_64_times_in_a_row_ends_the_pipeline(on_fail
 
 
 async def test_one_success_ends_a_row_of_failures_of_a_function() -> None:
-    groups = [said(*["raise"] * 7, "fine", instance_id=str(number)) for number in range(20)]
+    groups = [answering(*["raise"] * 7, "fine", instance_id=str(number)) for number in range(20)]
 
     out = await drive(bridge(RewardFunction(fragile)), groups)
 
@@ -509,14 +511,14 @@ async def test_one_success_ends_a_row_of_failures_of_a_function() -> None:
 
 async def test_a_failure_can_end_the_pipeline() -> None:
     with pytest.raises(KeyError, match="raise"):
-        await drive(bridge(RewardFunction(fragile, on_failure="raise")), [said("fine", "raise")])
+        await drive(bridge(RewardFunction(fragile, on_failure="raise")), [answering("fine", "raise")])
 
 
 def test_a_timeout_that_ends_the_pipeline_names_function_and_bound() -> None:
     stage = bridge(RewardFunction(fragile, reward_timeout_s=7, on_failure="raise"))
 
     with pytest.raises(TimeoutError, match="fragile: expected a value within 7 s, got none"):
-        VirtualClock().run(lambda: drive(stage, [said("hang")]))
+        VirtualClock().run(lambda: drive(stage, [answering("hang")]))
 
 
 def test_waiting_for_a_turn_is_not_held_against_a_call() -> None:
@@ -525,7 +527,9 @@ def test_waiting_for_a_turn_is_not_held_against_a_call() -> None:
         return 1.0
 
     clock = VirtualClock()
-    out = clock.run(lambda: drive(bridge(RewardFunction(slow, concurrency=1, reward_timeout_s=30)), [said(*"abcd")]))
+    out = clock.run(
+        lambda: drive(bridge(RewardFunction(slow, concurrency=1, reward_timeout_s=30)), [answering(*"abcd")])
+    )
 
     assert out[0].rewards.tolist() == [1, 1, 1, 1]
     assert clock.now_s == pytest.approx(80)
@@ -540,7 +544,7 @@ async def test_a_plain_function_that_hangs_is_left_behind_and_accounted() -> Non
 
     stage = bridge(RewardFunction(hang, reward_timeout_s=0.01, concurrency=1))
     try:
-        out = await drive(stage, [said("a", "b")])
+        out = await drive(stage, [answering("a", "b")])
     finally:
         done.set()
 
@@ -551,7 +555,7 @@ async def test_a_plain_function_that_hangs_is_left_behind_and_accounted() -> Non
 async def test_a_trajectory_that_several_functions_fail_is_dropped_once() -> None:
     stage = bridge(RewardFunction(fragile), RewardFunction(fragile, name="again"))
 
-    out = await drive(stage, [said("raise", "fine")])
+    out = await drive(stage, [answering("raise", "fine")])
 
     assert out.ledger.balance().reasons["failed"] == {"fragile: KeyError: 'raise'": 1}
     assert out[0].rewards.tolist() == [1.0]

@@ -163,7 +163,7 @@ async def test_a_diagnostic_takes_no_advantage_from_anything(
 async def test_beside_a_diagnostic_noise_is_still_noise() -> None:
     """0.7 − 0.7 and 0.3 − 0.3 as sums of float32 are 1e-8 apart."""
     scores = np.array([0.7, 0.3], np.float32)
-    bridge = RewardBridge(functions=[RewardFunction(_less_what_it_says, reads_text=False)])
+    bridge = RewardBridge(functions=[RewardFunction(_less_its_answer, reads_text=False)])
     given = of_rewards(scores.tolist(), reward_parts={"tokens_seen": [3e7, 1e7]}, meta={"less": [0.7, 0.3]})
 
     (out,) = await drive(bridge, [given])
@@ -197,7 +197,7 @@ async def test_a_deviation_that_a_library_takes_for_none_is_counted_as_none(mode
 # -- whatever the scores, the parts and the clip ---------------------------------------------------------------------
 
 
-async def _less_what_it_says(answer: Any) -> float:
+async def _less_its_answer(answer: Any) -> float:
     return -float(answer.meta["less"][answer.trajectory.id.repetition_id])
 
 
@@ -257,8 +257,10 @@ def expected(mode: Any, groups: Sequence[Sequence[tuple[float, float]]]) -> list
             for a in (expected("batch", [population])[-len(rows) :])
         ]
     if mode == "reinforce++-baseline":
-        told = iter(scaled([a for rows in groups if differ(rows) for a in centred([r for r, _ in rows])] or [0.0]))
-        return [next(told) if kept else 0.0 for rows in groups for kept in [differ(rows)] * len(rows)]
+        expected_values = iter(
+            scaled([a for rows in groups if differ(rows) for a in centred([r for r, _ in rows])] or [0.0])
+        )
+        return [next(expected_values) if kept else 0.0 for rows in groups for kept in [differ(rows)] * len(rows)]
     by_group = []
     for rows in groups:
         values = [reward for reward, _ in rows]

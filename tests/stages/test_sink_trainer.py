@@ -266,7 +266,7 @@ async def test_old_checkpoints_are_removed_when_a_new_one_is_written(tmp_path: P
 
     await drive_sink(SinkTrainer(trainer, checkpoints=tmp_path, checkpoint_every=1, keep_checkpoints=2), batches(4))
 
-    assert [said for said in trainer.story if said.startswith("step")] == [
+    assert [event for event in trainer.story if event.startswith("step")] == [
         "step-00000001",
         "step-00000001 step-00000002",
         "step-00000002 step-00000003",

@@ -14,7 +14,7 @@ import pytest
 import structlog
 from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
-from tests.fake_policy import FakePolicy, Letters, said
+from tests.fake_policy import FakePolicy, Letters, completion_of
 
 from penstock import AdvantageNormalizer, Context, GroupId, SourceEnv, StopReason, TrajectoryGroup, Worker
 from penstock.channels import memory_channel
@@ -74,7 +74,7 @@ class Ready:
     """Brings rollouts at once, on the event loop."""
 
     async def rollout(self, task: int, repetition: int) -> RolloutResult:  # noqa: ARG002 (the protocol's)
-        return RolloutResult(turns=[np.array([1], np.int32), said("x")], reward=1.0)
+        return RolloutResult(turns=[np.array([1], np.int32), completion_of("x")], reward=1.0)
 
 
 async def sampled(source: SourceEnv, worker: Worker | None = None) -> Driven[TrajectoryGroup]:
@@ -177,7 +177,7 @@ async def test_finished_rollouts_come_from_outside_where_the_policy_does_nothing
     class Outside:
         def rollout(self, task: int, repetition: int) -> RolloutResult:
             return RolloutResult(
-                turns=[np.array([task + 1], np.int32), said("x", version=repetition)], reward=repetition
+                turns=[np.array([task + 1], np.int32), completion_of("x", version=repetition)], reward=repetition
             )
 
     driven = await sampled(SourceEnv(Outside, NoOpPolicy(), group_size=2, groups=2))
@@ -190,7 +190,7 @@ async def test_finished_rollouts_come_from_outside_where_the_policy_does_nothing
 async def test_behavior_logprobs_are_absent_where_whoever_sampled_does_not_say() -> None:
     class Outside:
         def rollout(self, task: int, repetition: int) -> RolloutResult:  # noqa: ARG002 (the protocol's)
-            completion = said("x")
+            completion = completion_of("x")
             if repetition:
                 completion = msgspec.structs.replace(completion, logprobs=None)
             return RolloutResult(turns=[np.array([1], np.int32), completion], reward=0.0)
@@ -270,7 +270,7 @@ class Silence:
         self.turn_rewards = turn_rewards
 
     def rollout(self, task: int, repetition: int) -> RolloutResult:  # noqa: ARG002 (the protocol's)
-        prompt, some = np.array([1], np.int32), said("x")
+        prompt, some = np.array([1], np.int32), completion_of("x")
         nothing = {name: getattr(some, name)[:0] for name in ("tokens", "logprobs", "policy_versions")}
         none = msgspec.structs.replace(some, **nothing)
         turns: list[list[Turn]] = [[prompt, none, some, none], [prompt, some, some, some]]

@@ -253,10 +253,10 @@ def test_a_teacher_that_never_answered_ends_the_run_with_its_failure(concurrency
     teacher = Scripted([failure])
     endless = [group(instance_id=str(number), completion_lengths=[2]) for number in range(100)]
 
-    with pytest.raises(EngineFailed, match=r"failures in 8 groups and no response .*: no such model") as told:
+    with pytest.raises(EngineFailed, match=r"failures in 8 groups and no response .*: no such model") as raised:
         asked(teacher, endless, concurrency=concurrency, on_failure=on_failure)
 
-    assert told.value.__cause__ is failure
+    assert raised.value.__cause__ is failure
     assert len(teacher.questions) <= 8 + concurrency
 
 
@@ -296,10 +296,10 @@ def test_a_mistake_of_the_teacher_s_code_is_no_failure_but_ends_the_stage() -> N
 async def test_a_teacher_of_another_vocabulary_is_refused_at_the_start_with_both_identities() -> None:
     teacher = Scripted(tokenizer=Letters("abd"))
 
-    with pytest.raises(TokenizersDiffer, match=r"policy and teacher have tokenizers of different vocabulary") as told:
+    with pytest.raises(TokenizersDiffer, match=r"policy and teacher have tokenizers of different vocabulary") as raised:
         await drive(Teacher(teacher, Letters(), top_k=2), [two()])
 
-    assert str(told.value).count("Letters: 3 tokens #") == 2
+    assert str(raised.value).count("Letters: 3 tokens #") == 2
     assert teacher.questions == []
 
 

@@ -110,9 +110,9 @@ async def test_what_came_with_the_data_is_kept() -> None:
 
 async def test_at_the_temperatures_that_a_group_says_of_its_sequences() -> None:
     given = made(0, [9, 2, 3])
-    told = msgspec.structs.replace(given, meta={"temperatures": [0.5, 1.0, 2.0]})
+    tempered = msgspec.structs.replace(given, meta={"temperatures": [0.5, 1.0, 2.0]})
 
-    out = await drive(TorchReference(partial(TinyModel, vocabulary=VOCABULARY)), [made(1, [4]), told])
+    out = await drive(TorchReference(partial(TinyModel, vocabulary=VOCABULARY)), [made(1, [4]), tempered])
 
     model = TinyModel(vocabulary=VOCABULARY)
     for row, temperature in enumerate([0.5, 1.0, 2.0]):

@@ -99,9 +99,9 @@ async def test_an_error_of_the_model_is_raised_to_whoever_asked_and_the_next_que
         with pytest.raises(IndexError):
             await engine.candidates(np.array([1, 99], np.int32), np.array([False, True]), 2)
 
-        told = await engine.candidates(np.array([1, 2], np.int32), np.array([False, True]), 2)
+        found = await engine.candidates(np.array([1, 2], np.int32), np.array([False, True]), 2)
 
-    assert told.counts.tolist() in ([0, 2], [0, 3])
+    assert found.counts.tolist() in ([0, 2], [0, 3])
 
 
 async def test_somebody_who_gives_up_disturbs_nobody_else() -> None:
@@ -111,7 +111,7 @@ async def test_somebody_who_gives_up_disturbs_nobody_else() -> None:
             tasks.start_soon(engine.candidates, *question)
             await engine.candidates(*question)
 
-        told = await engine.candidates(*question)
+        found = await engine.candidates(*question)
 
-        assert told.counts[0] == 0
-        assert told.counts[1] >= 2
+        assert found.counts[0] == 0
+        assert found.counts[1] >= 2

@@ -214,12 +214,12 @@ def test_sequences_are_scored_at_temperatures_of_their_own_where_their_groups_sa
     micro_batch_tokens: int | None,
 ) -> None:
     plain, model = made(), TinyModel(vocabulary=VOCABULARY)
-    silent, telling = plain.groups
-    telling = telling._replace(meta={"temperatures": [0.5, 2.0, 0.7]})
+    silent, recorded = plain.groups
+    recorded = recorded._replace(meta={"temperatures": [0.5, 2.0, 0.7]})
     own = [0.6, 0.6, 0.6, 0.5, 2.0, 0.7]
     rows = [alone(model, plain, temperature)[row] for row, temperature in enumerate(own)]
     logprobs = np.where(plain.loss_mask, torch.cat(rows).detach().numpy(), 0)
-    packed = msgspec.structs.replace(plain, groups=(silent, telling), behavior_logprobs=logprobs)
+    packed = msgspec.structs.replace(plain, groups=(silent, recorded), behavior_logprobs=logprobs)
     options: dict[str, Any] = {"temperature": 0.6, "micro_batch_tokens": micro_batch_tokens, "loss": PPOClip() + KL()}
 
     metrics = trainer(model, reference=TinyModel(vocabulary=VOCABULARY), **options).step(packed)
@@ -232,9 +232,9 @@ def test_sequences_are_scored_at_temperatures_of_their_own_where_their_groups_sa
     )
 
 
-@pytest.mark.parametrize("said", [[1.0], [1.0, 0.0], [1.0, -1], [1.0, math.inf], [1.0, None], 0.5])
-def test_a_temperature_that_is_none_is_refused_with_its_group(said: object) -> None:
-    packed = TrainBatch.pack([group(rewards=[0, 1], meta={"temperatures": said})])
+@pytest.mark.parametrize("value", [[1.0], [1.0, 0.0], [1.0, -1], [1.0, math.inf], [1.0, None], 0.5])
+def test_a_temperature_that_is_none_is_refused_with_its_group(value: object) -> None:
+    packed = TrainBatch.pack([group(rewards=[0, 1], meta={"temperatures": value})])
 
     with pytest.raises(InvalidRecord, match="test/0: temperatures: expected a positive number for repetition"):
         trainer().step(packed)
@@ -549,8 +549,8 @@ def test_what_would_train_backwards_or_not_at_all_is_refused(options: dict[str, 
 
 def test_what_a_term_says_is_not_mixed_with_what_the_trainer_says() -> None:
     def loss(scored: Scored) -> Any:
-        said = AdvantageWeighted()(scored)
-        return type(said)(said.loss, {"entropy": Mean(torch.tensor(0.25))})
+        value = AdvantageWeighted()(scored)
+        return type(value)(value.loss, {"entropy": Mean(torch.tensor(0.25))})
 
     assert trainer(loss=loss).step(made())["entropy"] == 0.25
 

@@ -34,16 +34,16 @@ def check(folder: Path, *arguments: str) -> str:
 
 
 def test_mypy_refuses_exactly_the_chains_that_do_not_fit(installed: Installed, tmp_path: Path) -> None:
-    told = check(tmp_path, *MYPY, str(installed.python))
+    output = check(tmp_path, *MYPY, str(installed.python))
 
-    errors = [line.split(":") for line in told.splitlines() if ": error:" in line]
+    errors = [line.split(":") for line in output.splitlines() if ": error:" in line]
     assert {(path, int(line)) for path, line, *_ in errors} == marked()
 
 
 def test_pyright_refuses_exactly_the_chains_that_do_not_fit(installed: Installed, tmp_path: Path) -> None:
-    told = json.loads(check(tmp_path, "pyright", "--outputjson", "--pythonpath", str(installed.python)))
+    output = json.loads(check(tmp_path, "pyright", "--outputjson", "--pythonpath", str(installed.python)))
 
-    errors = [each for each in told["generalDiagnostics"] if each["severity"] == "error"]
+    errors = [each for each in output["generalDiagnostics"] if each["severity"] == "error"]
     assert {
         (str(Path(each["file"]).relative_to(tmp_path)), each["range"]["start"]["line"] + 1) for each in errors
     } == marked()

@@ -124,11 +124,11 @@ async def greedy(engine: Engine) -> Completion:
     return completion
 
 
-def assert_said_by(seed: int, completion: Completion) -> None:
+def assert_sampled_by(seed: int, completion: Completion) -> None:
     """The model of `seed` says this, with these log-probabilities."""
-    said: NDArray[np.int32] = np.concatenate([PROMPT, completion.tokens])
+    tokens: NDArray[np.int32] = np.concatenate([PROMPT, completion.tokens])
     with torch.no_grad():
-        logits = model(seed)(torch.from_numpy(said).long()[None]).logits[0]
+        logits = model(seed)(torch.from_numpy(tokens).long()[None]).logits[0]
     logprobs = torch.log_softmax(logits, dim=-1)[len(PROMPT) - 1 : -1]
     assert completion.tokens.tolist() == logprobs.argmax(dim=-1).tolist()
     assert completion.logprobs is not None
@@ -150,7 +150,7 @@ async def test_a_start_that_fails_ends_with_the_cause(tmp_path: Path) -> None:
 async def test_it_is_known_for_vllm_and_says_what_its_model_says(url: str) -> None:
     async with opened(url) as engine:
         assert repr(engine).startswith("<HttpEngine vllm at ")
-        assert_said_by(0, await greedy(engine))
+        assert_sampled_by(0, await greedy(engine))
 
 
 async def test_it_samples_with_weights_that_it_was_told_of_and_says_which(url: str, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ async def test_it_samples_with_weights_that_it_was_told_of_and_says_which(url: s
         completion = await greedy(engine)
         await engine.update_weights(save(tmp_path.with_name("before"), 0).as_uri(), 8)
 
-    assert_said_by(1, completion)
+    assert_sampled_by(1, completion)
     assert set(completion.policy_versions.tolist()) == {7}
 
 
@@ -168,19 +168,19 @@ async def test_while_it_sleeps_nothing_is_sampled_and_that_it_keeps_its_memory_i
     url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_engine, "SETTINGS_TIMEOUT_S", FAILSAFE_S)  # vLLM starts programs to answer
-    said: list[Completion] = []
+    sampled: list[Completion] = []
 
     async def ask(engine: Engine) -> None:
-        said.append(await greedy(engine))
+        sampled.append(await greedy(engine))
 
     async with opened(url) as engine, anyio.create_task_group() as tasks:
         await engine.sleep()
         tasks.start_soon(ask, engine)
         await anyio.wait_all_tasks_blocked()
-        assert not said
+        assert not sampled
         await engine.wake_up()
 
-    assert_said_by(0, said[0])
+    assert_sampled_by(0, sampled[0])
     assert "sleep_keeps_memory" in caplog.text
 
 
@@ -191,7 +191,7 @@ async def test_a_torn_folder_is_refused_and_the_weights_stay(url: str, tmp_path:
         with pytest.raises(EngineRefused, match="according to its header"):
             await engine.update_weights((tmp_path / "weights").as_uri(), 9)
 
-        assert_said_by(0, await greedy(engine))
+        assert_sampled_by(0, await greedy(engine))
 
 
 async def test_weights_that_it_cannot_load_are_tried_once_and_others_after_them_are_sampled_with(
@@ -204,4 +204,4 @@ async def test_weights_that_it_cannot_load_are_tried_once_and_others_after_them_
             await greedy(engine)
         await engine.update_weights(save(tmp_path / "weights", 0).as_uri(), 10)
 
-        assert_said_by(0, await greedy(engine))
+        assert_sampled_by(0, await greedy(engine))

@@ -48,7 +48,7 @@ def taught(predicted: Tensor, ids: list[list[int]], logprobs: Tensor, **columns:
     return scored(predicted.gather(-1, tokens[:, None]).squeeze(-1), torch.ones(len(ids)), **(given | columns))
 
 
-def told(teacher: Tensor, ids: list[list[int]]) -> Tensor:
+def candidate_logprobs(teacher: Tensor, ids: list[list[int]]) -> Tensor:
     """The log-probabilities that `teacher` [T, V] gives to candidates; what came for none must not matter."""
     wanted = torch.tensor(ids)
     return teacher.gather(-1, wanted.clamp(min=0)).where(wanted >= 0, 0.7)
@@ -60,7 +60,7 @@ RAGGED = [[3, 0, 1], [-1, 2, -1], [-1, -1, -1], [4, -1, 2], [0, 1, 4]]
 
 def ragged(dtype: torch.dtype = torch.float64, **columns: Any) -> Scored:
     teacher = predictions(5, seed=1, dtype=dtype)
-    logprobs = told(teacher, RAGGED)
+    logprobs = candidate_logprobs(teacher, RAGGED)
     logprobs[4, 2] = -math.inf
     return taught(predictions(5, dtype=dtype), RAGGED, logprobs, **columns)
 
@@ -90,7 +90,7 @@ def test_with_the_whole_vocabulary_as_candidates_every_mode_gives_the_divergence
     teacher, policy = predictions(3, seed=1), predictions(3)
     ids = [[3, 1, 4, -1, 0, 2], [0, 1, 2, 3, 4, -1], [-1, 4, 3, 2, 1, 0]]
 
-    found = costs(replace(term, mode=mode), taught(policy, ids, told(teacher, ids)))
+    found = costs(replace(term, mode=mode), taught(policy, ids, candidate_logprobs(teacher, ids)))
 
     assert found == pytest.approx(divergence(term, teacher.exp(), policy.exp()).tolist(), abs=1e-12)
 
@@ -130,7 +130,7 @@ def test_a_policy_that_expects_what_its_teacher_does_costs_nothing_and_stays(ter
     teacher = predictions(5, seed=1)
     logits = teacher.clone().requires_grad_()
 
-    given = taught(torch.log_softmax(logits, -1), RAGGED, told(teacher, RAGGED))
+    given = taught(torch.log_softmax(logits, -1), RAGGED, candidate_logprobs(teacher, RAGGED))
     values = replace(term, mode=mode).per_token(given).values
 
     torch.testing.assert_close(values, torch.zeros_like(values), atol=1e-12, rtol=0)
@@ -280,7 +280,9 @@ def test_a_sampled_token_has_the_teacher_s_log_probability_over_the_policy_s_as_
 def test_a_sampled_token_that_is_no_candidate_is_not_used() -> None:
     ids = [[1, 2], [0, -1], [2, 0]]
 
-    values, metrics = SampledDistillation().per_token(taught(predictions(3), ids, told(predictions(3, seed=1), ids)))
+    values, metrics = SampledDistillation().per_token(
+        taught(predictions(3), ids, candidate_logprobs(predictions(3, seed=1), ids))
+    )
 
     assert values[:2].tolist() == [0, 0]
     assert values[2] != 0

@@ -49,13 +49,13 @@ def test_terms_with_equal_metrics_report_them_under_different_names() -> None:
 
     metrics = (first + 0.5 * second + 2 * third)(given).metrics
 
-    for name, (alone, said) in {
+    for name, (alone, reported) in {
         "pg_clipfrac/high": (first, "pg_clipfrac/high"),
         "importance/high": (second, "importance/high"),
         "policy_3/pg_clipfrac/high": (third, "pg_clipfrac/high"),
         "policy_3/importance/high": (third, "importance/high"),
     }.items():
-        assert metrics[name].value() == alone(given).metrics[said].value()
+        assert metrics[name].value() == alone(given).metrics[reported].value()
     for name, term in {"loss/policy": first, "loss/policy_2": second, "loss/policy_3": third}.items():
         assert metrics[name].value() == pytest.approx(term(given).loss.item())
 
