@@ -1,7 +1,7 @@
-"""What the processes of a cell have in common: a log that they all write, and the blow that one of them gets.
+"""The parts that all processes of a cell use: a log that they all write, and the injection of the fault into one.
 
-An actor is told nothing while it plays, except that the blow has fallen. All that it does is in the log, a line an
-event, written at once: what was in the log when a process was killed had happened.
+While an actor runs, it learns only that the fault was injected. Each of its actions is a line in the log, written at
+once: an action that is in the log of a killed process had happened.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ from penstock.errors import RunStopped
 from penstock.testing import group
 
 __all__ = [
-    "Doomed",
+    "FaultInjector",
+    "InjectedError",
     "Log",
-    "Play",
-    "Striker",
+    "Setup",
     "commit",
     "digest",
     "note_recovery",
     "number_of",
-    "perform",
     "record_number",
+    "run_actor",
 ]
 
 LONGEST_LINE = 2000
 """Characters: a line that fits the pipe is written whole."""
 
 
-class Doomed(Exception):
-    """The blow, where it is an exception."""
+class InjectedError(Exception):
+    """The fault, where it is an exception."""
 
 
 def record_number(number: int) -> TrajectoryGroup:
-    """Two trajectories of different lengths, other bytes for each number."""
+    """Return two trajectories of different lengths, with other bytes for each number."""
     return group(completion_lengths=[30 + number % 7, 200], instance_id=str(number), seed=number)
 
 
 def number_of(record: TrajectoryGroup) -> int:
-    """Which record it is."""
+    """Return the number of a record."""
     return int(record.instance_id)
 
 
 def digest(record: TrajectoryGroup) -> str:
-    """xxh3 of all that a record holds."""
+    """Return the xxh3 of all fields of a record."""
     hashed = xxhash.xxh3_128()
     for name, column in sorted(record.columns().items()):
         hashed.update(f"{name} {column.dtype.str} {column.shape}".encode())
@@ -82,7 +82,7 @@ def digest(record: TrajectoryGroup) -> str:
 
 
 class Log:
-    """What happens, as lines that several processes write: a word, and what belongs to it."""
+    """A log of events, as lines that several processes write: a word, and its values."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -91,32 +91,32 @@ class Log:
         """Write one line."""
         os.write(self.fd, msgspec.json.encode((word, *more))[:LONGEST_LINE] + b"\n")
 
-    def told(self, what: object) -> None:
-        """Someone learnt of somebody else's end."""
-        self("told", time.monotonic(), str(what)[:500])
+    def noticed(self, what: object) -> None:
+        """Log that an actor noticed the end of another process."""
+        self("noticed", time.monotonic(), str(what)[:500])
 
     def sent(self, record: TrajectoryGroup) -> None:
-        """A record is about to be sent."""
+        """Log that a record is about to be sent."""
         self("sent", number_of(record), digest(record))
 
     def committed(self, record: TrajectoryGroup) -> None:
-        """A record was committed, which is still there to be read."""
+        """Log that a record was committed; it can still be read."""
         self("committed", number_of(record), digest(record))
 
 
-class Striker:
-    """Deals the blow, to the process that it is in."""
+class FaultInjector:
+    """Injects the fault of a cell into the process that it is in."""
 
     def __init__(self, cell: Cell, log: Log) -> None:
         self.cell = cell
         self.log = log
         self.armed = False
-        """Whether the next write, or the next goodbye, is the moment."""
+        """True if the next write, or the next Close, is the moment."""
 
-    def strike(self) -> None:
-        """Now."""
+    def inject(self) -> None:
+        """Inject the fault now."""
         self.armed = False
-        self.log("struck", os.getpid(), time.monotonic())
+        self.log("injected", os.getpid(), time.monotonic())
         match self.cell.fault:
             case "SIGKILL":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -127,39 +127,39 @@ class Striker:
             case "_exit":
                 os._exit(3)
             case "exception":
-                raise Doomed("struck")
+                raise InjectedError("injected")
 
-    async def strike_here(self) -> None:
-        """Now, in a stage: one that was told to stop does nothing more by itself."""
-        self.strike()
+    async def inject_here(self) -> None:
+        """Inject the fault now, in a stage, which does nothing more after SIGTERM."""
+        self.inject()
         if self.cell.fault == "SIGTERM" and self.cell.role != "supervisor":
             await anyio.sleep_forever()
 
     async def send(self, outbox: SendChannel[TrajectoryGroup], record: TrajectoryGroup) -> None:
-        """Send the record that is struck while it is written, or when it is published."""
-        await checkpoint()  # what was sent before is in its slots now, and shares none with this one
+        """Send the record whose writing or publication is the moment."""
+        await checkpoint()  # earlier records are in their slots now, and share none with this one
         self.armed = self.cell.fault != "exception"
         await outbox.send(record)
         if self.cell.fault == "exception":
-            self.strike()
+            self.inject()
         await checkpoint()  # it is written now
         if self.cell.fault == "SIGTERM":
             await anyio.sleep_forever()
 
-    async def strike_when_idle(self) -> None:
-        """When nobody in this process has anything to do."""
+    async def inject_when_idle(self) -> None:
+        """Inject the fault when all tasks of this process are blocked."""
         await wait_all_tasks_blocked()
-        await self.strike_here()
+        await self.inject_here()
 
-    async def strike_while_closing(self, end: SendChannel[Any] | ReceiveChannel[Any]) -> None:
-        """When the other side has been told that `end` closes; an exception comes from whoever closed it."""
+    async def inject_while_closing(self, end: SendChannel[Any] | ReceiveChannel[Any]) -> None:
+        """Inject the fault when `end` has sent Close; an exception is raised after it is closed."""
         self.armed = self.cell.fault != "exception"
         await end.aclose()
         if self.cell.fault == "exception":
-            self.strike()
+            self.inject()
 
-    def lie_in_wait(self) -> None:
-        """Have this process struck, once armed, where a moment lies within penstock and not within an actor."""
+    def patch_moments(self) -> None:
+        """Patch the methods of penstock in which a moment lies, so that they inject the fault once armed."""
         match self.cell:
             case Cell(moment="writing"):
                 _patch(SegmentWriter, SegmentWriter.write, self._write)
@@ -174,45 +174,45 @@ class Striker:
     def _write(self, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
         segment, span, contents, records, layout = arguments
         if self.armed:
-            records = [self._struck_halfway(list(columns)) for columns in records]
+            records = [self._injected_halfway(list(columns)) for columns in records]
         write(segment, span, contents, records, layout, **options)
 
-    def _struck_halfway(self, columns: list[Any]) -> Iterator[Any]:
+    def _injected_halfway(self, columns: list[Any]) -> Iterator[Any]:
         yield from columns[: len(columns) // 2]
-        self.strike()
+        self.inject()
         yield from columns[len(columns) // 2 :]
 
     def _publish(self, publish: Callable[..., None], *arguments: Any, **options: Any) -> None:
         publish(*arguments, **options)
         if self.armed:
-            self.strike()
+            self.inject()
 
     def _signal(self, signal_child: Callable[..., None], child: Any, number: signal.Signals) -> None:
         signal_child(child, number)
         if self.armed and number == signal.SIGTERM:
-            self.strike()
+            self.inject()
 
     def _send(self, send: Callable[..., None], connection: Any, message: Any) -> None:
         send(connection, message)
         if self.armed and isinstance(message, Close):
-            self.strike()
+            self.inject()
 
     async def _send_control(
         self, send: Callable[..., Awaitable[None]], connection: Any, message: Any, *more: Any
     ) -> None:
         await send(connection, message, *more)
         if self.armed and isinstance(message, Closed):
-            self.strike()
+            self.inject()
 
 
 def commit(ledger: Ledger, record: TrajectoryGroup) -> None:
-    """The optimizer step that used `record` is done."""
+    """Commit `record`, as after an optimizer step with it."""
     ledger.take_over(record)
     ledger.commit(TrainBatch.pack([record]), ledger.step + 1)
 
 
 def note_recovery(log: Log) -> None:
-    """Have it logged how many records are found whose descriptors never came."""
+    """Log the number of records that are recovered without their descriptors."""
 
     def around(recover: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
         found = recover(*arguments)
@@ -223,41 +223,41 @@ def note_recovery(log: Log) -> None:
 
 
 def _patch(owner: type, method: Callable[..., Any], around: Callable[..., Any]) -> None:
-    """Have `around` called with a method of `owner` and its arguments instead of the method."""
+    """Replace a method of `owner`: `around` is called with the method and its arguments."""
     setattr(owner, method.__name__, lambda *arguments, **options: around(method, *arguments, **options))
 
 
 @dataclass
-class Play:
-    """What every actor of a cell is given."""
+class Setup:
+    """The arguments of every actor of a cell."""
 
     cell: Cell
     log: Log
-    go: int
-    """A descriptor that is readable from the moment on in which the blow has fallen."""
+    injected_reader: int
+    """A descriptor that is readable once the fault was injected."""
     url: tuple[int, int]
-    """A pipe for the one URL that has to be told."""
+    """A pipe for the URL of the channel."""
     victim: int = 0
-    """Process id of the one that is struck, as far as it is known from the beginning."""
-    striker: Striker = field(init=False)
+    """Process id of the victim, if it is known from the beginning."""
+    injector: FaultInjector = field(init=False)
 
     def __post_init__(self) -> None:
-        self.striker = Striker(self.cell, self.log)
+        self.injector = FaultInjector(self.cell, self.log)
 
-    async def struck(self) -> None:
-        """Wait until the blow has fallen, and a process that it stops stands still."""
-        await _readable(os.dup(self.go))  # several may wait, each on a descriptor of its own
+    async def injected(self) -> None:
+        """Wait until the fault was injected, and a process that it stops is stopped."""
+        await _readable(os.dup(self.injected_reader))  # several may wait, each on a descriptor of its own
 
-    async def gone(self) -> None:
-        """Wait until the victim is no more."""
+    async def victim_ended(self) -> None:
+        """Wait until the victim has ended."""
         await _readable(os.pidfd_open(self.victim))
 
-    def tell_url(self, url: str) -> None:
-        """For `hear_url` in the other process."""
+    def send_url(self, url: str) -> None:
+        """Send the URL to `receive_url` in the other process."""
         os.write(self.url[1], url.encode())
 
-    async def hear_url(self) -> str:
-        """What the other process told."""
+    async def receive_url(self) -> str:
+        """Return the URL that the other process sends."""
         await anyio.wait_readable(self.url[0])
         return os.read(self.url[0], 1000).decode()
 
@@ -270,13 +270,13 @@ async def _readable(fd: int) -> None:
         os.close(fd)
 
 
-def perform(play: Play, act: Callable[[Play], Awaitable[None]]) -> int:
-    """Run an actor, log what it leaves in its own process when it ends by itself, and return its exit status."""
-    structlog.configure(processors=[_died_told_to(play.log)])
+def run_actor(setup: Setup, act: Callable[[Setup], Awaitable[None]]) -> int:
+    """Run an actor, log the descriptors that it leaves when it ends by itself, and return its exit status."""
+    structlog.configure(processors=[_log_deaths_to(setup.log)])
     signal.signal(signal.SIGUSR1, lambda *_: _print_waits())
     before, status = _descriptors(), 0
     try:
-        anyio.run(act, play)
+        anyio.run(act, setup)
     except RunStopped as stopped:
         status = 128 + stopped.by
     except Exception as error:  # noqa: BLE001 (it ends here)
@@ -284,24 +284,24 @@ def perform(play: Play, act: Callable[[Play], Awaitable[None]]) -> int:
         _forget(error)
         status = 1
     for thread in set(threading.enumerate()) - {threading.current_thread()}:
-        thread.join()  # each is about to end, and may hold what it worked on last
+        thread.join()  # each is about to end, and may hold its last work
     gc.collect()
     zmq_context().term()  # hangs while a socket is open
-    play.log("left", sorted(_descriptors() - before))
+    setup.log("left", sorted(_descriptors() - before))
     return status
 
 
 def _forget(error: BaseException) -> None:
-    """An exception keeps the frames that it passed, and they the records that they held."""
+    """Clear the frames of an exception, which hold records."""
     traceback.clear_frames(error.__traceback__)
     for inner in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
         _forget(inner)
 
 
-def _died_told_to(log: Log) -> Callable[..., Any]:
+def _log_deaths_to(log: Log) -> Callable[..., Any]:
     def note(_: Any, __: str, event: dict[str, Any]) -> Any:
         if event["event"] == "worker_died":
-            log.told(event["how"])
+            log.noticed(event["how"])
         elif event["event"] in {"worker_killed", "worker_exit_timeout", "close_timeout"}:
             log("warned", event["event"])
         raise structlog.DropEvent
@@ -310,7 +310,7 @@ def _died_told_to(log: Log) -> Callable[..., Any]:
 
 
 def _print_waits() -> None:
-    """What everyone waits for, for a cell that misses its deadline."""
+    """Print the waits of all tasks, for a cell that misses its deadline."""
     sys.stderr.write(f"\nprocess {os.getpid()} is in\n")
     with suppress(RuntimeError):
         for task in asyncio.all_tasks():

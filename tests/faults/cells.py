@@ -1,8 +1,8 @@
-"""The cells of the kill matrix: who is struck, by what, in which moment; and the ones that make no sense, with why.
+"""The cells of the kill matrix: role of the victim, fault and moment; and the excluded combinations, with reasons.
 
-Faults: what ends a process from outside (SIGKILL, SIGTERM) or from within (`os._exit`, an exception), and SIGSTOP in
-two forms. After a *stall* the others are still waiting, and go on. A *zombie* has been given up when it wakes: it was
-silent for longer than its peers bear, or whoever ran it had enough.
+Faults end a process from outside (SIGKILL, SIGTERM) or from within (`os._exit`, an exception), or stop it by SIGSTOP in
+two forms. After a *stall* the others still wait, and continue. A *zombie* is disconnected before it continues: it was
+stopped for longer than the heartbeat timeout of its peers, or than the stop timeout of its run.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from penstock._pipeline.channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 
 __all__ = [
     "AT",
-    "BOUND_S",
     "CELLS",
     "COMBINATIONS",
     "COUNT",
+    "EXCLUDED",
+    "HEARTBEAT_TIMEOUT_S",
     "SEGMENT_BYTES",
-    "SENSELESS",
-    "SILENCE_S",
+    "STOP_TIMEOUT_S",
     "Cell",
     "Fault",
     "Moment",
     "Role",
-    "why_not",
+    "exclusion_reason",
 ]
 
 Role: TypeAlias = Literal["producer", "consumer", "middle", "supervisor"]
@@ -39,23 +39,23 @@ Fault: TypeAlias = Literal["SIGKILL", "SIGTERM", "_exit", "exception", "stall", 
 Moment: TypeAlias = Literal["idle", "writing", "published", "reading", "committing", "shutdown"]
 """writing: half of a record's columns are in its slot · published: the record's header is written, its descriptor has
 not left (before an exception: `send` has returned, nothing else has happened) · reading: the record's views are held ·
-committing: the ledger has been told, nobody else has · shutdown: the end of the channel has been told, nothing is
-closed yet; a supervisor has just told its worker to stop."""
+committing: the ledger has the commit, no other process knows of it · shutdown: Close was sent, nothing is
+closed yet; a supervisor has just sent its worker SIGTERM."""
 
-BOUND_S = 0.3
-"""How long whoever runs a zombie has patience, and a worker to stop. A stall takes longer."""
+STOP_TIMEOUT_S = 0.3
+"""The stop timeout of a worker, and the time that a zombie is waited for. A stall takes longer."""
 
-SILENCE_S = 2.0
-"""How long a zombie may be silent: longer than a process waits for a core on a busy machine."""
+HEARTBEAT_TIMEOUT_S = 2.0
+"""The heartbeat timeout for a zombie: longer than a process waits for a core on a busy machine."""
 
 SEGMENT_BYTES = 2**18
-"""What a sender may have in flight: a small segment is made fast."""
+"""Bytes that a sender may have in flight: a small segment is created quickly."""
 
 COUNT = 24
-"""Groups that are to be sent."""
+"""Groups to send."""
 
 AT = 5
-"""The group that is struck."""
+"""The number of the group at which the fault is injected."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -70,41 +70,41 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def stops(self) -> bool:
-        """Whether the process is stopped, and goes on later."""
+        """Return whether the process is stopped, and continues later."""
         return self.fault in {"stall", "zombie"}
 
     @property
     def heartbeat_timeout_s(self) -> float:
-        """What its peers bear."""
-        return SILENCE_S if self.fault == "zombie" else DEFAULT_HEARTBEAT_TIMEOUT_S
+        """Return the heartbeat timeout of its peers."""
+        return HEARTBEAT_TIMEOUT_S if self.fault == "zombie" else DEFAULT_HEARTBEAT_TIMEOUT_S
 
     @property
     def dies(self) -> bool:
-        """Whether the process is gone at once, without a chance to clean up."""
-        plain = self.role not in {"middle", "supervisor"}  # a worker and a run end in good order when they are told to
+        """Return whether the process ends at once, without cleaning up."""
+        plain = self.role not in {"middle", "supervisor"}  # a worker and a run end gracefully after SIGTERM
         return self.fault in {"SIGKILL", "_exit"} or (self.fault == "SIGTERM" and plain)
 
 
-SENSELESS: dict[tuple[Role | None, Fault | None, Moment | None], str] = {
+EXCLUDED: dict[tuple[Role | None, Fault | None, Moment | None], str] = {
     (None, "exception", "writing"): "columns are checked before they are copied: the copy cannot fail",
     ("producer", None, "reading"): "a producer holds nothing that it received",
     ("producer", None, "committing"): "a producer commits nothing",
     ("consumer", None, "writing"): "a consumer writes no slots",
     ("consumer", None, "published"): "a consumer publishes nothing",
-    ("supervisor", "zombie", None): "nobody gives a supervisor up: its workers wait for it, and die with it",
+    ("supervisor", "zombie", None): "no process disconnects a supervisor: its workers wait for it, and die with it",
 }
-"""Why a combination is not played; None stands for every fault or moment."""
+"""Reasons for combinations that are not run; None stands for every role, fault or moment."""
 
 
-def why_not(cell: Cell) -> str:
-    """Why a cell makes no sense; empty where it does."""
-    for senseless, reason in SENSELESS.items():
-        if all(part in {None, own} for part, own in zip(senseless, msgspec.structs.astuple(cell), strict=True)):
+def exclusion_reason(cell: Cell) -> str:
+    """Return the reason for which a cell is excluded; empty if it is run."""
+    for excluded, reason in EXCLUDED.items():
+        if all(part in {None, own} for part, own in zip(excluded, msgspec.structs.astuple(cell), strict=True)):
             return reason
     return ""
 
 
 COMBINATIONS = tuple(starmap(Cell, product(get_args(Role), get_args(Fault), get_args(Moment))))
 
-CELLS = tuple(cell for cell in COMBINATIONS if not why_not(cell))
-"""What is played."""
+CELLS = tuple(cell for cell in COMBINATIONS if not exclusion_reason(cell))
+"""The cells that are run."""

@@ -2,8 +2,8 @@
 
     python -m tests.faults.million [TRAJECTORIES]
 
-Producers are forked before anything has a thread. A record is cut from arrays that all processes have in common, at a
-place that follows from its name, so that what comes out can be told without being told what went in.
+Producers are forked before anything has a thread. A record is a slice of arrays that all processes share, at a position
+that follows from its name, so that a received record can be checked without the sent one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from penstock.records import Array
 PRODUCERS = 4
 GROUP = 8
 TOKENS = 3
-"""Of each trajectory: a prompt of one token, an answer of two."""
+"""Tokens of each trajectory: a prompt of one, an answer of two."""
 
 VARIETY = 65_521
-"""Places at which a record may be cut; prime, so that every producer comes to all of them."""
+"""Positions of a record; prime, so that every producer uses all of them."""
 
 _random = np.random.default_rng(0)
 _long, _short = VARIETY + GROUP * TOKENS, VARIETY + GROUP
@@ -61,12 +61,12 @@ BYTES = {name: column.tobytes() for name, column in (LONG | SHORT | SAME).items(
 
 
 def cut_at(producer: int, number: int) -> int:
-    """Where the columns of a record begin."""
+    """Return the position of the columns of a record."""
     return (number * 7919 + producer * 16_381) % VARIETY
 
 
 def record_of(producer: int, number: int) -> TrajectoryGroup:
-    """A record as it is sent."""
+    """Return a record as it is sent."""
     at = cut_at(producer, number)
     columns: dict[str, Any] = {name: column[at : at + GROUP * TOKENS] for name, column in LONG.items()}
     columns |= {name: column[at : at + GROUP] for name, column in SHORT.items()}
@@ -81,14 +81,18 @@ async def produce(url: str, producer: int, groups: int) -> None:
 
 
 class Checker:
-    """Compares what comes with what has to come."""
+    """Compares received records with the expected ones."""
 
     def __init__(self) -> None:
         self.next: Counter[int] = Counter()
-        """The number of the record that has to come next, by producer."""
+        """The number of the next record, by producer."""
 
     def check(self, record: TrajectoryGroup) -> None:
-        """Raises AssertionError where anything differs."""
+        """Check the next record of a producer.
+
+        Raises:
+            AssertionError: anything differs.
+        """
         producer = int(record.env)
         number = self.next[producer]
         assert record.instance_id == str(number), f"expected {number} of {producer}, got {record.instance_id}"
@@ -102,7 +106,7 @@ class Checker:
 
 
 async def consume(writers: list[int], groups: int) -> None:
-    """Receive and check everything; `told` are pipes on which the producers wait for the URL."""
+    """Receive and check everything; `writers` are pipes from which the producers read the URL."""
     ledger, checker = Ledger(), Checker()
     async with serve("shm://", TrajectoryGroup, capacity=256, capacity_bytes=2**20, senders=PRODUCERS) as inbox:
         for pipe in writers:
@@ -122,7 +126,7 @@ async def consume(writers: list[int], groups: int) -> None:
 
 
 def main(trajectories: int = 1_000_000) -> None:
-    """Fork the producers, consume, and see that they ended well."""
+    """Fork the producers, consume, and assert that they ended well."""
     tell_when_asked()
     groups = trajectories // (PRODUCERS * GROUP)
     writers, pids = [], []

@@ -1,4 +1,4 @@
-"""Ways to break penstock that the matrix has to notice, each with a cell that does.
+"""Mutations of penstock that the matrix has to detect, each with a cell that does.
 
 A mutation is made in the process from which the cell's processes are forked. Workers are interpreters of their own, and
 stay as they are.
@@ -36,7 +36,7 @@ def _all_is_recovered_again() -> None:
     _replace(SlotReader, SlotReader.recover, lambda recover: lambda reader, _: recover(reader, 0))
 
 
-def _a_bit_flips_on_the_way() -> None:
+def _a_bit_flips_in_transit() -> None:
     def made(write: Callable[..., None]) -> Callable[..., None]:
         def flipped(segment: Any, span: Any, contents: bytes, records: Any, layout: Any, **options: Any) -> None:
             write(segment, span, contents, records, layout, **options)
@@ -60,11 +60,11 @@ def _a_death_is_taken_for_a_close() -> None:
     _replace(RemoteReceiver, RemoteReceiver.on_disconnect, made)
 
 
-def _nobody_asks_what_a_dead_worker_held() -> None:
+def _records_of_a_dead_worker_are_not_settled() -> None:
     _replace(WorkerAccounting, WorkerAccounting._settle, lambda _: lambda *_: None)
 
 
-def _sockets_of_the_dead_stay() -> None:
+def _sockets_of_dead_processes_stay() -> None:
     for module in (supervisor, shm):
         _replace(module, sweep, lambda _: lambda: None)
     _replace(shm, sweep_after, lambda _: lambda _: None)
@@ -83,20 +83,20 @@ def _deaths_are_noticed_late() -> None:
         return later
 
     _replace(supervisor._Child, supervisor._Child.exited, made)
-    verdict.KNOWN_WITHIN_S = 1.0
+    verdict.NOTICED_WITHIN_S = 1.0
 
 
 MUTANTS: dict[Callable[[], None], tuple[Cell, str]] = {
     _nothing_is_recovered: (Cell("producer", "SIGKILL", "published"), "assert count =="),
     _all_is_recovered_again: (Cell("producer", "SIGKILL", "idle"), "was trained before"),
-    _a_bit_flips_on_the_way: (Cell("consumer", "SIGKILL", "reading"), "differs from what was sent"),
-    _a_death_is_taken_for_a_close: (Cell("producer", "_exit", "idle"), "in story.told"),
-    _nobody_asks_what_a_dead_worker_held: (Cell("middle", "SIGKILL", "reading"), "RecordsSwallowed"),
-    _sockets_of_the_dead_stay: (Cell("middle", "zombie", "reading"), "expected no socket to be left"),
+    _a_bit_flips_in_transit: (Cell("consumer", "SIGKILL", "reading"), "differs from what was sent"),
+    _a_death_is_taken_for_a_close: (Cell("producer", "_exit", "idle"), "in history.noticed"),
+    _records_of_a_dead_worker_are_not_settled: (Cell("middle", "SIGKILL", "reading"), "RecordsSwallowed"),
+    _sockets_of_dead_processes_stay: (Cell("middle", "zombie", "reading"), "expected no socket to be left"),
     _descriptors_stay_open: (Cell("middle", "stall", "idle"), "assert left == "),
     _deaths_are_noticed_late: (Cell("middle", "exception", "idle"), "expected within 1.0 s"),
 }
-"""Each with a cell that notices it, and how it says so."""
+"""Mutations, each with a cell that detects it, and a part of its message."""
 
 
 def mutate(name: str) -> None:

@@ -1,6 +1,6 @@
-"""Plays one cell: forks its actors, reads their log to its end, and judges what it says.
+"""Run one cell: fork its actors, read their log to its end, and check it.
 
-The log ends when the last process is gone that could write it; whoever was orphaned is reaped here.
+The log ends when the last process that could write it has ended; orphans are reaped here.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from typing import Any, NoReturn
 
 import msgspec
 from tests.failsafe import FAILSAFE_S
-from tests.faults.actors import Log, Play, perform
-from tests.faults.cells import BOUND_S, Cell
-from tests.faults.channel_actors import consume, consume_and_be_struck, produce, produce_and_be_struck
+from tests.faults.actors import Log, Setup, run_actor
+from tests.faults.cells import STOP_TIMEOUT_S, Cell
+from tests.faults.channel_actors import consume, consume_with_fault, produce, produce_with_fault
 from tests.faults.pipeline_actors import run_pipeline
-from tests.faults.verdict import Story, judge
+from tests.faults.verdict import History, judge
 
 from penstock._pipeline.channels.socket_directory import socket_directory
 
-__all__ = ["play"]
+__all__ = ["run_cell"]
 
 PR_SET_CHILD_SUBREAPER = 36
 
-ACTORS: dict[str, tuple[Callable[[Play], Any], ...]] = {
-    "producer": (produce_and_be_struck, consume),
-    "consumer": (consume_and_be_struck, produce),
+ACTORS: dict[str, tuple[Callable[[Setup], Any], ...]] = {
+    "producer": (produce_with_fault, consume),
+    "consumer": (consume_with_fault, produce),
     "middle": (run_pipeline,),
     "supervisor": (run_pipeline,),
 }
-"""Who plays, the victim first; a middle stage's worker is started by the pipeline."""
+"""The actors of each role, the victim first; a middle stage's worker is started by the pipeline."""
 
 
-def play(cell: Cell) -> None:
-    """Play `cell` in processes forked from this one, which has no threads and no event loop.
+def run_cell(cell: Cell) -> None:
+    """Run `cell` in processes forked from this one, which has no threads and no event loop.
 
     Raises:
-        AssertionError: a promise was broken.
+        AssertionError: a rule is broken.
     """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        os.environ["XDG_RUNTIME_DIR"] = folder  # where sockets live
-        story = _observe(cell)
+        os.environ["XDG_RUNTIME_DIR"] = folder  # the folder of sockets
+        history = _observe(cell)
         if cell.role == "supervisor" or (cell.role == "consumer" and cell.dies):
-            with socket_directory():  # whoever comes next sweeps what nobody outlived
+            with socket_directory():  # the next process removes sockets of dead ones
                 pass
         left = [str(path) for path in Path(folder).rglob("*")]
         assert not left, f"expected no socket to be left, got {left}"
     assert not list(Path("/dev/shm").glob("*penstock*"))  # noqa: S108 (looked at, not written)
-    judge(cell, story)
+    judge(cell, history)
 
 
-def _observe(cell: Cell) -> Story:
-    (log, writer), (go, went), url = os.pipe(), os.pipe(), os.pipe()
-    given = Play(cell, Log(writer), go, url)
+def _observe(cell: Cell) -> History:
+    (log, writer), (injected_reader, injected_writer), url = os.pipe(), os.pipe(), os.pipe()
+    given = Setup(cell, Log(writer), injected_reader, url)
     pids = []
     for act in ACTORS[cell.role]:
         pids.append(_forked(given, act))
@@ -67,55 +67,55 @@ def _observe(cell: Cell) -> Story:
     os.close(writer)
     signal.signal(signal.SIGALRM, _out_of_time)
     signal.alarm(int(FAILSAFE_S))
-    lines = list(_heard(log, cell, went))
-    gone_at = time.monotonic()
-    statuses = dict(_reaped())
+    lines = list(_log_lines(log, cell, injected_writer))
+    ended_at = time.monotonic()
+    statuses = dict(_exit_statuses())
     signal.alarm(0)
-    return Story(lines, pids, statuses, gone_at)
+    return History(lines, pids, statuses, ended_at)
 
 
-def _forked(given: Play, act: Callable[[Play], Any]) -> int:
+def _forked(given: Setup, act: Callable[[Setup], Any]) -> int:
     pid = os.fork()
     if not pid:
         status = 70
         try:
-            status = perform(given, act)
+            status = run_actor(given, act)
         finally:
             os._exit(status)
     return pid
 
 
-def _heard(log: int, cell: Cell, went: int) -> Iterator[list[Any]]:
-    """The lines of the log as they come; meanwhile whoever stopped himself is waited for, and woken."""
-    stopped, given_up = 0, False
+def _log_lines(log: int, cell: Cell, injected_writer: int) -> Iterator[list[Any]]:
+    """Yield the lines of the log as they are written; meanwhile wait for a process that stops, and continue it."""
+    stopped, done = 0, False
     with open(log, "rb") as file:
         for encoded in file:
             line = msgspec.json.decode(encoded)
             yield line
             match line:
-                case ["struck", pid, _]:
+                case ["injected", pid, _]:
                     if cell.stops:
                         stopped = pid
                         _wait_until_stopped(pid)
-                    os.write(went, b"!")
+                    os.write(injected_writer, b"!")
                     if cell.fault == "stall":
-                        time.sleep(BOUND_S * 1.5)
+                        time.sleep(STOP_TIMEOUT_S * 1.5)
                         os.kill(pid, signal.SIGCONT)
                 case ["done"]:
-                    given_up = True
-            if stopped and given_up and cell.fault == "zombie":  # whichever of the two is heard first
+                    done = True
+            if stopped and done and cell.fault == "zombie":  # in either order
                 os.kill(stopped, signal.SIGCONT)
                 stopped = 0
 
 
 def _wait_until_stopped(pid: int) -> None:
-    """Linux tells only a parent when a process stops, and this one may be a grandparent."""
+    """Poll the state of `pid`: Linux notifies only the parent of a stopped process, and this may be a grandparent."""
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.001)
 
 
-def _reaped() -> Iterator[tuple[int, int]]:
-    """Every process that was left to this one, with its status, until there is none."""
+def _exit_statuses() -> Iterator[tuple[int, int]]:
+    """Yield the process id and the status of every child of this process, until there is none."""
     while True:
         try:
             yield os.waitpid(-1, 0)

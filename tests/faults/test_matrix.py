@@ -1,4 +1,4 @@
-"""The kill matrix: every role struck by every fault in every moment that makes sense, as real processes."""
+"""The kill matrix: every fault in every role at every moment that is possible, with real processes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from tests.faults.cells import CELLS, COMBINATIONS, SENSELESS, Cell, Moment, Role, why_not
+from tests.faults.cells import CELLS, COMBINATIONS, EXCLUDED, Cell, Moment, Role, exclusion_reason
 from tests.faults.mutants import MUTANTS
 from tests.faults.zygote import Zygote
 
-AT_A_TIME = 3
-"""Cells that are played side by side: they wait more than they compute. One, and those that come after it, never all:
-where tests are shared out among processes, each would play all cells, and a test wait for those of the others."""
+CELLS_AT_ONCE = 3
+"""Cells that run at the same time: they wait more than they compute. One and the next ones, never all: where tests are
+distributed among processes, each would run all cells, and a test would wait for those of the others."""
 
 
 @pytest.fixture(scope="module")
@@ -23,36 +23,36 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="module")
 def verdict(request: pytest.FixtureRequest, zygote: Zygote) -> Iterator[Callable[[Cell], str]]:
-    """What was wrong in a cell. The ones that are asked for next are played meanwhile."""
+    """Return a function for the problems of a cell. The next cells run meanwhile."""
     wanted = [cell for item in request.session.items if isinstance(cell := _parameters(item).get("cell"), Cell)]
     playing: dict[Cell, Future[str]] = {}
-    with ThreadPoolExecutor(AT_A_TIME) as threads:
+    with ThreadPoolExecutor(CELLS_AT_ONCE) as threads:
 
-        def wrong_in(cell: Cell) -> str:
+        def problems_of(cell: Cell) -> str:
             at = wanted.index(cell)
-            for each in wanted[at : at + AT_A_TIME]:
+            for each in wanted[at : at + CELLS_AT_ONCE]:
                 if each not in playing:
-                    playing[each] = threads.submit(zygote.play, each)
+                    playing[each] = threads.submit(zygote.run_cell, each)
             return playing[cell].result()
 
-        yield wrong_in
+        yield problems_of
 
 
-PLAYED_IN: dict[Role, Moment] = {
+SHORT_MOMENTS: dict[Role, Moment] = {
     "producer": "published",
     "consumer": "reading",
     "middle": "reading",
     "supervisor": "committing",
 }
-"""`make test` plays SIGKILL in every moment, and every other fault in one moment of each role."""
+"""`make test` runs SIGKILL at every moment, and every other fault at one moment of each role."""
 
 
 def _mark(cell: Cell) -> Sequence[pytest.MarkDecorator]:
-    return [pytest.mark.long] if cell.fault != "SIGKILL" and cell.moment != PLAYED_IN[cell.role] else []
+    return [pytest.mark.long] if cell.fault != "SIGKILL" and cell.moment != SHORT_MOMENTS[cell.role] else []
 
 
 def _mark_of_mutant(mutant: Callable[[], None]) -> Sequence[pytest.MarkDecorator]:
-    """Those in which a worker starts are longer: of them `make test` plays those of one moment."""
+    """Mark cells that start a worker as long, except those of one moment."""
     cell, _ = MUTANTS[mutant]
     return [pytest.mark.long] if cell.role == "middle" and cell.moment != "reading" else []
 
@@ -69,14 +69,14 @@ def test_nothing_is_lost_silently_doubled_or_left_behind(cell: Cell, verdict: Ca
 @pytest.mark.parametrize(
     "mutant", [pytest.param(mutant, marks=_mark_of_mutant(mutant), id=mutant.__name__) for mutant in MUTANTS]
 )
-def test_what_the_matrix_is_there_for_it_notices(mutant: Callable[[], None], zygote: Zygote) -> None:
+def test_the_matrix_detects_each_mutation(mutant: Callable[[], None], zygote: Zygote) -> None:
     cell, wrong = MUTANTS[mutant]
 
-    assert wrong in zygote.play(cell, mutant.__name__)
+    assert wrong in zygote.run_cell(cell, mutant.__name__)
 
 
-def test_what_is_not_played_makes_no_sense_for_a_reason_that_is_given() -> None:
-    left_out = {cell: why_not(cell) for cell in COMBINATIONS if cell not in CELLS}
+def test_each_excluded_combination_has_a_reason() -> None:
+    left_out = {cell: exclusion_reason(cell) for cell in COMBINATIONS if cell not in CELLS}
 
-    assert set(left_out.values()) == set(SENSELESS.values())
+    assert set(left_out.values()) == set(EXCLUDED.values())
     assert len(CELLS) + len(left_out) == 4 * 6 * 6

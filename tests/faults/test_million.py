@@ -30,7 +30,7 @@ def _with_a_bit_flipped(record: TrajectoryGroup, name: str) -> TrajectoryGroup:
 
 
 @pytest.mark.parametrize("name", [*LONG, *SHORT, *SAME])
-def test_a_flipped_bit_would_be_seen_in_every_column(name: str) -> None:
+def test_a_flipped_bit_is_detected_in_every_column(name: str) -> None:
     checker, record = Checker(), record_of(1, 0)
 
     with pytest.raises(AssertionError, match=f"{name} of 1.0"):

@@ -1,4 +1,4 @@
-"""The soak in short, and that it would see what it looks for."""
+"""A short soak, and tests of its detection of growth and duplicates."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_workers_are_killed_and_stopped_at_random_and_nothing_is_lost_silently_o
     assert json.loads(results.read_text())["blows"]
 
 
-def test_what_stays_is_not_what_grows() -> None:
+def test_a_constant_is_not_growth() -> None:
     assert not grown([FLAT] * 40)
 
 
-def test_a_few_seconds_do_not_tell_what_grows() -> None:
+def test_a_few_seconds_are_too_short_to_detect_growth() -> None:
     samples = [msgspec.structs.replace(FLAT, descriptors=10 * second) for second in range(3)]
 
     assert not grown(samples)
@@ -43,13 +43,13 @@ def test_a_few_seconds_do_not_tell_what_grows() -> None:
 
 
 @pytest.mark.parametrize("name", Sample.__struct_fields__)
-def test_what_grows_would_be_seen(name: str) -> None:
+def test_growth_is_detected(name: str) -> None:
     samples = [msgspec.structs.replace(FLAT, **{name: 10 * minute}) for minute in range(60)]
 
     assert [each.partition(" ")[0] for each in grown(samples)] == [name]
 
 
-def test_a_record_that_comes_twice_would_be_seen() -> None:
+def test_a_duplicate_record_is_detected() -> None:
     once = Once()
 
     assert [once.take(number) for number in [0, 3, 1, 3, 2, 1, 4, 0]] == [
@@ -65,7 +65,7 @@ def test_a_record_that_comes_twice_would_be_seen() -> None:
     assert not once.missing
 
 
-async def test_a_run_that_is_over_holds_nothing_of_its_workers_segments() -> None:
+async def test_a_run_that_has_ended_holds_no_segments_of_its_workers() -> None:
     flow = source(SampleForever(), on=processes(1)).then(Judge(), on=processes(1), capacity=2)
     pipeline = flow.sink(Commit(enough=20))
 

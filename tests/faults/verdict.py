@@ -1,7 +1,7 @@
-"""What the log of a cell must say. The promises that hold in every cell first, then what each role owes.
+"""Check the log of a cell: first the rules for every cell, then those for each role.
 
-Everywhere: the blow fell once; what was committed was committed once, and not a bit of it differs from what was sent;
-whoever ended by himself left nothing open; the books balance; the survivors knew within a second, and whom they lost.
+In every cell: the fault was injected once; each record was committed at most once, and equals the sent one bit for bit;
+a process that ended by itself left nothing open; the ledger balances; the survivors noticed the lost peer in time.
 """
 
 from __future__ import annotations
@@ -12,98 +12,101 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.faults.cells import AT, COUNT, SILENCE_S, Cell
+from tests.faults.cells import AT, COUNT, HEARTBEAT_TIMEOUT_S, Cell
 
-__all__ = ["Story", "judge"]
+__all__ = ["History", "judge"]
 
-KNOWN_WITHIN_S = 20.0
-"""Bound on hearing of a death: far more than the milliseconds that it takes, for the machine may be busy, and well
-below the 30 s after which a peer that nothing was heard of counts as lost. So the death itself was noticed."""
+NOTICED_WITHIN_S = 20.0
+"""Bound on noticing a death: far more than the milliseconds that it takes, for the machine may be busy, and well below
+the heartbeat timeout of 30 s. So the death itself was noticed."""
 
 TRAJECTORIES = 2
 """In each group."""
 
 
 @dataclass(frozen=True)
-class Story:
-    """What happened in a cell."""
+class History:
+    """The events of a cell."""
 
     lines: list[list[Any]]
     """The log."""
     pids: list[int]
     """The actors that were started by the observer, the victim first."""
     statuses: dict[int, int]
-    """How those ended, and whoever was orphaned; as `waitpid` tells it."""
-    gone_at: float
-    """When the last process was gone."""
+    """The statuses of those and of orphans, as `waitpid` returns them."""
+    ended_at: float
+    """The time at which the last process had ended."""
 
     def all(self, word: str) -> list[list[Any]]:
-        """What belongs to each line that begins with `word`."""
+        """Return the values of each line that begins with `word`."""
         return [more for first, *more in self.lines if first == word]
 
     @property
-    def struck(self) -> tuple[int, float]:
-        """Who, and when."""
-        ((pid, at),) = self.all("struck")
+    def injected(self) -> tuple[int, float]:
+        """Return the process id of the victim, and the time."""
+        ((pid, at),) = self.all("injected")
         return pid, at
 
     @property
     def committed(self) -> list[int]:
-        """The numbers of the records, in order."""
+        """Return the numbers of the committed records, in order."""
         return [number for number, _ in self.all("committed")]
 
     @property
-    def told(self) -> str:
-        """What the survivors were told, which was once, and in time; empty where they were told nothing."""
-        told = self.all("told")
-        if not told:
+    def noticed(self) -> str:
+        """Return the one text that the survivors logged, in time; empty if they logged none."""
+        noticed = self.all("noticed")
+        if not noticed:
             return ""
-        ((at, text),) = told
+        ((at, text),) = noticed
         self.expect_soon(at)
         return str(text)
 
     def expect_soon(self, at: float) -> None:
-        """What happened then came soon enough after the blow."""
-        took = at - self.struck[1]
-        if took >= KNOWN_WITHIN_S:
-            raise AssertionError(f"expected within {KNOWN_WITHIN_S} s, took {took:.2f}")
+        """Assert that `at` is soon enough after the injection."""
+        took = at - self.injected[1]
+        if took >= NOTICED_WITHIN_S:
+            raise AssertionError(f"expected within {NOTICED_WITHIN_S} s, took {took:.2f}")
 
 
-def judge(cell: Cell, story: Story) -> None:
-    """Hold the promises against what happened.
+def judge(cell: Cell, history: History) -> None:
+    """Check the rules against the events.
 
     Raises:
-        AssertionError: one was broken.
+        AssertionError: a rule is broken.
     """
     try:
-        _judge_delivery(story)
-        _judge_leftovers(cell, story)
-        ROLES[cell.role](cell, story)
+        _judge_delivery(history)
+        _judge_leftovers(cell, history)
+        ROLES[cell.role](cell, history)
     except (AssertionError, ValueError) as error:
-        log = "\n".join(map(str, story.lines))
-        raise AssertionError(f"{error}\nthe log:\n{log}\nstatuses {story.statuses}") from error
+        log = "\n".join(map(str, history.lines))
+        raise AssertionError(f"{error}\nthe log:\n{log}\nstatuses {history.statuses}") from error
 
 
-def _judge_delivery(story: Story) -> None:
-    sent = dict(story.all("sent"))
-    assert len(set(story.committed)) == len(story.committed), "committed twice"
-    for number, digest in story.all("committed") + story.all("held"):
+def _judge_delivery(history: History) -> None:
+    sent = dict(history.all("sent"))
+    assert len(set(history.committed)) == len(history.committed), "committed twice"
+    for number, digest in history.all("committed") + history.all("held"):
         assert sent[number] == digest, f"record {number} differs from what was sent"
 
 
-def _judge_leftovers(cell: Cell, story: Story) -> None:
-    victim, *survivors = story.pids
-    for left in story.all("left"):
+def _judge_leftovers(cell: Cell, history: History) -> None:
+    victim, *survivors = history.pids
+    for left in history.all("left"):
         assert left == [[]]
     for pid in survivors:
-        assert story.statuses[pid] == 0
+        assert history.statuses[pid] == 0
     if cell.role == "middle":
-        assert story.statuses == {victim: 0}  # the run reaped its workers, and said how it ended
-    elif cell.role != "supervisor" or cell.fault != "exception":  # who runs a pipeline is told, and lives
-        stopped = (cell.role, cell.fault) == ("supervisor", "SIGTERM")  # a run that is told to stop says so
-        assert _ending(story.statuses[victim]) == (128 + signal.SIGTERM if stopped else VICTIMS_END[cell.fault])
-    by_themselves = len(story.pids) - (cell.dies and cell.role != "middle")
-    assert len(story.all("left")) == by_themselves
+        assert history.statuses == {victim: 0}  # the run reaped its workers, and reported its end
+    elif cell.role != "supervisor" or cell.fault != "exception":  # the process that runs a pipeline continues
+        stopped = (cell.role, cell.fault) == (
+            "supervisor",
+            "SIGTERM",
+        )  # a run that is stopped exits with the number of the signal
+        assert _ending(history.statuses[victim]) == (128 + signal.SIGTERM if stopped else VICTIMS_END[cell.fault])
+    by_themselves = len(history.pids) - (cell.dies and cell.role != "middle")
+    assert len(history.all("left")) == by_themselves
 
 
 VICTIMS_END = {"SIGKILL": -9, "SIGTERM": -15, "_exit": 3, "exception": 1, "stall": 0, "zombie": 0}
@@ -116,55 +119,55 @@ def _ending(status: int) -> int:
 # -- channels --------------------------------------------------------------------------------------------------------
 
 
-def _judge_consumer_survives(cell: Cell, story: Story) -> None:
-    ((balance,),) = story.all("balance")
-    assert balance["admitted"] == balance["ended"]["trained"] == TRAJECTORIES * len(story.committed)
-    count = len(story.committed)
-    assert story.committed == list(range(count))
+def _judge_consumer_survives(cell: Cell, history: History) -> None:
+    ((balance,),) = history.all("balance")
+    assert balance["admitted"] == balance["ended"]["trained"] == TRAJECTORIES * len(history.committed)
+    count = len(history.committed)
+    assert history.committed == list(range(count))
     published = AT + (cell.moment == "published")
     everything = AT if cell.moment == "shutdown" else COUNT
     assert count == (everything if cell.fault == "stall" else published)
-    if cell.moment == "shutdown" and (cell.dies or cell.fault == "zombie"):  # what it said last may not have left it
-        assert "after record 5" in story.told or not story.told
+    if cell.moment == "shutdown" and (cell.dies or cell.fault == "zombie"):  # its last message may not have been sent
+        assert "after record 5" in history.noticed or not history.noticed
     elif cell.dies:
-        assert f"the producer (pid {story.pids[0]})" in story.told
-        assert f"without closing the channel after record {count}" in story.told
+        assert f"the producer (pid {history.pids[0]})" in history.noticed
+        assert f"without closing the channel after record {count}" in history.noticed
     elif cell.fault == "zombie" and cell.moment != "shutdown":
-        assert f"the producer (pid {story.pids[0]}) did not respond for {SILENCE_S} s" in story.told
-        assert f"after record {count}" in story.told
+        assert f"the producer (pid {history.pids[0]}) did not respond for {HEARTBEAT_TIMEOUT_S} s" in history.noticed
+        assert f"after record {count}" in history.noticed
     else:
-        assert not story.told
+        assert not history.noticed
     if (cell.dies or cell.fault == "zombie") and cell.moment == "published":
-        assert sum(found for (found,) in story.all("recovered")) > 0
+        assert sum(found for (found,) in history.all("recovered")) > 0
     if cell.fault == "zombie" and cell.moment != "shutdown":
-        ((woke_to,),) = story.all("woke to")
-        assert woke_to.startswith("the consumer, the receiver, disconnected this sender: the producer (pid")
+        ((failure,),) = history.all("failed with")
+        assert failure.startswith("the consumer, the receiver, disconnected this sender: the producer (pid")
 
 
-def _judge_producer_survives(cell: Cell, story: Story) -> None:
-    accepted = [number for (number,) in story.all("accepted")]
-    goes_on = cell.stops and cell.moment != "shutdown"
-    assert story.committed == (accepted if goes_on else list(range(AT)))
-    assert len(accepted) == COUNT if cell.fault == "stall" and goes_on else AT <= len(accepted) < COUNT
-    assert not story.all("woke to") or cell.fault == "zombie"
-    if goes_on:
-        assert (f"the consumer, the receiver, did not respond for {SILENCE_S} s" in story.told) == (
+def _judge_producer_survives(cell: Cell, history: History) -> None:
+    accepted = [number for (number,) in history.all("accepted")]
+    continues = cell.stops and cell.moment != "shutdown"
+    assert history.committed == (accepted if continues else list(range(AT)))
+    assert len(accepted) == COUNT if cell.fault == "stall" and continues else AT <= len(accepted) < COUNT
+    assert not history.all("failed with") or cell.fault == "zombie"
+    if continues:
+        assert (f"the consumer, the receiver, did not respond for {HEARTBEAT_TIMEOUT_S} s" in history.noticed) == (
             cell.fault == "zombie"
         )
     elif cell.moment == "shutdown" or cell.fault == "exception":
-        assert story.told == "the consumer, the receiver, closed the channel"
+        assert history.noticed == "the consumer, the receiver, closed the channel"
     else:
-        assert story.told == "the consumer, the receiver, died: its connection is closed"
+        assert history.noticed == "the consumer, the receiver, died: its connection is closed"
 
 
 # -- pipelines -------------------------------------------------------------------------------------------------------
 
 
-def _judge_report(story: Story) -> dict[str, Any]:
+def _judge_report(history: History) -> dict[str, Any]:
     balance: dict[str, Any]
-    ((balance, stop_reason, restarts),) = story.all("report")
+    ((balance, stop_reason, restarts),) = history.all("report")
     assert balance["in_flight"] == 0
-    assert balance["admitted"] == sum(balance["ended"].values()) == TRAJECTORIES * len(story.all("sent"))
+    assert balance["admitted"] == sum(balance["ended"].values()) == TRAJECTORIES * len(history.all("sent"))
     return balance | {"stop_reason": stop_reason, "restarts": restarts}
 
 
@@ -172,12 +175,12 @@ MIDDLE_DIED = {
     "SIGKILL": "was killed by SIGKILL",
     "SIGTERM": "was killed by SIGTERM",
     "_exit": "exited with status 3 before its stage had returned",
-    "exception": "raised tests.faults.actors.Doomed: struck",
+    "exception": "raised tests.faults.actors.InjectedError: injected",
     "stall": "",
     "zombie": "",
 }
 
-FATES: dict[str, dict[str, set[str]]] = {
+OUTCOMES: dict[str, dict[str, set[str]]] = {
     "writing": {"SIGTERM": {"committed"}, "stall": {"committed"}},
     "published": {"exception": {"committed", "lost"}, "zombie": {"committed", "lost"}},
     "reading": {"stall": {"committed"}},
@@ -185,66 +188,66 @@ FATES: dict[str, dict[str, set[str]]] = {
     "idle": {"stall": {"committed"}, "exception": {"lost", "unsent"}},
     "shutdown": {},
 }
-"""What becomes of the record that is struck with the middle stage, where it is not as in `FATE`."""
+"""The outcomes of the record at which the fault is injected into the middle stage, other than `USUAL_OUTCOMES`."""
 
-FATE = {
+USUAL_OUTCOMES = {
     "writing": {"lost"},
     "published": {"committed"},
     "reading": {"lost"},
     "committing": {"lost"},
-    "idle": {"committed", "lost"},  # it may be on its way to one that is no more
+    "idle": {"committed", "lost"},  # it may be in transit to the ended worker
     "shutdown": {"committed"},
 }
 
 
-def _judge_middle(cell: Cell, story: Story) -> None:
-    report = _judge_report(story)
-    struck = f"Middle 1/1 (pid {story.struck[0]}) {MIDDLE_DIED[cell.fault]}"
+def _judge_middle(cell: Cell, history: History) -> None:
+    report = _judge_report(history)
+    injected = f"Middle 1/1 (pid {history.injected[0]}) {MIDDLE_DIED[cell.fault]}"
     filtered, lost = report["ended"]["filtered"], report["ended"]["lost"]
-    assert report["ended"]["trained"] == TRAJECTORIES * len(story.committed)
+    assert report["ended"]["trained"] == TRAJECTORIES * len(history.committed)
     assert filtered in {0, TRAJECTORIES}
-    if AT in story.committed:
-        fate = "committed"
+    if AT in history.committed:
+        outcome = "committed"
     elif filtered:
-        fate = "filtered"
+        outcome = "filtered"
     else:
-        fate = "lost" if AT in [number for number, _ in story.all("sent")] else "unsent"
-    assert fate in FATES[cell.moment].get(cell.fault, FATE[cell.moment])
-    assert story.told == ("" if cell.stops else struck)
+        outcome = "lost" if AT in [number for number, _ in history.all("sent")] else "unsent"
+    assert outcome in OUTCOMES[cell.moment].get(cell.fault, USUAL_OUTCOMES[cell.moment])
+    assert history.noticed == ("" if cell.stops else injected)
     if cell.fault in {"exception", "zombie"}:
         return
     assert report["stop_reason"] == "end of stream"
     assert report["restarts"] == (0 if cell.fault == "stall" else 1)
-    assert len(story.all("sent")) == COUNT
+    assert len(history.all("sent")) == COUNT
     if cell.fault == "stall" or cell.moment == "shutdown":
         assert not lost
-    assert set(report["reasons"]["lost"]) == ({struck} if lost else set())
+    assert set(report["reasons"]["lost"]) == ({injected} if lost else set())
 
 
-def _judge_supervisor(cell: Cell, story: Story) -> None:
-    assert story.committed == list(range(len(story.committed)))
+def _judge_supervisor(cell: Cell, history: History) -> None:
+    assert history.committed == list(range(len(history.committed)))
     committed = {"idle": AT, "reading": AT, "committing": AT, "shutdown": AT + 1}.get(cell.moment)
     if committed is not None and cell.fault == "SIGTERM":
-        assert committed <= len(story.committed) < COUNT  # what the sink is in, it finishes
+        assert committed <= len(history.committed) < COUNT  # the sink finishes its present record
     elif committed is not None and (cell.fault != "stall" or cell.moment == "shutdown"):
-        assert len(story.committed) == committed
+        assert len(history.committed) == committed
     if cell.dies:
-        story.expect_soon(story.gone_at)
+        history.expect_soon(history.ended_at)
         return
-    report = _judge_report(story)
+    report = _judge_report(history)
     in_the_act = (cell.fault, cell.moment) == ("exception", "committing")  # committed, and not in the log
-    assert report["ended"]["trained"] == TRAJECTORIES * (len(story.committed) + in_the_act)
+    assert report["ended"]["trained"] == TRAJECTORIES * (len(history.committed) + in_the_act)
     assert report["restarts"] == 0
     if cell.fault == "SIGTERM":
         assert report["stop_reason"] == "stopped by SIGTERM"
     elif cell.fault == "exception":
-        assert "raised tests.faults.actors.Doomed: struck" in story.told
+        assert "raised tests.faults.actors.InjectedError: injected" in history.noticed
     elif cell.moment != "shutdown":
-        assert len(story.committed) == COUNT
+        assert len(history.committed) == COUNT
         assert report["stop_reason"] == "end of stream"
 
 
-ROLES: dict[str, Callable[[Cell, Story], None]] = {
+ROLES: dict[str, Callable[[Cell, History], None]] = {
     "producer": _judge_consumer_survives,
     "consumer": _judge_producer_survives,
     "middle": _judge_middle,

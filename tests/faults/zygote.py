@@ -1,7 +1,7 @@
 """One interpreter that has imported everything and forks for each cell: a cell then costs milliseconds to start.
 
-It has no thread and no event loop, so what it forks is as good as new. `python -m tests.faults.zygote` is the process,
-`Zygote` its side of whoever wants cells played.
+It has no thread and no event loop, so its forks are like new processes. `python -m tests.faults.zygote` is the process,
+`Zygote` the interface of the tests to it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict[str, str]:
-    """For an interpreter that forks: it finds this checkout, numpy starts no threads, and it is not traced."""
+    """Return the environment of an interpreter that forks: this checkout, no threads of numpy, no tracing."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
     return inherited | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class Zygote:
-    """The process, while the body runs. `play` may be called by several threads."""
+    """The process, within the body. Several threads may call `run_cell`."""
 
     def __enter__(self) -> Self:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -46,8 +46,8 @@ class Zygote:
         self._socket.close()  # the end of its requests
         self._process.wait()
 
-    def play(self, cell: Cell, mutant: str = "") -> str:
-        """Play a cell and return what was wrong: nothing, if all is well. `mutant` is what is broken beforehand."""
+    def run_cell(self, cell: Cell, mutant: str = "") -> str:
+        """Run a cell, after the mutation `mutant` if there is one, and return its problems; empty if there are none."""
         reader, writer = os.pipe()
         with open(reader, "rb") as verdict:  # noqa: PTH123 (a descriptor)
             socket.send_fds(self._socket, [msgspec.json.encode((cell, mutant))], [writer])
@@ -56,9 +56,9 @@ class Zygote:
 
 
 def main() -> None:
-    """Fork for every request; what the fork prints as an error is the answer."""
+    """Fork for every request; the error that the fork prints is the answer."""
     from tests.faults.mutants import mutate  # noqa: PLC0415 (what is forked; the other side needs none of it)
-    from tests.faults.observer import play  # noqa: PLC0415 (likewise)
+    from tests.faults.observer import run_cell  # noqa: PLC0415 (likewise)
 
     requests = socket.socket(fileno=0)
     while True:
@@ -73,20 +73,20 @@ def main() -> None:
             cell, mutant = msgspec.json.decode(request, type=tuple[Cell, str])
             if mutant:
                 mutate(mutant)
-            _answer(cell, fds[0], play)
+            _answer(cell, fds[0], run_cell)
         os.close(fds[0])
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
 
-def _answer(cell: Cell, fd: int, play: Callable[[Cell], None]) -> NoReturn:
-    """Play `cell` in this fork. What its processes print belongs to the answer if something is wrong."""
+def _answer(cell: Cell, fd: int, run_cell: Callable[[Cell], None]) -> NoReturn:
+    """Run `cell` in this fork. The output of its processes is part of the answer if there is a problem."""
     printed = os.memfd_create("printed")
     for stream in (sys.stdout, sys.stderr):
         os.dup2(printed, stream.fileno())
     try:
-        play(cell)
+        run_cell(cell)
     except BaseException:  # noqa: BLE001 (whatever it is, it is the answer)
         wrong = traceback.format_exc().encode()
         os.write(fd, wrong + b"\nprinted:\n" + os.pread(printed, 20_000, 0))

@@ -1,6 +1,6 @@
-"""`WorkerAccounting` against what happened to workers that are killed and started anew.
+"""`WorkerAccounting` against a list of events of workers that are killed and restarted.
 
-A worker is gone in two ways at once, which are told in either order: its process was reaped, and all was received that
+The death of a worker is noticed in two ways, in either order: its process was reaped, and all was received that
 it had published. What it held is settled when both are known, once, and never with what its successor holds.
 """
 
@@ -29,22 +29,22 @@ from penstock.accounting import Ledger, Metrics
 from penstock.errors import PeerLost
 from penstock.testing import group
 
-__all__ = ["BOOKS_RULES", "RelayMachine", "SourceMachine", "peer"]
+__all__ = ["ACCOUNTING_RULES", "RelayMachine", "SourceMachine", "peer"]
 
 BALANCED = "admitted = ended + in flight, whatever workers do"
-SETTLED = "what a dead worker held is lost when it was reaped and all was received that it had published"
-TOLD = "why a trajectory ended is known as far as its worker has told"
-COUNTED = "what passes is counted once"
-COPIES = "of what two workers send the first goes on, and the other is rejected"
+SETTLED = "records that a dead worker held are lost once it is reaped and all that it published is received"
+REPORTED = "the reason of an end is known once the worker has reported it"
+COUNTED = "a record that passes is counted once"
+COPIES = "of a trajectory that two workers send, the first passes and the other is rejected"
 
-BOOKS_RULES = (BALANCED, SETTLED, TOLD, COUNTED, COPIES)
+ACCOUNTING_RULES = (BALANCED, SETTLED, REPORTED, COUNTED, COPIES)
 
 ENDS = st.sampled_from(["filtered", "failed"])
 
 
 @dataclass(eq=False)
 class _Process:
-    """A worker's process, and what is on its way from it, in order."""
+    """A worker's process, and its messages in transit, in order."""
 
     name: str
     peer: Peer
@@ -55,7 +55,7 @@ class _Process:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is to be learned of it any more."""
+        """Return whether it is reaped and drained."""
         return self.reaped and self.drained
 
     @property
@@ -64,12 +64,12 @@ class _Process:
 
 
 def peer(name: str) -> Peer:
-    """A sender of that name, as the receiver knows it."""
+    """Return the peer of a sender of that name."""
     return Peer(Connect(PROTOCOL_VERSION, "shm", "group", b"", name, 7), lambda _: None, 1)
 
 
-class _BooksMachine(RuleBasedStateMachine):
-    """What both have in common: processes come and go."""
+class _AccountingMachine(RuleBasedStateMachine):
+    """The rules that both machines use: processes start and die."""
 
     accounting_type: type[WorkerAccounting] = WorkerAccounting
     is_source: ClassVar[bool]
@@ -103,7 +103,7 @@ class _BooksMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def _settle(self, process: _Process) -> None:
-        """Both are known."""
+        """Update the expectation: the process is reaped and drained."""
         raise NotImplementedError
 
     def _alive(self) -> list[_Process]:
@@ -156,7 +156,7 @@ class _BooksMachine(RuleBasedStateMachine):
         if closed:
             self.accounting.closed(process.peer)
         else:
-            self.accounting.lost(process.peer, PeerLost("its door is closed"))
+            self.accounting.lost(process.peer, PeerLost("its connection is closed"))
         self._settle_if_known(process)
 
     def _settle_if_known(self, process: _Process) -> None:
@@ -176,7 +176,7 @@ class _BooksMachine(RuleBasedStateMachine):
 
 @dataclass
 class _Counts:
-    """What a source's process did."""
+    """The actions of a source's process."""
 
     account: SharedCounters
     memory: mmap.mmap
@@ -184,15 +184,15 @@ class _Counts:
     failed: int = 0
     passed: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    """Why trajectories failed; `told` as far as it was received."""
+    """Reasons of failed trajectories; `reported` holds those that were received."""
     reported: dict[str, int] = field(default_factory=dict)
     holds: deque[TrajectoryGroup] = field(default_factory=deque)
     sent: set[str] = field(default_factory=set)
-    """Prompts; an account says nothing of what its worker sends twice, for its ledger sees to that."""
+    """Prompts that were sent; the counters exclude copies, which the worker's ledger refuses."""
 
 
-class SourceMachine(_BooksMachine):
-    """Workers of a source count in pages."""
+class SourceMachine(_AccountingMachine):
+    """Workers of a source, which count in shared pages."""
 
     is_source = True
 
@@ -201,7 +201,7 @@ class SourceMachine(_BooksMachine):
         self.lost: Counter[str] = Counter()
         self.arrived: set[TrajectoryId] = set()
         self.copies = 0
-        """Trajectories that came again."""
+        """Trajectories that were received again."""
         super().__init__()
 
     def _opened(self, process: _Process, page: int) -> None:
@@ -219,7 +219,7 @@ class SourceMachine(_BooksMachine):
     @precondition(lambda self: any(self.counts[process.name].holds for process in self._alive()))
     @rule(pick=PICKS, reason=st.sampled_from(["timeout", "too long", ""]))
     def fail_or_send(self, pick: int, reason: str) -> None:
-        """A group fails, for a reason, or leaves."""
+        """Fail a group, for a reason, or send it."""
         process = any_of([each for each in self._alive() if self.counts[each.name].holds], pick)
         counts = self.counts[process.name]
         record = counts.holds.popleft()
@@ -234,7 +234,7 @@ class SourceMachine(_BooksMachine):
     @precondition(lambda self: any(counts.sent for counts in self.counts.values()))
     @rule(pick=PICKS, source=PICKS, size=st.integers(1, 3))
     def send_what_another_sent(self, pick: int, source: int, size: int) -> None:
-        """As many of a prompt, or fewer, or more: a part of what comes may be copies."""
+        """Send as many trajectories of a prompt, or fewer, or more: a part of them may be copies."""
         process = any_of(self._alive(), pick)
         counts = self.counts[process.name]
         sent = {prompt for each in self.counts.values() for prompt in each.sent} - counts.sent
@@ -278,7 +278,7 @@ class SourceMachine(_BooksMachine):
         for counts in self.counts.values():
             reported.update(counts.reported)
             reported[UNREPORTED] += counts.failed - sum(counts.reported.values())
-        hold(TOLD, reasons["failed"] == dict(+reported), f"{reasons['failed']}, but {reported}")
+        hold(REPORTED, reasons["failed"] == dict(+reported), f"{reasons['failed']}, but {reported}")
 
     def teardown(self) -> None:
         self.accounting.close("the run ended")
@@ -290,16 +290,16 @@ class SourceMachine(_BooksMachine):
             counts.memory.close()
 
 
-class RelayMachine(_BooksMachine):
-    """Workers of a middle stage count nothing: here is noted what is with whom."""
+class RelayMachine(_AccountingMachine):
+    """Workers of a middle stage, which count nothing: the run's process tracks their records."""
 
     is_source = False
 
     def __init__(self) -> None:
         self.held: dict[str, list[TrajectoryGroup]] = {}
-        """What each process works on."""
+        """Groups that each process holds."""
         self.with_it: dict[str, set[TrajectoryId]] = {}
-        """What, as far as is known here, is with each process."""
+        """Trajectories in each process, as far as the run's process knows."""
         self.ended: Counter[tuple[EndState, str]] = Counter()
         self.admitted = 0
         super().__init__()
@@ -334,7 +334,7 @@ class RelayMachine(_BooksMachine):
     @precondition(lambda self: any(self.with_it.values()))
     @rule(pick=PICKS)
     def end_what_another_holds(self, pick: int) -> None:
-        """A worker can end only what it was handed."""
+        """Report an end of a trajectory that the worker was not handed."""
         owner = any_of([name for name, ids in self.with_it.items() if ids], pick)
         one = any_of(sorted(self.with_it[owner]), pick)
         others = [process for process in self._alive() if process.name != owner]
@@ -361,7 +361,7 @@ class RelayMachine(_BooksMachine):
         truth = self.admitted, self.admitted - self.ended.total()
         hold(SETTLED, (admitted, in_flight) == truth, f"{admitted} admitted, {in_flight} in flight: {truth}")
         reported = {(state, why): count for state, all_of in reasons.items() for why, count in all_of.items()}
-        hold(TOLD, reported == +self.ended, f"{reported}, but {self.ended}")
+        hold(REPORTED, reported == +self.ended, f"{reported}, but {self.ended}")
 
     def teardown(self) -> None:
         self.accounting.close("the run ended")

@@ -1,10 +1,10 @@
-"""Bundles on their way, small enough to be searched to the end, around the real `SlotTable`.
+"""Bundles in transit, small enough for an exhaustive search, around the real `SlotTable`.
 
 One producer with a segment of three slots places records, which share a span where they can; a bundle is written and
 published when it is complete, at the latest with the flush; each record is read and let go by itself, in any order, and
 the slots are free when the last of a bundle is. The producer may be killed between any two steps: what it had published
 is recovered. What a `Bundler` does around the table is what `SlotWriter`, `SlotReader` and `RemoteReceiver` do. Several
-producers, restarts and the books are the subject of `channel_model`, whose rules these are.
+producers, restarts and the accounting are the subject of `channel_model`, whose rules these are.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MOST = 3
 
 
 class Header(NamedTuple):
-    """What a segment says of a published bundle, and a descriptor of where it lies."""
+    """The header of a published bundle in its segment, and its descriptor."""
 
     sequence: int
-    """Of its last record."""
+    """Sequence number of its last record."""
     records: int
     slot: int
     slots: int
@@ -46,16 +46,16 @@ class Lease(NamedTuple):
 
 
 class Bundler:
-    """A producer's process, its segment, and what the receiver has of it. The step methods change it."""
+    """A producer's process, its segment, and the receiver's state of it. The step methods change it."""
 
     def __init__(self, halves: tuple[int, ...], table: type[SlotTable] = SlotTable) -> None:
         self.halves = halves
-        """How many half slots each record takes."""
+        """Half slots of each record."""
         # The producer's process:
         self.alive = True
         self.table = table(SLOTS)
         self.placed = 0
-        """Records that were taken in."""
+        """Records that were received."""
         self.writing: Span | None = None
         self.filled: list[int] = []
         """Half slots of each record of the bundle that is being filled."""
@@ -80,7 +80,7 @@ class Bundler:
         self.noticed = False
 
     def steps(self) -> Iterator[Step]:
-        """What may happen next."""
+        """Yield the steps that are possible next."""
         if self.alive:
             if self.placed < len(self.halves):
                 yield ("place",)
@@ -102,7 +102,7 @@ class Bundler:
     # -- the producer ------------------------------------------------------------------------------------------------
 
     def place(self) -> None:
-        """A record joins the bundle that is being filled, or begins one, or finds no room."""
+        """Add a record to the open bundle, or begin one, or find no room."""
         size = self.halves[self.placed]
         if self.writing is None or not self._joins(self.writing, size):
             self.complete()
@@ -118,7 +118,7 @@ class Bundler:
         return sum(self.filled) + size <= 2 * span.count
 
     def complete(self) -> None:
-        """The bundle is written, then published."""
+        """Write the bundle, then publish it."""
         span, self.writing = self.writing, None
         if span is None:
             return
@@ -131,17 +131,17 @@ class Bundler:
         self.ready.append(header)
 
     def write(self, start: int, slots: int) -> None:
-        """All its columns are copied."""
+        """Copy all its columns."""
         self.contents[start : start + slots] = [self.placed] * slots
 
     def flush(self) -> None:
-        """Whatever was placed leaves."""
+        """Send all descriptors."""
         self.complete()
         self.wire += self.ready
         self.ready = []
 
     def receive(self) -> None:
-        """The release of one record came back."""
+        """Receive the release of one record."""
         slot, generation = self.back.pop(0)
         try:
             span = self.table.release(slot, generation)
@@ -152,7 +152,7 @@ class Bundler:
             self.closed.add((slot, generation))
 
     def crash(self, wire_type: int) -> None:
-        """SIGKILL: the socket carries a part of what was given to it, or all."""
+        """Kill the producer: the socket delivers a part of its messages, or all."""
         self.alive = False
         self.wire = self.wire[:wire_type]
         self.ready, self.back = [], []
@@ -160,17 +160,17 @@ class Bundler:
     # -- the receiver ------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """A descriptor arrives."""
+        """Receive a descriptor."""
         self.arrive(self.wire.pop(0))
 
     def arrive(self, bundle: Header) -> None:
-        """It follows on what came before, or is not believed."""
+        """Check that it follows the descriptor before, or refuse it."""
         hold(BELIEVED, bundle.sequence == self.sequence + bundle.records, f"{bundle} came after {self.sequence}")
         self.sequence = bundle.sequence
         self.arrivals.append(bundle)
 
     def take(self) -> None:
-        """The next record of the first bundle is delivered."""
+        """Deliver the next record of the first bundle."""
         bundle = self.arrivals[0]
         hold(BELIEVED, self.headers.get(bundle.slot) == bundle, f"{bundle}, but {self.headers.get(bundle.slot)}")
         record = bundle.sequence - bundle.records + 1 + self.taken
@@ -183,13 +183,13 @@ class Bundler:
             self.arrivals.pop(0)
 
     def release(self, index: int) -> None:
-        """The last view on a record dies; the others of its bundle may be read on."""
+        """End the last view on a record; others of its bundle may still be read."""
         lease = self.leases.pop(index)
         if self.alive:
             self.back.append((lease.bundle.slot, lease.bundle.generation))
 
     def notice(self) -> None:
-        """The door is closed: take in what the socket carried, then what the headers say beyond it."""
+        """Handle the closed connection: receive the rest of the socket, then the published records beyond it."""
         self.noticed = True
         while self.wire:
             self.drain()
@@ -197,13 +197,13 @@ class Bundler:
             self.arrive(bundle)
 
     def recover(self, sequence: int) -> list[Header]:
-        """What was published beyond record `sequence`."""
+        """Return the records that were published beyond record `sequence`."""
         return sorted(header for header in self.headers.values() if header.sequence > sequence)
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """The rules that hold at any moment."""
+        """Check the rules that hold in every state."""
         for record, bundle in self.leases:
             held = self.contents[bundle.slot : bundle.slot + bundle.slots]
             hold(BYTES, set(held) == {bundle.sequence}, f"record {record} of {bundle} shows {held}")
@@ -244,7 +244,7 @@ class Bundler:
                 raise Broken(LATE, f"slot {start} was released in generation {generation}, long after that had ended")
 
     def check_rest(self) -> None:
-        """What must hold when nothing is left to be done, faults apart."""
+        """Check the rules that hold when no step is possible but faults."""
         published = self.placed - len(self.filled)
         hold(DELIVERED, self.delivered == list(range(1, published + 1)), f"{self.delivered} of {published}")
         if self.alive:
@@ -253,7 +253,7 @@ class Bundler:
 
 
 def search(halves: tuple[int, ...], bundler: type[Bundler] = Bundler, table: type[SlotTable] = SlotTable) -> int:
-    """Look at every state that records of these sizes can lead to; returns how many there are.
+    """Check every state that is reachable with records of these sizes; return their number.
 
     Raises:
         Broken: a rule does not hold in one of them.

@@ -1,10 +1,10 @@
-"""A channel between processes, small enough to be searched to the end, around the real `SlotTable` and `Ledger`.
+"""A channel between processes, small enough for an exhaustive search, around the real `SlotTable` and `Ledger`.
 
 Two producers with a segment of three slots each send to one receiver. A producer writes, publishes and flushes; its
 descriptors travel in order; the receiver leases, trains, and lets go in any order; releases travel back. Any producer
 may be killed between any two steps, with what its socket had not carried yet, and is started anew with a segment of its
 own; the receiver may be killed as well. What a `Line` does around the table is what `SlotWriter`, `SenderConnection`
-and `RemoteReceiver` do, without their sockets; the books are those that `WorkerAccounting` keeps, without its pages.
+and `RemoteReceiver` do, without their sockets; the accounting is that of `WorkerAccounting`, without its pages.
 
 A rule is checked in every state; RULES lists them all.
 """
@@ -30,13 +30,13 @@ SLOTS = 3
 
 ONE_OWNER = "no slot has two owners"
 ONCE = "no record is delivered twice"
-BYTES = "what is delivered, and as long as it is held, is what was written"
-BELIEVED = "what an honest process says is not refused"
+BYTES = "a delivered record equals the written one, as long as it is held"
+BELIEVED = "no message of a correct process is refused"
 LATE = "a late release is refused and changes nothing"
-CREDIT = "credit is conserved: what the sender counts in flight is somewhere"
-BALANCE = "the books balance"
-TRUTH = "the books say what happened"
-DELIVERED = "at rest, what was published is delivered, or its receiver died and that is told"
+CREDIT = "credit is conserved: every record that the sender counts in flight exists"
+BALANCE = "the ledger balances"
+TRUTH = "the ledger agrees with the events"
+DELIVERED = "at rest, every published record is delivered, or its receiver died and that is reported"
 FREED = "at rest, every slot is free"
 ENDED = "at rest, every trajectory has ended"
 
@@ -44,7 +44,7 @@ RULES = (ONE_OWNER, ONCE, BYTES, BELIEVED, LATE, CREDIT, BALANCE, TRUTH, DELIVER
 
 
 class Header(NamedTuple):
-    """What a segment says of the span that begins at a slot."""
+    """The header of the span that begins at a slot."""
 
     published: bool
     sequence: int
@@ -53,7 +53,7 @@ class Header(NamedTuple):
 
 
 class Descriptor(NamedTuple):
-    """Where a record lies, as it travels."""
+    """The location of a record, as it is sent."""
 
     sequence: int
     slot: int
@@ -62,22 +62,22 @@ class Descriptor(NamedTuple):
 
 
 def expected(function_of: str, error: Exception) -> Broken:
-    """A step of an honest process was refused."""
+    """A step of a correct process was refused."""
     return Broken(BELIEVED, f"{function_of}: {type(error).__name__}: {error}")
 
 
 class Line:
-    """One connection: a producer's process, its segment, and what the receiver knows of them.
+    """One connection: a producer's process, its segment, and the receiver's state of them.
 
-    The step methods change it, and return what the books are to be told: an operation of `_Accounting` without its
+    The step methods change it, and return the change of the accounting: an operation of `_Accounting` without its
     worker.
     """
 
     def __init__(self, sizes: tuple[int, ...], table: type[SlotTable] = SlotTable, *, copies: bool = False) -> None:
         self.sizes = sizes
-        """Slots of each record that is to be sent, in order."""
+        """Slots of each record to send, in order."""
         self.copies = copies
-        """Whether the receiver lets a record go when it is trained; else either may come first, in more states."""
+        """True if the receiver releases a record when it is trained; else either may be first, in more states."""
         # The producer's process:
         self.alive = True
         self.table = table(SLOTS)
@@ -86,19 +86,19 @@ class Line:
         self.spans: dict[int, Span] = {}
         """Spans in flight by sequence number."""
         self.closed: set[tuple[int, int]] = set()
-        """(slot, generation) of every span that came back."""
+        """(slot, generation) of every span that was returned."""
         self.outgoing: list[Descriptor] = []
         """Descriptors that the next flush sends."""
         # The segment, which outlives the process:
         self.headers: list[Header | None] = [None] * SLOTS
         self.contents = [0] * SLOTS
-        """Whose bytes lie in each slot."""
+        """The record whose bytes are in each slot."""
         # The sockets:
         self.wire: list[Descriptor] = []
         self.back: list[tuple[int, int]] = []
         # The receiver's process:
         self.receiver_alive = True
-        """Whether the receiver lives."""
+        """True while the receiver lives."""
         self.sequence = 0
         """The last record that arrived."""
         self.arrivals: list[Descriptor] = []
@@ -106,12 +106,12 @@ class Line:
         self.untrained: list[int] = []
         self.delivered: list[int] = []
         self.noticed = False
-        """Whether the producer's death was noticed."""
+        """True once the producer's death was noticed."""
         self.settled = False
-        """Whether what the producer held is settled: nothing more comes from it."""
+        """True once the producer's records are settled: it sends nothing more."""
 
     def steps(self) -> Iterator[Step]:
-        """What may happen next, faults apart."""
+        """Yield the steps that are possible next, without faults."""
         if self.alive:
             yield from self._steps_of_the_producer()
         if self.receiver_alive:
@@ -132,7 +132,7 @@ class Line:
             yield ("receive",)
 
     def _has_room(self) -> bool:
-        """Whether there is a run of free slots for the next record: by looking, so that the table is not asked."""
+        """Return whether there is a run of free slots for the next record, without asking the table."""
         taken = {slot for span in self.spans.values() for slot in _slots(span)}
         size = self.sizes[self.sent]
         return any(not taken & set(range(start, start + size)) for start in range(SLOTS - size + 1))
@@ -152,7 +152,7 @@ class Line:
             yield ("settle",)
 
     def faults(self) -> Iterator[Step]:
-        """How the producer's process may be killed: a socket carries a part of what was given to it, or all."""
+        """Yield the ways to kill the producer's process: a socket delivers a part of its messages, or all."""
         if self.alive:
             for wire_type in range(len(self.wire) + 1) if self.receiver_alive else [0]:
                 yield "crash", wire_type
@@ -174,7 +174,7 @@ class Line:
         self.contents[span.start : span.start + span.count] = [self.sent + 1] * span.count
 
     def publish(self) -> None:
-        """From here on the record is the receiver's; its descriptor waits for the next flush."""
+        """Publish the record, which is the receiver's from now on; its descriptor waits for the next flush."""
         span, self.writing = self.writing, None
         assert span is not None
         self.sent += 1
@@ -184,12 +184,12 @@ class Line:
         self.outgoing.append(Descriptor(self.sent, span.start, span.count, span.generation))
 
     def flush(self) -> None:
-        """Descriptors leave."""
+        """Send the descriptors."""
         self.wire += self.outgoing
         self.outgoing = []
 
     def receive(self) -> None:
-        """A release came back."""
+        """Receive a release."""
         start, generation = self.back.pop(0)
         try:
             span = self.table.release(start, generation)
@@ -200,12 +200,12 @@ class Line:
         self.closed.add((start, generation))
 
     def learn(self) -> Step:
-        """The producer finds the receiver dead: what it had not heard of is lost."""
+        """Let the producer notice the receiver's death: releases in transit are lost."""
         self.settled = True
         return ("lose",)
 
     def crash(self, wire_type: int) -> Step:
-        """SIGKILL."""
+        """Kill the producer."""
         self.alive = False
         self.wire = self.wire[:wire_type]
         self.outgoing, self.back = [], []
@@ -214,7 +214,7 @@ class Line:
     # -- the receiver ------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """A descriptor arrives."""
+        """Receive a descriptor."""
         self._arrive(self.wire.pop(0))
 
     def _arrive(self, descriptor: Descriptor) -> None:
@@ -223,7 +223,7 @@ class Line:
         self.arrivals.append(descriptor)
 
     def take(self) -> Step:
-        """A record is delivered: its header agrees, or it is not believed."""
+        """Deliver a record: its header agrees, or it is refused."""
         descriptor = self.arrivals.pop(0)
         sequence, slot, slots, generation = descriptor
         header = self.headers[slot]
@@ -235,19 +235,19 @@ class Line:
         return "take", sequence
 
     def train(self, sequence: int) -> Step:
-        """The optimizer step that used the record is done."""
+        """Commit the record, after an optimizer step with it."""
         self.untrained.remove(sequence)
         return "train", sequence
 
     def release(self, index: int) -> Step | None:
-        """The last view on a record dies; nobody hears of it whose process is gone."""
+        """End the last view on a record; a dead producer receives no release."""
         lease = self.leases.pop(index)
         if self.alive:
             self.back.append((lease.slot, lease.generation))
         return self.train(lease.sequence) if self.copies else None
 
     def notice(self) -> None:
-        """The producer's door is closed: take in what the socket carried, then what the headers say beyond it."""
+        """Handle the closed connection: receive the rest of the socket, then the published records beyond it."""
         self.noticed = True
         while self.wire:
             self.drain()
@@ -256,7 +256,7 @@ class Line:
             self.arrivals.append(descriptor)
 
     def recover(self, sequence: int) -> list[Descriptor]:
-        """What was published beyond record `sequence`."""
+        """Return the records that were published beyond record `sequence`."""
         return sorted(
             Descriptor(header.sequence, slot, header.slots, header.generation)
             for slot, header in enumerate(self.headers)
@@ -264,19 +264,19 @@ class Line:
         )
 
     def settle(self) -> Step:
-        """All that the dead producer had published was taken."""
+        """Settle the dead producer: all that it had published was received."""
         self.settled = True
         return ("close",)
 
     def receiver_dies(self) -> None:
-        """SIGKILL of the other process."""
+        """Kill the receiver's process."""
         self.receiver_alive = False
         self.wire, self.back, self.arrivals, self.leases, self.untrained = [], [], [], [], []
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """The rules that hold at any moment."""
+        """Check the rules that hold in every state."""
         for lease in self.leases:
             held = self.contents[lease.slot : lease.slot + lease.slots]
             hold(BYTES, set(held) == {lease.sequence}, f"{lease} shows bytes of {held}")
@@ -312,7 +312,7 @@ class Line:
                 raise Broken(LATE, f"slot {start} was released in generation {generation}, long after that had ended")
 
     def check_rest(self) -> None:
-        """What must hold when nothing is left to be done."""
+        """Check the rules that hold when no step is possible."""
         published = list(range(1, self.sent + 1))
         if self.receiver_alive:
             hold(DELIVERED, self.delivered == published, f"{self.delivered} of {published}")
@@ -329,7 +329,7 @@ def _slots(span: Span) -> range:
 
 
 Worker = tuple[int, int]
-"""A producer's place, and how often it was started anew."""
+"""The index of a producer, and the number of its restarts."""
 
 
 @cache
@@ -343,21 +343,21 @@ def _batch(worker: Worker, sequence: int) -> TrainBatch:
 
 
 class _Accounting:
-    """The ledgers of all processes, and beside them, plainly, what happened."""
+    """The ledgers of all processes, and a plain record of the events."""
 
     def __init__(self, ledger: type[Ledger] = Ledger) -> None:
         self._ledger = ledger
         self.trainer: Ledger | None = ledger()
         self.workers: dict[Worker, Ledger] = {}
-        """Of the workers that live."""
+        """The ledgers of live workers."""
         self._pages: dict[Worker, SharedCounters] = {}
         self.outcomes: dict[tuple[Worker, int], EndState | None] = {}
-        """How each trajectory ended that was admitted; None while it is in flight."""
+        """The end state of each admitted trajectory; None while it is in flight."""
         self.taken: set[tuple[Worker, int]] = set()
-        """Those that the trainer took over."""
+        """Trajectories that the trainer took over."""
 
     def open(self, worker: Worker) -> None:
-        """A worker is started."""
+        """Start a worker."""
         page = bytearray(COUNTERS_BYTES)
         self.workers[worker] = self._ledger(SharedCounters(page))
         self._pages[worker] = SharedCounters(page)
@@ -365,12 +365,12 @@ class _Accounting:
             self.trainer.attach_counters(self._pages[worker])
 
     def admit(self, worker: Worker, sequence: int) -> None:
-        """A worker samples."""
+        """Sample in a worker."""
         self.workers[worker].admit(_record(worker, sequence).id, [0])
         self.outcomes[worker, sequence] = None
 
     def take(self, worker: Worker, sequence: int) -> None:
-        """The trainer's process receives."""
+        """Receive in the trainer's process."""
         assert self.trainer is not None
         self.trainer.take_over(_record(worker, sequence), partial(self._report, worker), self._pages[worker])
         self.taken.add((worker, sequence))
@@ -380,7 +380,7 @@ class _Accounting:
             self.workers[worker].settle(name, mask, state, step)
 
     def train(self, worker: Worker, sequence: int) -> None:
-        """The trainer commits."""
+        """Commit in the trainer's process."""
         assert self.trainer is not None
         try:
             self.trainer.commit(_batch(worker, sequence), 1)
@@ -389,11 +389,11 @@ class _Accounting:
         self.outcomes[worker, sequence] = "trained"
 
     def worker_dies(self, worker: Worker) -> None:
-        """With its ledger; the page stays."""
+        """Remove a dead worker's ledger; its page stays."""
         del self.workers[worker]
 
     def close(self, worker: Worker) -> None:
-        """All that came from a dead worker was taken: what its page says beyond that is lost."""
+        """Settle a dead worker: all its records were received; trajectories of its page beyond them are lost."""
         assert self.trainer is not None
         self.trainer.detach_counters(self._pages.pop(worker), "killed")
         self._lost(worker)
@@ -404,17 +404,17 @@ class _Accounting:
                 self.outcomes[owner, sequence] = "lost"
 
     def trainer_dies(self) -> None:
-        """With its ledger: what it had taken over is with nobody, until its worker finds out."""
+        """Remove the trainer's ledger: its trajectories are unaccounted until their workers notice."""
         self.trainer = None
         self.taken = set()
 
     def lose(self, worker: Worker) -> None:
-        """A worker finds that its receiver died."""
+        """Let a worker notice that its receiver died."""
         self.workers[worker].lose("the receiver died")
         self._lost(worker)
 
     def check(self) -> None:
-        """The rules that hold at any moment."""
+        """Check the rules that hold in every state."""
         for ledger in filter(None, [self.trainer, *self.workers.values()]):
             balance = ledger.balance()
             hold(BALANCE, balance.balanced and balance.in_flight >= 0, balance)
@@ -431,7 +431,7 @@ class _Accounting:
         hold(TRUTH, found == truth, f"{balance}, but {truth} were admitted, in flight, trained and lost")
 
     def check_rest(self) -> None:
-        """What must hold when nothing is left to be done."""
+        """Check the rules that hold when no step is possible."""
         for worker, ledger in self.workers.items():
             hold(ENDED, ledger.in_flight == 0, f"{worker}: {ledger!r}")
         if self.trainer is not None:
@@ -439,17 +439,17 @@ class _Accounting:
 
 
 class State(NamedTuple):
-    """A moment of the whole channel: moments of its parts."""
+    """A state of the whole channel: states of its parts."""
 
     lines: tuple[tuple[int, ...], ...]
-    """Of each producer's place, the lines of its processes, one after another."""
+    """For each producer, the lines of its processes, one after another."""
     accounting: int
     receiver: bool
-    """Whether the receiver lives."""
+    """True while the receiver lives."""
 
 
 class Channel:
-    """The model: what leads from one moment of it to others."""
+    """The model: the steps from one state to others."""
 
     def __init__(
         self,
@@ -468,20 +468,20 @@ class Channel:
         self._accounting: Moments[_Accounting] = Moments()
         make = partial(line, table=table, copies=copies)
         self._firsts = [self._lines.first(partial(make, each)) for each in (sizes, sizes_after_restart) if each]
-        """The moment at which a line begins, by how often its producer was started anew."""
+        """The first state of a line, by the number of restarts of its producer."""
         self._kills = kills
         self._receiver_may_die = receiver_may_die
         self._known: dict[int, list[tuple[Step, bool]]] = {}
-        """The steps of each line's moment, and whether they are faults."""
+        """The steps of each state of a line, and whether they are faults."""
         self._checked: set[int] = set()
-        """Moments of the books that were looked at."""
+        """States of the accounting that were checked."""
         accounting = self._accounting.first(partial(_Accounting, ledger))
         for place in range(producers):
             accounting = self._accounting.after(accounting, ("open", (place, 0)))[0]
         self.start = State(((self._firsts[0],),) * producers, accounting, receiver=True)
 
     def search(self) -> int:
-        """Look at every state; returns how many there are.
+        """Check every state; return their number.
 
         Raises:
             Broken: a rule does not hold in one of them.
@@ -502,7 +502,7 @@ class Channel:
             yield "the receiver is killed", self._receiver_died(state)
 
     def _steps_of(self, line: int) -> list[tuple[Step, bool]]:
-        """What a line may do next, and whether it is a fault; what is true of a moment is looked at once."""
+        """Return the next steps of a line, and whether they are faults; each state is checked once."""
         known = self._known.get(line)
         if known is None:
             self._lines[line].check()

@@ -1,4 +1,4 @@
-"""Models walk through hundreds of thousands of states; what they run of penstock is measured where it stands alone."""
+"""Disable coverage in models, which visit hundreds of thousands of states; other tests cover the same code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def _untraced() -> Iterator[None]:
-    """Tracing every line of every state for coverage would take longer than the states themselves."""
+    """Disable tracing for coverage, which would take longer than the search."""
     tracer = sys.gettrace()
     sys.settrace(None)
     yield

@@ -1,4 +1,4 @@
-"""An exhaustive search: every state that any order of a model's steps can lead to, each of them looked at once.
+"""An exhaustive search: every state that is reachable by any order of a model's steps, each checked once.
 
 A model is made of real objects. They are not copied, which would have to know their insides, but made again: a moment
 of one is the steps that led there, replayed, and two moments are one if what the objects hold is equal. Knows nothing
@@ -24,13 +24,13 @@ Step: TypeAlias = tuple[Any, ...]
 
 
 class Broken(AssertionError):
-    """A rule does not hold."""
+    """A rule is broken."""
 
     def __init__(self, rule: str, what: object) -> None:
         self.rule = rule
         """The rule, as a sentence."""
         self.story: list[str] = []
-        """The shortest way there."""
+        """The shortest sequence of steps to it."""
         super().__init__(f"{rule}: {what}")
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Broken(AssertionError):
 
 
 def hold(rule: str, holds: object, what: object = "") -> None:
-    """Break `rule` unless it `holds`."""
+    """Raise `Broken` for `rule` unless it `holds`."""
     if not holds:
         raise Broken(rule, what)
 
@@ -46,7 +46,7 @@ def hold(rule: str, holds: object, what: object = "") -> None:
 def explore(
     start: S, steps: Callable[[S], Iterable[tuple[object, S]]], check: Callable[[S], None]
 ) -> dict[S, tuple[S, object] | None]:
-    """Every state that can be reached, breadth first, each with the one it was reached from and how.
+    """Yield every reachable state, breadth first, each with its predecessor and the step.
 
     Raises:
         Broken: a step broke a rule, or the check of a state did; with the shortest story that leads there.
@@ -70,7 +70,7 @@ def explore(
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """All that is made is kept, so collecting garbage finds none, and takes half of the time."""
+    """Disable garbage collection: all objects are kept, and collections would take half of the time."""
     gc.disable()
     try:
         yield
@@ -87,12 +87,12 @@ def _story(reached: dict[S, tuple[S, object] | None], state: S) -> list[str]:
 
 
 class Moments(Generic[T]):
-    """The moments that the objects of one kind can be in, each with a number."""
+    """The states of objects of one kind, each with a number."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._origins: list[tuple[Callable[[], T], tuple[Step, ...]]] = []
-        """How the object of each moment is made, and the steps that lead there."""
+        """A factory of the object of each state, and the steps that lead there."""
         self._objects: list[T] = []
         self._after: dict[tuple[int, Step], tuple[int, Any]] = {}
 
@@ -100,15 +100,15 @@ class Moments(Generic[T]):
         return len(self._objects)
 
     def __getitem__(self, moment: int) -> T:
-        """The object at that moment; not to be changed."""
+        """Return the object in that state; do not change it."""
         return self._objects[moment]
 
     def first(self, make: Callable[[], T]) -> int:
-        """The moment of an object that was just made."""
+        """Return the state of a new object."""
         return self._number(make(), make, ())
 
     def after(self, moment: int, step: Step) -> tuple[int, Any]:
-        """The moment to which `step` leads, and what the step returned."""
+        """Return the state after `step`, and the result of the step."""
         known = self._after.get((moment, step))
         if known is None:
             make, steps = self._origins[moment]
@@ -129,14 +129,14 @@ class Moments(Generic[T]):
 
 
 STORIES = {"_histories", "story"}
-"""What objects remember only to tell it: it changes nothing, and would make every way to a state a state of its own."""
+"""Attributes for messages only: they change no behaviour, and would make every path to a state a state of its own."""
 
 
 PLAIN = {bool, bytes, float, int, str, type(None)}
 
 
 def picture(thing: Any) -> Hashable:
-    """All that `thing` holds, comparable: equal pictures behave alike."""
+    """Return the contents of `thing`, comparable: objects with equal contents behave alike."""
     seen: Hashable
     kind: type = type(thing)
     if kind in PLAIN or (isinstance(thing, tuple) and PLAIN.issuperset(map(type, thing))):

@@ -1,4 +1,4 @@
-"""Assemblies with one small fault each, for test_mutants: every one breaks a rule that is known by name."""
+"""Assemblies with one small fault each, for test_mutants: each breaks a named rule."""
 
 # ruff: noqa: ARG002 (not to heed an argument may well be the fault)
 
@@ -14,29 +14,29 @@ __all__ = [
     "BeginsAnew",
     "ClosesBeforeItLeaves",
     "EveryPieceIsGivenTime",
-    "EvictionsAreNotTold",
+    "EvictionsAreNotReported",
     "ExpiresASecondLate",
     "ExpiresOneAtATime",
     "KeepsTheRest",
     "KeepsTheSlot",
+    "LatePiecesAreLost",
+    "LatePiecesRenewTheirGroup",
     "LeavesTooEarly",
     "LeavesTwice",
     "MergesCopies",
-    "NobodyMakesWay",
+    "NothingIsEvicted",
     "RemembersForEver",
     "RoomIsNotGivenBack",
-    "SwallowsInPassing",
-    "SwallowsTheLate",
     "TakesCopiesForLate",
-    "TheLastComeLeaveFirst",
-    "TheLateStretchTheirGroup",
-    "TheNewestMakesWay",
+    "TheLastLeaveFirst",
+    "TheNewestIsEvicted",
+    "TheRestOfAPieceIsLost",
     "WaitsForMore",
 ]
 
 
 class MergesCopies(GroupBuffer):
-    """What waits is not compared with what comes."""
+    """Waiting pieces are not compared with new ones."""
 
     def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
         pending = self._waiting.get(piece.id)
@@ -46,7 +46,7 @@ class MergesCopies(GroupBuffer):
 
 
 class TakesCopiesForLate(GroupBuffer):
-    """A copy is not told from a straggler."""
+    """A copy is treated as a late piece."""
 
     def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
         parted = super().take(piece, now_s)
@@ -70,8 +70,8 @@ class RemembersForEver(GroupBuffer):
         return super()._close(group, pending, why)
 
 
-class TheLateStretchTheirGroup(GroupBuffer):
-    """Who comes late is noted as if its group had left just now."""
+class LatePiecesRenewTheirGroup(GroupBuffer):
+    """A late piece renews the time at which its group left."""
 
     def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
         parted = super().take(piece, now_s)
@@ -123,7 +123,7 @@ class ExpiresOneAtATime(GroupBuffer):
 
 
 class RoomIsNotGivenBack(GroupBuffer):
-    """Bytes of what has left still count."""
+    """Bytes of groups that have left still count."""
 
     def _close(self, group: GroupId, pending: Any, why: Why) -> Flush:
         before = self._nbytes
@@ -132,23 +132,23 @@ class RoomIsNotGivenBack(GroupBuffer):
         return parting
 
 
-class NobodyMakesWay(GroupBuffer):
-    """The stash takes what comes."""
+class NothingIsEvicted(GroupBuffer):
+    """The buffer has no bound."""
 
     def _make_room(self, group: GroupId, grown: Any) -> list[Flush]:
         return []
 
 
-class TheNewestMakesWay(GroupBuffer):
-    """Who came last leaves first."""
+class TheNewestIsEvicted(GroupBuffer):
+    """The newest group is evicted."""
 
     def _make_room(self, group: GroupId, grown: Any) -> list[Flush]:
         crowded = self.groups > self._max_groups or self.nbytes > self._max_bytes
         return [self._close(group, grown, "evicted")] if crowded else []
 
 
-class EvictionsAreNotTold(GroupBuffer):
-    """Who makes way is gone."""
+class EvictionsAreNotReported(GroupBuffer):
+    """An evicted group is not reported."""
 
     def _make_room(self, group: GroupId, grown: Any) -> list[Flush]:
         super()._make_room(group, grown)
@@ -156,7 +156,7 @@ class EvictionsAreNotTold(GroupBuffer):
 
 
 class LeavesTwice(GroupBuffer):
-    """A group that has left whole waits on."""
+    """A group that has left whole still waits."""
 
     def _close(self, group: GroupId, pending: Any, why: Why) -> Flush:
         waits = group in self._waiting
@@ -167,15 +167,15 @@ class LeavesTwice(GroupBuffer):
         return parting
 
 
-class SwallowsTheLate(GroupBuffer):
-    """Of what is late nothing is told."""
+class LatePiecesAreLost(GroupBuffer):
+    """Late pieces are not reported."""
 
     def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
         return [parting for parting in super().take(piece, now_s) if parting.why != "late"]
 
 
-class SwallowsInPassing(GroupBuffer):
-    """Of a piece that is refused in part, the rest is not taken."""
+class TheRestOfAPieceIsLost(GroupBuffer):
+    """The rest of a partly refused piece is lost."""
 
     def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
         refused = mask_of(piece.repetition_ids.tolist()) & ~self._whole
@@ -184,7 +184,7 @@ class SwallowsInPassing(GroupBuffer):
         return super().take(piece, now_s)
 
 
-class TheLastComeLeaveFirst(GroupBuffer):
+class TheLastLeaveFirst(GroupBuffer):
     """Groups that are due together leave in any order."""
 
     def expire(self, now_s: float) -> list[Flush]:
@@ -192,7 +192,7 @@ class TheLastComeLeaveFirst(GroupBuffer):
 
 
 class KeepsTheSlot(GroupBuffer):
-    """What waits lies where it came from."""
+    """Waiting pieces are not copied."""
 
     def _add(self, group: GroupId, mask: int, piece: TrajectoryGroup, pending: Any) -> list[Flush]:
         parted = super()._add(group, mask, piece, pending)
@@ -201,7 +201,7 @@ class KeepsTheSlot(GroupBuffer):
 
 
 class ClosesBeforeItLeaves(GroupBuffer):
-    """A group that waits is taken for one that has left."""
+    """A waiting group is treated as one that has left."""
 
     def _add(self, group: GroupId, mask: int, piece: TrajectoryGroup, pending: Any) -> list[Flush]:
         parted = super()._add(group, mask, piece, pending)
@@ -210,7 +210,7 @@ class ClosesBeforeItLeaves(GroupBuffer):
 
 
 class KeepsTheRest(GroupBuffer):
-    """What waits when the stream ends waits on."""
+    """Waiting groups stay when the stream ends."""
 
     def finish(self) -> list[Flush]:
         return []

@@ -1,4 +1,4 @@
-"""`GroupBuffer` against a list of deliveries: which of them wait, which left with which, and which were refused.
+"""`GroupBuffer` against a list of deliveries: those that wait, that left together, and that were refused.
 
 Pieces come in any order, some twice, some of groups that have left, while time passes in steps of any length. Each
 delivery of a trajectory is known by its reward, so that of two copies it is seen which one went on.
@@ -24,17 +24,17 @@ from penstock.testing import group
 
 __all__ = ["ASSEMBLY_RULES", "AssemblyMachine"]
 
-WHOLE = "a group leaves when its last repetition has come, and not before"
+WHOLE = "a group leaves when its last repetition is received, and not before"
 DUE = "a group that is not whole leaves at its deadline, no sooner and no later"
-ROOM = "who has waited longest makes way, and nobody without need"
-LEFT_OVER = "at the end everything leaves that waits"
-COPIES = "a copy of what waits is refused, and the first goes on"
-LATE = "what comes of a group that has left is late, as long as that is remembered, and begins nothing"
+ROOM = "the group that has waited longest is evicted, and none without need"
+LEFT_OVER = "at the end all waiting groups leave"
+COPIES = "a copy of a waiting trajectory is refused, and the first one kept"
+LATE = "a piece of a group that has left is late, as long as that is remembered, and begins no group"
 BEYOND = "a repetition that a group does not have is refused"
-IN_ORDER = "groups leave in the order in which they became whole, or due, or were in the way"
-ONCE = "every trajectory that came waits, has left or was refused, once, and with its own group"
-BOUNDED = "what waits and what is remembered is never above its bounds"
-COPIED = "what waits is a copy"
+IN_ORDER = "groups leave in the order in which they became whole, due or evicted"
+ONCE = "every received trajectory waits, has left or was refused, once, and with its own group"
+BOUNDED = "waiting and remembered groups are never above their bounds"
+COPIED = "a waiting piece is a copy"
 
 ASSEMBLY_RULES = (WHOLE, DUE, ROOM, LEFT_OVER, COPIES, LATE, BEYOND, IN_ORDER, ONCE, BOUNDED, COPIED)
 
@@ -52,14 +52,14 @@ SIZE = 3
 DEADLINE_S = 10
 MAX_GROUPS = 3
 MAX_BYTES = 496
-"""Some six repetitions of two tokens; one of 50 takes it all, and one of 60 alone is too large."""
+"""Bytes of about six repetitions of two tokens; one of 50 tokens fills it, and one of 60 is too large."""
 MAX_CLOSED = 2
 NAMES = "abcdefg"
-"""Of prompts: besides those that are remembered to have left, more than may wait."""
+"""Names of prompts: more than may wait, besides those that are remembered to have left."""
 
 
 class Expected(NamedTuple):
-    """A parting as it should be: the deliveries that leave, or the repetitions that are refused."""
+    """An expected result: the deliveries that leave, or the repetitions that are refused."""
 
     name: str
     why: Why
@@ -76,7 +76,7 @@ class Waiting:
 
 
 class AssemblyMachine(RuleBasedStateMachine):
-    """The stash, and what comes to it."""
+    """The buffer, and its deliveries."""
 
     assembly: type[GroupBuffer] = GroupBuffer
 
@@ -90,7 +90,7 @@ class AssemblyMachine(RuleBasedStateMachine):
         self.closed: list[str] = []
         self.received = 0
         self.places: Counter[str] = Counter()
-        """How many trajectories are where, as the real one says."""
+        """The number of trajectories in each state, as the buffer reports them."""
         self.left: set[int] = set()
         """Deliveries that left."""
 
@@ -122,7 +122,7 @@ class AssemblyMachine(RuleBasedStateMachine):
 
     @rule(names=st.permutations(NAMES), repetition=st.integers(0, SIZE - 1))
     def crowd(self, names: list[str], repetition: int) -> None:
-        """One of each comes: some have to make way."""
+        """Deliver one piece of each prompt: some groups have to be evicted."""
         for name in names:
             self.deliver(name, [repetition], 1, 0)
 
@@ -140,7 +140,7 @@ class AssemblyMachine(RuleBasedStateMachine):
             self._compare(self.real.expire(self.now_s), self._expected_to_expire())
 
     def teardown(self) -> None:
-        """The stream ends."""
+        """End the stream."""
         if is_broken():
             return
         self._compare(self.real.finish(), [self._closes(name, "left over") for name in list(self.waiting)])

@@ -1,4 +1,4 @@
-"""The assembly of a few groups, small enough to be searched to the end: every order of pieces, copies and deadlines.
+"""The assembly of a few groups, small enough for an exhaustive search: every order of pieces, copies and deadlines.
 
 Pieces of some prompts come one by one, each up to twice, while time passes in steps between them. Beside the real
 `GroupBuffer` only numbers are kept: how often each trajectory has come, has left and was refused. A rule is checked in
@@ -23,13 +23,13 @@ SIZE = 2
 """Repetitions of a whole group."""
 DEADLINE_S = 2
 
-CONSERVED = "however often a trajectory came, so often it waits, has left and was refused"
-ONCE = "of a group that is remembered no trajectory leaves twice"
-WHOLE = "what is whole does not wait, and nothing else leaves as whole"
-DUE = "nothing waits beyond its deadline, and nothing leaves as overdue before it"
-BOUNDED = "what waits and what is remembered is never above its bounds"
+CONSERVED = "a trajectory waits, has left and was refused as often as it was received"
+ONCE = "no trajectory of a remembered group leaves twice"
+WHOLE = "a whole group does not wait, and no other leaves as whole"
+DUE = "no group waits beyond its deadline, and none leaves as overdue before it"
+BOUNDED = "waiting and remembered groups are never above their bounds"
 CLOSED = "a group that is remembered to have left does not wait"
-REST = "at the end nothing waits"
+REST = "at the end no group waits"
 
 RULES = (CONSERVED, ONCE, WHOLE, DUE, BOUNDED, CLOSED, REST)
 
@@ -41,7 +41,7 @@ def _piece(prompt: int, repetitions: tuple[int, ...]) -> TrajectoryGroup:
 
 
 class PendingGroup:
-    """The assembly, what came to it, and what became of that."""
+    """The assembly, its deliveries, and their outcomes."""
 
     def __init__(
         self, prompts: int, *, most: int, ticks: int, max_groups: int, max_closed: int, assembly: type[GroupBuffer]
@@ -51,7 +51,7 @@ class PendingGroup:
         )
         self.prompts = prompts
         self.most = most
-        """How often each piece may come."""
+        """The number of deliveries of each piece, at most."""
         self.ticks = ticks
         self.max_groups = max_groups
         self.max_closed = max_closed
@@ -64,7 +64,7 @@ class PendingGroup:
     # -- what may happen ---------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Step]:
-        """Everything that may happen next."""
+        """Yield the steps that are possible next."""
         if self.ended:
             return
         for prompt in range(self.prompts):
@@ -78,18 +78,18 @@ class PendingGroup:
         yield ("end",)
 
     def deliver(self, prompt: int, repetitions: tuple[int, ...]) -> None:
-        """A piece comes."""
+        """Deliver a piece."""
         for repetition in repetitions:
             self.received[prompt][repetition] += 1
         self._note(self.real.take(_piece(prompt, repetitions), self.now_s))
 
     def tick(self) -> None:
-        """A second passes."""
+        """Let a second pass."""
         self.now_s += 1
         self._note(self.real.expire(self.now_s))
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End the stream."""
         self.ended = True
         self._note(self.real.finish())
 
@@ -104,7 +104,7 @@ class PendingGroup:
             hold(DUE, why != "overdue" or self.now_s >= DEADLINE_S, why)
 
     def check(self) -> None:
-        """The rules that hold at any moment."""
+        """Check the rules that hold in every state."""
         real = self.real
         waiting = {int(name.instance_id): each for name, each in real._waiting.items()}
         for prompt in range(self.prompts):
@@ -128,7 +128,7 @@ class PendingGroup:
 def states(
     prompts: int, *, most: int, ticks: int, max_groups: int, max_closed: int, assembly: type[GroupBuffer] = GroupBuffer
 ) -> int:
-    """Look at every state; returns how many there are.
+    """Check every state; return their number.
 
     Raises:
         Broken: a rule does not hold in one of them.

@@ -1,4 +1,4 @@
-"""Ledgers with one small fault each, for test_mutants: every one breaks a rule that is known by name."""
+"""Ledgers with one small fault each, for test_mutants: each breaks a named rule."""
 
 # ruff: noqa: ARG002 (not to heed an argument may well be the fault)
 
@@ -23,19 +23,19 @@ __all__ = [
     "CommitsAgain",
     "CommitsHalf",
     "CommitsTheLastPiece",
+    "CopiesAreNotReported",
     "CopiesAreTheWorkers",
+    "DeadWorkersAreForgotten",
     "EndsCountTwice",
     "EndsWhatHasEnded",
     "FailedSendsCount",
     "ForgetsWhatWasTrained",
     "LosesNothing",
-    "NobodyHearsOfCopies",
+    "ReportsAreIgnored",
     "SendsCopies",
     "SettlesWithoutCounting",
     "TakesCopies",
-    "TakesOverWithoutSaying",
-    "TheDeadAreForgotten",
-    "WorkersAreNotHeard",
+    "TakesOverWithoutReporting",
 ]
 
 
@@ -46,8 +46,8 @@ class EndsCountTwice(Ledger):
         super()._count(state, reason, 2 * count)
 
 
-class TakesOverWithoutSaying(Ledger):
-    """What was taken over from a worker counts as in flight in both places."""
+class TakesOverWithoutReporting(Ledger):
+    """Trajectories taken over from a worker count as in flight in both processes."""
 
     def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
         refused = super().take_over(record, origin, counters)
@@ -57,7 +57,7 @@ class TakesOverWithoutSaying(Ledger):
 
 
 class TakesCopies(Ledger):
-    """What is in flight already is taken over once more."""
+    """Trajectories in flight are taken over again."""
 
     def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
         super().take_over(record, origin, counters)
@@ -65,7 +65,7 @@ class TakesCopies(Ledger):
 
 
 class SendsCopies(Ledger):
-    """What was handed over already goes once more."""
+    """Trajectories that were handed over are sent again."""
 
     def hand_over(self, record: Any) -> int:
         super().hand_over(record)
@@ -82,8 +82,8 @@ class CopiesAreTheWorkers(Ledger):
         return refused
 
 
-class NobodyHearsOfCopies(Ledger):
-    """A worker is not told that a copy was refused."""
+class CopiesAreNotReported(Ledger):
+    """A refused copy is not reported to its worker."""
 
     def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
         entered = False
@@ -98,14 +98,14 @@ class NobodyHearsOfCopies(Ledger):
 
 
 class FailedSendsCount(Ledger):
-    """What could not be sent was sent."""
+    """A failed send counts as sent."""
 
     def take_back(self, record: Any) -> None:
-        """Not at all."""
+        """Do nothing."""
 
 
 class AdmitsAgain(Ledger):
-    """What is in flight is admitted once more."""
+    """Trajectories in flight are admitted again."""
 
     def admit(self, group: GroupId, repetitions: Iterable[int]) -> int:
         listed = list(repetitions)
@@ -115,15 +115,15 @@ class AdmitsAgain(Ledger):
         return len(listed)
 
 
-class WorkersAreNotHeard(Ledger):
-    """What a worker counts stays with it."""
+class ReportsAreIgnored(Ledger):
+    """The counters of a worker are not read."""
 
     def attach_counters(self, counters: SharedCounters) -> None:
         super().attach_counters(SharedCounters(bytearray(counters._words.nbytes)))
 
 
-class TheDeadAreForgotten(Ledger):
-    """What a dead worker held is in nobody's books."""
+class DeadWorkersAreForgotten(Ledger):
+    """Trajectories of a dead worker are forgotten."""
 
     def detach_counters(self, counters: SharedCounters, reason: str) -> int:
         self._worker_counters = [each for each in self._worker_counters if each is not counters]
@@ -142,14 +142,14 @@ class ClosesTwice(Ledger):
 
 
 class AllowancesAreNotFreed(Ledger):
-    """A worker that hears of an end makes no room."""
+    """An end that is reported to a worker frees no allowance."""
 
     def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
         self.step = max(self.step, step)
 
 
 class SettlesWithoutCounting(Ledger):
-    """A worker that hears of an end forgets the trajectory, and not how it ended."""
+    """An end that is reported to a worker removes the trajectory, and is not counted."""
 
     def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
         before = self._ended.copy()
@@ -158,7 +158,7 @@ class SettlesWithoutCounting(Ledger):
 
 
 class EndsWhatHasEnded(Ledger):
-    """What is not in flight may end."""
+    """A trajectory that is not in flight may end."""
 
     def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
         ids = list(what.ids if isinstance(what, TrajectoryGroup) else what)
@@ -166,7 +166,7 @@ class EndsWhatHasEnded(Ledger):
 
 
 class CommitsHalf(Ledger):
-    """A batch that is refused was counted up to where it is wrong."""
+    """A refused batch is counted up to its error."""
 
     def commit(self, batch: TrainBatch, step: int) -> None:
         try:
@@ -179,7 +179,7 @@ class CommitsHalf(Ledger):
 
 
 class CommitsTheLastPiece(Ledger):
-    """Where a prompt stands in several places of a batch, only what comes last is trained."""
+    """Of a prompt at several positions of a batch, only the last is trained."""
 
     def commit(self, batch: TrainBatch, step: int) -> None:
         self._expect_no_copies(batch)
@@ -193,7 +193,7 @@ class CommitsTheLastPiece(Ledger):
 
 
 class CommitsAgain(Ledger):
-    """What was trained may be trained again."""
+    """A trained trajectory may be trained again."""
 
     def commit(self, batch: TrainBatch, step: int) -> None:
         with suppress(LedgerImbalance):
@@ -201,7 +201,7 @@ class CommitsAgain(Ledger):
 
 
 class ForgetsWhatWasTrained(Ledger):
-    """A committed id may come back."""
+    """A committed id may be admitted again."""
 
     def commit(self, batch: TrainBatch, step: int) -> None:
         super().commit(batch, step)
@@ -209,7 +209,7 @@ class ForgetsWhatWasTrained(Ledger):
 
 
 class LosesNothing(Ledger):
-    """At the end of a run, what is in flight is left so."""
+    """Trajectories in flight at the end of a run stay in flight."""
 
     def lose(self, reason: str) -> int:
         return sum(self.detach_counters(counters, reason) for counters in list(self._worker_counters))

@@ -1,4 +1,4 @@
-"""`Ledger` and `SharedCounters` against a list of deliveries: where each is, and how it ended.
+"""`Ledger` and `SharedCounters` against a list of deliveries, with the place and the end state of each.
 
 Workers sample, fail, send and are killed; the trainer's process receives, ends, commits and tells. A worker hears of
 ends late, and its page outlives it. The same trajectory may be sampled by several, and sent twice.
@@ -27,19 +27,19 @@ from penstock.testing import group
 __all__ = ["LEDGER_RULES", "LedgerMachine"]
 
 BALANCED = "admitted = ended + in flight, at any moment and in every process"
-TRUE = "the books say how many trajectories were admitted, are in flight, and ended how and why"
-OPEN = "the books know which trajectories are in flight and which were trained"
-PACED = "a worker's allowance is free again when it has heard of an end"
+TRUE = "the ledger has the right numbers of admitted and ended trajectories and of those in flight, with reasons"
+OPEN = "the ledger knows the trajectories in flight and the trained ones"
+PACED = "a worker's allowance is free again when an end was reported to it"
 ONE_END = "a trajectory ends once"
 ONE_COMMIT = "a trajectory is trained at most once"
-NEW = "what is in flight already is not admitted again"
-COPIES = "of what is delivered twice the first goes on, and the other is rejected where it enters"
+NEW = "a trajectory in flight is not admitted again"
+COPIES = "of two deliveries of a trajectory the first passes, and the other is rejected on arrival"
 
 LEDGER_RULES = (BALANCED, TRUE, OPEN, PACED, ONE_END, ONE_COMMIT, NEW, COPIES)
 
 ENDS = st.sampled_from(["filtered", "stale", "rejected", "failed"])
 PLACES = 2
-"""Workers at a time."""
+"""Workers at the same time."""
 
 BEFORE = GroupId("test", "trained by the run before")
 
@@ -54,16 +54,16 @@ class Worker:
     """The trainer's view of its page."""
     alive: bool = True
     wire: deque[list[Tracked]] = field(default_factory=deque)
-    """Groups on their way."""
+    """Groups in transit."""
     unread: deque[tuple[GroupId, int, EndState, int]] = field(default_factory=deque)
-    """Ends on their way back, as they are told."""
+    """Ends in transit to the worker."""
     allowance: set[TrajectoryId] = field(default_factory=set)
-    """What it has in flight as far as it knows."""
+    """Trajectories in flight, as far as the worker knows."""
 
 
 @dataclass(eq=False)
 class Tracked:
-    """One delivery of a trajectory, and where it is."""
+    """One delivery of a trajectory, and its place."""
 
     one: TrajectoryId
     worker: Worker | None
@@ -116,7 +116,7 @@ class LedgerMachine(RuleBasedStateMachine):
             hold(
                 PACED,
                 any(mask >> trajectory.one.repetition_id & 1 for _, mask, _, _ in reports),
-                f"{trajectory.one} is not told",
+                f"{trajectory.one} is not reported",
             )
         trajectory.place, trajectory.state, trajectory.reason = "ended", state, reason
 
@@ -126,7 +126,7 @@ class LedgerMachine(RuleBasedStateMachine):
         } | self.trained_before
 
     def _why_a_copy(self, one: TrajectoryId) -> str:
-        """Why the trainer's books refuse it now; empty if they do not."""
+        """Return the reason for which the trainer's ledger refuses it now; empty if it does not."""
         if one in self._trained():
             return "trained already"
         return "in flight already" if any(trajectory.one == one for trajectory in self._at("trainer")) else ""
@@ -148,14 +148,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS)
     def admit_what_was_before(self, pick: int) -> None:
-        """What another sampled, or it itself, or the run before."""
+        """Admit a trajectory that another worker, this one, or the run before has sampled."""
         worker, one = any_of(self._alive(), pick), any_of(self._ever(), pick)
         new = [] if one in worker.allowance else [one]
         hold(NEW, worker.ledger.admit(one.group, [one.repetition_id]) == len(new), one)
         self._entered(worker, new)
 
     def _sampling(self) -> list[Tracked]:
-        """What is with workers that live."""
+        """Return the trajectories in live workers."""
         return [
             trajectory for trajectory in self._at("worker") if trajectory.worker is not None and trajectory.worker.alive
         ]
@@ -175,7 +175,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._sampling())
     @rule(pick=PICKS, fails_first=st.booleans())
     def send(self, pick: int, *, fails_first: bool) -> None:
-        """What a worker still has of a prompt leaves as one group, at the first attempt or at the second."""
+        """Send a worker's remaining trajectories of a prompt as one group, at the first or the second attempt."""
         trajectory = any_of(self._sampling(), pick)
         worker = trajectory.worker
         assert worker is not None
@@ -200,7 +200,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self._end(again, "rejected", UNREPORTED)
 
     def _sent(self, worker: Worker) -> list[TrajectoryId]:
-        """What it sent, and does not know to have ended."""
+        """Return the trajectories that it sent, without those of known end."""
         return sorted(worker.allowance - {trajectory.one for trajectory in self._at("worker", worker)})
 
     @precondition(lambda self: any(worker.unread for worker in self._alive()))
@@ -247,7 +247,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS, new=st.booleans(), sampled_here=st.booleans())
     def receive_from_elsewhere(self, pick: int, *, new: bool, sampled_here: bool) -> None:
-        """From a source in the trainer's process, or one that keeps no account; a new group, or what was before."""
+        """Receive from a source in the trainer's process, or one without counters: a new group, or an earlier one."""
         ids = _ids(self._new_prompt(), 0b111) if new else [any_of(self._ever(), pick)]
         trajectories = [Tracked(one, None, "wire") for one in ids]
         take = self.trainer.hand_over if sampled_here else self.trainer.take_over
@@ -257,7 +257,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._at("trainer"))
     @rule(pick=PICKS, state=ENDS, reason=st.sampled_from(["old", ""]), whole=st.booleans())
     def end(self, pick: int, state: EndState, reason: str, *, whole: bool) -> None:
-        """One trajectory, or all that are here of its prompt."""
+        """End one trajectory, or all of its prompt."""
         trajectory = any_of(self._at("trainer"), pick)
         together = (
             [each for each in self._at("trainer") if each.one.group == trajectory.one.group] if whole else [trajectory]
@@ -269,7 +269,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._at("trainer"))
     @rule(pick=PICKS, prompts=st.integers(1, 3), first=st.integers(0, 3))
     def commit(self, pick: int, prompts: int, first: int) -> None:
-        """Some prompts are trained; what came of one in several pieces may stand in several places of the batch."""
+        """Train some prompts; the pieces of one may be at several positions of the batch."""
         names = sorted({trajectory.one.group for trajectory in self._at("trainer")})
         chosen = {any_of(names, pick + offset) for offset in range(prompts)}
         trajectories = [trajectory for trajectory in self._at("trainer") if trajectory.one.group in chosen]
@@ -283,7 +283,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS)
     def be_refused(self, pick: int) -> None:
-        """To end or train what is not here, or twice; to admit what was trained; a batch that holds a copy."""
+        """End or train an absent trajectory, or one twice; admit a trained one; send a batch with a copy."""
         here, never = self._here(), TrajectoryId("test", "never", pick % 3)
         elsewhere = any_of(sorted({*self._ever(), never} - set(here)), pick)
         self._refused(ONE_END, self.trainer.end, [*here, elsewhere], "filtered")
@@ -299,7 +299,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self._refused(COPIES, self.trainer.hand_over, _batch([one], [never]))
 
     def _refused(self, name: str, step: Callable[..., Any], *arguments: Any) -> None:
-        """An imbalance is an error, and nothing is counted."""
+        """Assert that an imbalance is an error, and that nothing is counted."""
         try:
             step(*arguments)
         except LedgerImbalance:
@@ -311,7 +311,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS, arrived=st.integers(0, 3), again=st.booleans())
     def kill(self, pick: int, arrived: int, *, again: bool) -> None:
-        """A worker dies; what it had published is received, its account is closed, and another takes its place."""
+        """Kill a worker; its published records are received, its counters closed, and another one replaces it."""
         worker = any_of(self._alive(), pick)
         worker.alive = False
         while len(worker.wire) > arrived:  # never published
@@ -324,7 +324,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not worker.alive for worker in self.workers))
     @rule(pick=PICKS)
     def settle_a_death(self, pick: int) -> None:
-        """It takes a while until all has been received that a dead worker had published."""
+        """Receive the published records of a dead worker, one after another."""
         self._settle(any_of([worker for worker in self.workers if not worker.alive], pick))
 
     def _settle(self, worker: Worker) -> None:
@@ -340,7 +340,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.workers.remove(worker)
 
     def teardown(self) -> None:
-        """The run ends: what is in flight is lost, and no page is open any more."""
+        """End the run: trajectories in flight are lost, and all pages are closed."""
         if is_broken():
             return
         in_flight = [trajectory for trajectory in self.trajectories if trajectory.place != "ended"]
@@ -389,7 +389,7 @@ def _ids(name: GroupId, mask: int) -> list[TrajectoryId]:
 
 
 def _record(trajectories: list[Tracked]) -> TrajectoryGroup:
-    """The group that these leave as."""
+    """Return the group of these trajectories."""
     return _group(trajectories[0].one.instance_id, tuple(trajectory.one.repetition_id for trajectory in trajectories))
 
 
@@ -399,7 +399,7 @@ def _group(name: str, repetitions: tuple[int, ...]) -> TrajectoryGroup:
 
 
 def _batch(*parts: list[TrajectoryId]) -> TrainBatch:
-    """A batch of these trajectories; of one twice where it is in two parts."""
+    """Return a batch of these trajectories; a prompt in two parts is in it twice."""
     groups: list[TrajectoryGroup] = []
     for ids in parts:
         by_prompt: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""How the state machines of this folder are run: the same steps every time, and shortly.
+"""Run the state machines of this folder: the same steps every time, and few of them.
 
 A machine is what Hypothesis calls a rule-based state machine: it takes random steps with a real object and with a naive
 picture of it, and compares the two. A rule that breaks raises `Broken`, under the rule's name.
@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 __all__ = ["PICKS", "Machine", "any_of", "is_broken", "run"]
 
 PICKS = st.integers(0, 10**6)
-"""Which of several, whatever there are when the step is taken; see `any_of`."""
+"""A choice among the things that exist when the step is taken; see `any_of`."""
 
 T = TypeVar("T")
 
@@ -27,13 +27,13 @@ Machine: TypeAlias = type[RuleBasedStateMachine]
 
 
 def any_of(things: Iterable[T], pick: int) -> T:
-    """One of `things`."""
+    """Return one of `things`."""
     listed = list(things)
     return listed[pick % len(listed)]
 
 
 def is_broken() -> bool:
-    """Whether a rule has broken already: a machine is torn down then too, and should not complain of what follows."""
+    """Return whether a rule is broken: a machine is then torn down, and must not report other rules."""
     return sys.exc_info()[1] is not None
 
 

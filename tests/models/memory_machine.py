@@ -1,4 +1,4 @@
-"""The memory channel against a list: whoever is cancelled, nothing is lost, doubled, or waited for in vain."""
+"""The memory channel against a list: with any cancellations, no record is lost or duplicated, and no task hangs."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ __all__ = ["MEMORY_RULES", "MemoryMachine"]
 CAPACITY, CAPACITY_BYTES = 3, 10
 
 BOUNDED = "a channel holds no more than its capacity, in records and in bytes"
-ONCE = "what was sent is received once, in the order in which it was sent"
-UNDONE = "a send that is cancelled hands nothing over, and a receive that is cancelled takes nothing"
-AWAKE = "nobody waits for what is there"
-ENDS = "when one side has closed, nobody of the other waits"
+ONCE = "a sent record is received once, in the order of sending"
+UNDONE = "a cancelled send sends nothing, and a cancelled receive takes nothing"
+AWAKE = "no task waits for a record or room that exists"
+ENDS = "when one side has closed, no task of the other waits"
 
 MEMORY_RULES = (BOUNDED, ONCE, UNDONE, AWAKE, ENDS)
 
 
 @dataclass(frozen=True)
 class Record:
-    """Something of a size."""
+    """A record with a size."""
 
     number: int
     nbytes: int
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """Tasks send and receive and are cancelled; the event loop runs on only now and then."""
+    """Tasks send, receive and are cancelled; the event loop runs only sometimes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class MemoryMachine(RuleBasedStateMachine):
         self.sending: dict[int, asyncio.Task[None]] = {}
         self.receiving: list[asyncio.Task[None]] = []
         self.sent: list[int] = []
-        """Records that were handed over, in that order."""
+        """Sent records, in order."""
         self.received: list[int] = []
         self.begun = 0
 
     def channel(self) -> tuple[MemorySender[Record], MemoryReceiver[Record]]:
-        """What is looked at."""
+        """Return the channel under test."""
         return memory_channel[Record](CAPACITY, CAPACITY_BYTES)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -88,8 +88,8 @@ class MemoryMachine(RuleBasedStateMachine):
         any_of(self.receiving, pick).cancel()
 
     @rule(nbytes=st.integers(0, CAPACITY_BYTES))
-    def cancel_who_was_woken(self, nbytes: int) -> None:
-        """Who has waited longest is cancelled between its wake-up and its turn: the others are there yet."""
+    def cancel_a_woken_task(self, nbytes: int) -> None:
+        """Cancel the task that has waited longest between its wake-up and its turn."""
         self.come_to_rest()
         if self.receiving:
             self.outbox.send_nowait(Record(self.begun, nbytes))
@@ -102,7 +102,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def take_a_turn(self) -> None:
-        """A single pass of the loop: those that were woken go on, what they wake does not."""
+        """Run one pass of the loop: woken tasks continue, and those that they wake do not."""
         self._turn(1)
 
     @rule()

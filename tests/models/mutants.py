@@ -27,23 +27,23 @@ from tests.models.group_buffer_faults import (
     BeginsAnew,
     ClosesBeforeItLeaves,
     EveryPieceIsGivenTime,
-    EvictionsAreNotTold,
+    EvictionsAreNotReported,
     ExpiresASecondLate,
     ExpiresOneAtATime,
     KeepsTheRest,
     KeepsTheSlot,
+    LatePiecesAreLost,
+    LatePiecesRenewTheirGroup,
     LeavesTooEarly,
     LeavesTwice,
     MergesCopies,
-    NobodyMakesWay,
+    NothingIsEvicted,
     RemembersForEver,
     RoomIsNotGivenBack,
-    SwallowsInPassing,
-    SwallowsTheLate,
     TakesCopiesForLate,
-    TheLastComeLeaveFirst,
-    TheLateStretchTheirGroup,
-    TheNewestMakesWay,
+    TheLastLeaveFirst,
+    TheNewestIsEvicted,
+    TheRestOfAPieceIsLost,
     WaitsForMore,
 )
 from tests.models.group_buffer_machine import AssemblyMachine
@@ -54,19 +54,19 @@ from tests.models.ledger_faults import (
     CommitsAgain,
     CommitsHalf,
     CommitsTheLastPiece,
+    CopiesAreNotReported,
     CopiesAreTheWorkers,
+    DeadWorkersAreForgotten,
     EndsCountTwice,
     EndsWhatHasEnded,
     FailedSendsCount,
     ForgetsWhatWasTrained,
     LosesNothing,
-    NobodyHearsOfCopies,
+    ReportsAreIgnored,
     SendsCopies,
     SettlesWithoutCounting,
     TakesCopies,
-    TakesOverWithoutSaying,
-    TheDeadAreForgotten,
-    WorkersAreNotHeard,
+    TakesOverWithoutReporting,
 )
 from tests.models.ledger_machine import LedgerMachine
 from tests.models.machine import Machine, run
@@ -140,7 +140,7 @@ class FreeRunsStayApart(SlotTable):
 
 
 class SpansOverlap(SlotTable):
-    """A span is said to be one slot longer than what was taken for it."""
+    """A span is reported one slot longer than allocated."""
 
     def allocate(self, count: int, most: int = 0) -> Span | None:
         span = super().allocate(count, most)
@@ -170,7 +170,7 @@ class WhatIsWrittenIsReleased(SlotTable):
 
 
 class PublishedIsPublishedAgain(SlotTable):
-    """What is published may be published again."""
+    """A published span may be published again."""
 
     def publish(self, span: Span, sequence: int, records: int = 1) -> None:
         with suppress(IllegalTransition):
@@ -185,7 +185,7 @@ class AnyReleaseFrees(SlotTable):
 
 
 class TrimsKeepTheirSlots(SlotTable):
-    """What a span gives back is said to be free, and still belongs to it."""
+    """Slots that a span returns are reported free, and still belong to it."""
 
     def trim(self, span: Span, count: int) -> int:
         kept = span.count
@@ -213,13 +213,13 @@ class SlotsLeak(SlotTable):
 
 
 class TooLargeWaits(SlotTable):
-    """A span that can never be is waited for."""
+    """A span that can never be allocated is waited for."""
 
     def allocate(self, count: int, most: int = 0) -> Span | None:
         return super().allocate(count, most) if count <= self.slots else None
 
 
-# -- faults of what stands around it -----------------------------------------------------------------------------------
+# -- faults of its users -----------------------------------------------------------------------------------------------
 
 
 class PublishesBeforeItWrites(Line):
@@ -233,7 +233,7 @@ class PublishesBeforeItWrites(Line):
         return result
 
     def _copy(self, span: Span) -> None:
-        """Not yet."""
+        """Do nothing yet."""
 
     def publish(self) -> None:
         assert self.writing is not None
@@ -241,15 +241,15 @@ class PublishesBeforeItWrites(Line):
         super().publish()
 
 
-class SalvagesEverything(Line):
-    """What had arrived is recovered again."""
+class RecoversEverything(Line):
+    """Records that were received are recovered again."""
 
     def recover(self, sequence: int) -> list[Descriptor]:
         return super().recover(0)
 
 
-class SalvagesNothing(Line):
-    """What a dead process had published and its socket had not carried is forgotten."""
+class RecoversNothing(Line):
+    """Published records of a dead process whose descriptors were not delivered are forgotten."""
 
     def recover(self, sequence: int) -> list[Descriptor]:
         return super().recover(sequence)[:0]
@@ -272,11 +272,11 @@ class ReleasesTooEarly(Line):
         return result
 
     def _check_credit(self) -> None:
-        """Would find it a step earlier."""
+        """Check nothing: this would find it a step earlier."""
 
 
 class ForgetsARelease(Line):
-    """A lease that dies gives no credit back."""
+    """A lease that ends returns no credit."""
 
     def release(self, index: int) -> Step | None:
         result = super().release(index)
@@ -293,21 +293,21 @@ class ForgetsARecordAtTheFlush(Line):
 
 
 class NeverLearns(Line):
-    """The producer is not told that its receiver died."""
+    """The producer does not notice that its receiver died."""
 
     def steps(self) -> Iterator[Step]:
         return (step for step in super().steps() if step != ("learn",))
 
 
 class NeverSettles(Line):
-    """What a dead producer held is never counted as lost."""
+    """Records of a dead producer are never counted as lost."""
 
     def steps(self) -> Iterator[Step]:
         return (step for step in super().steps() if step != ("settle",))
 
 
 class ReleasesGoByPlace(Channel):
-    """What the receiver says to a dead producer reaches the one that took its place."""
+    """A message to a dead producer reaches the one that replaced it."""
 
     def _after(self, state: State, worker: Worker, step: Step) -> State:
         after = super()._after(state, worker, step)
@@ -319,21 +319,21 @@ class ReleasesGoByPlace(Channel):
         return after
 
 
-class HearsOfAnothers(Line):
-    """A line that takes what it is told for its own."""
+class TakesReleasesOfAnother(Line):
+    """A line accepts releases of another."""
 
     def receive_of_another(self, slot: int, generation: int) -> None:
         if self.alive:
             self.back.append((slot, generation))
 
     def _check_credit(self) -> None:
-        """Would find it before it is heard."""
+        """Check nothing: this would find it before it is received."""
 
 
 # -- faults of waiting -------------------------------------------------------------------------------------------------
 
 
-class WakeUpsDieWithTheCancelled(Waiters):
+class WakeUpsOfCancelledTasksAreLost(Waiters):
     """A wake-up that reaches a cancelled task is lost."""
 
     async def wait(self, *, first: bool = False) -> None:
@@ -346,13 +346,13 @@ class WakeUpsDieWithTheCancelled(Waiters):
 
 
 class TheLastComesFirst(Waiters):
-    """Whoever came last is woken first."""
+    """The newest waiter is woken first."""
 
     async def wait(self, *, first: bool = False) -> None:
         await super().wait(first=not first)
 
 
-class NobodyKeepsAPlace(Waiters):
+class NoTaskKeepsItsPlace(Waiters):
     """A task that was woken in vain goes to the end of the line."""
 
     async def wait(self, *, first: bool = False) -> None:
@@ -367,11 +367,11 @@ class WakesOneTooMany(Waiters):
         super().wake_one()
 
 
-# -- faults of the books -----------------------------------------------------------------------------------------------
+# -- faults of the accounting ------------------------------------------------------------------------------------------
 
 
 class DoesNotWaitForWhatWasPublished(WorkerAccounting):
-    """What a worker held is settled as soon as it was reaped."""
+    """A worker is settled as soon as it was reaped."""
 
     def ended(self, worker: str, reason: str, *, connected: bool = True, unaccounted_by: str = "") -> None:
         self._workers[worker].drained = True
@@ -379,7 +379,7 @@ class DoesNotWaitForWhatWasPublished(WorkerAccounting):
 
 
 class DoesNotWaitForTheReaper(WorkerAccounting):
-    """What a worker held is settled as soon as all was received."""
+    """A worker is settled as soon as all was received."""
 
     def closed(self, peer: Any) -> None:
         self._workers[peer.name].reason = "unknown"
@@ -391,7 +391,7 @@ class DoesNotWaitForTheReaper(WorkerAccounting):
 
 
 class BelievesAnyEnding(WorkerAccounting):
-    """A worker may end what another was handed."""
+    """A worker may end a trajectory of another."""
 
     def observed(self, peer: Any, payload: bytes) -> None:
         for name in list(self._workers):
@@ -399,10 +399,10 @@ class BelievesAnyEnding(WorkerAccounting):
 
 
 class ForgetsReasons(WorkerAccounting):
-    """What a worker tells is not noted."""
+    """The reasons of a worker's report are ignored."""
 
     def observed(self, peer: Any, payload: bytes) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class CountsTwice(WorkerAccounting):
@@ -414,7 +414,7 @@ class CountsTwice(WorkerAccounting):
 
 
 class PassesCopiesOn(WorkerAccounting):
-    """What the ledger refuses goes on."""
+    """Copies that the ledger refuses pass."""
 
     def received(self, peer: Any, record: Any) -> Any:
         super().received(peer, record)
@@ -422,7 +422,7 @@ class PassesCopiesOn(WorkerAccounting):
 
 
 class DropsTheRestOfACopy(WorkerAccounting):
-    """Of what is a copy in part nothing goes on."""
+    """The rest of a record with copies is dropped."""
 
     def received(self, peer: Any, record: Any) -> Any:
         passed = super().received(peer, record)
@@ -433,14 +433,14 @@ class DropsTheRestOfACopy(WorkerAccounting):
 
 
 class BytesDoNotCount(_Queue[Record]):
-    """There is room for as many bytes as come."""
+    """The channel has no bound in bytes."""
 
     def has_room(self, nbytes: int) -> bool:
         return super().has_room(0)
 
 
 class TheNewestIsReceived(MemoryReceiver[Record]):
-    """The record that came last goes first."""
+    """The newest record is received first."""
 
     def receive_nowait(self) -> Record:
         self._queue.records.reverse()
@@ -451,7 +451,7 @@ class TheNewestIsReceived(MemoryReceiver[Record]):
 
 
 class CancelledSendsArrive(MemorySender[Record]):
-    """A send that is cancelled while it waits has handed its record over nevertheless."""
+    """A send that is cancelled while it waits still sends its record."""
 
     async def _send_after_waiting(self, record: Record) -> None:
         try:
@@ -463,7 +463,7 @@ class CancelledSendsArrive(MemorySender[Record]):
 
 
 class ClosesQuietly(MemorySender[Record]):
-    """Nobody is told that the last sender has closed."""
+    """Receivers do not notice that the last sender has closed."""
 
     def _on_close(self) -> None:
         self._queue.senders -= 1
@@ -480,18 +480,18 @@ def channel_of(
     return outbox(made), inbox(made)
 
 
-# -- who catches them --------------------------------------------------------------------------------------------------
+# -- their detection ---------------------------------------------------------------------------------------------------
 
 
 class Catcher(NamedTuple):
-    """Where a fault is looked for."""
+    """A search that may detect a fault."""
 
     name: str
     look: Callable[[], object]
 
 
 def search(**faults: Any) -> Catcher:
-    """The search of a small channel: one producer, that may be killed and is started anew."""
+    """The search of a small channel: one producer, which may be killed and is restarted."""
     make: Callable[..., Channel] = faults.pop("channel", Channel)
     return Catcher("search", lambda: make((1, 1, 2), (1,), producers=1, copies=True, **faults).search())
 
@@ -530,18 +530,18 @@ MUTANTS = [
     Mutant(SpansOverlap, search(table=SpansOverlap), channel_model.ONE_OWNER),
     Mutant(SlotsLeak, search(table=SlotsLeak), channel_model.ONE_OWNER),
     Mutant(PublishesBeforeItWrites, search(line=PublishesBeforeItWrites), channel_model.BYTES),
-    Mutant(SalvagesEverything, search(line=SalvagesEverything), channel_model.ONCE),
-    Mutant(SalvagesNothing, search(line=SalvagesNothing), channel_model.DELIVERED),
+    Mutant(RecoversEverything, search(line=RecoversEverything), channel_model.ONCE),
+    Mutant(RecoversNothing, search(line=RecoversNothing), channel_model.DELIVERED),
     Mutant(ReleasesTooEarly, search(line=ReleasesTooEarly), channel_model.BYTES),
     Mutant(ForgetsARelease, search(line=ForgetsARelease), channel_model.CREDIT),
     Mutant(ForgetsARecordAtTheFlush, search(line=ForgetsARecordAtTheFlush), channel_model.CREDIT),
     Mutant(NeverLearns, search(line=NeverLearns), channel_model.DELIVERED),
     Mutant(NeverSettles, search(line=NeverSettles), channel_model.ENDED),
-    Mutant(ReleasesGoByPlace, search(channel=ReleasesGoByPlace, line=HearsOfAnothers), channel_model.BELIEVED),
+    Mutant(ReleasesGoByPlace, search(channel=ReleasesGoByPlace, line=TakesReleasesOfAnother), channel_model.BELIEVED),
     Mutant(EndsCountTwice, search(ledger=EndsCountTwice), channel_model.BALANCE),
-    Mutant(TakesOverWithoutSaying, search(ledger=TakesOverWithoutSaying), channel_model.BALANCE),
-    Mutant(WorkersAreNotHeard, search(ledger=WorkersAreNotHeard), channel_model.TRUTH),
-    Mutant(TheDeadAreForgotten, search(ledger=TheDeadAreForgotten), channel_model.TRUTH),
+    Mutant(TakesOverWithoutReporting, search(ledger=TakesOverWithoutReporting), channel_model.BALANCE),
+    Mutant(ReportsAreIgnored, search(ledger=ReportsAreIgnored), channel_model.TRUTH),
+    Mutant(DeadWorkersAreForgotten, search(ledger=DeadWorkersAreForgotten), channel_model.TRUTH),
     Mutant(AllowancesAreNotFreed, search(ledger=AllowancesAreNotFreed), channel_model.TRUTH),
     Mutant(SettlesWithoutCounting, search(ledger=SettlesWithoutCounting), channel_model.BALANCE),
     Mutant(LosesNothing, search(ledger=LosesNothing), channel_model.TRUTH),
@@ -550,8 +550,8 @@ MUTANTS = [
     Mutant(BeginsAnew, gather(BeginsAnew), group_buffer_model.ONCE),
     Mutant(WaitsForMore, gather(WaitsForMore), group_buffer_model.WHOLE),
     Mutant(ExpiresASecondLate, gather(ExpiresASecondLate), group_buffer_model.DUE),
-    Mutant(NobodyMakesWay, gather(NobodyMakesWay), group_buffer_model.BOUNDED),
-    Mutant(EvictionsAreNotTold, gather(EvictionsAreNotTold), group_buffer_model.CONSERVED),
+    Mutant(NothingIsEvicted, gather(NothingIsEvicted), group_buffer_model.BOUNDED),
+    Mutant(EvictionsAreNotReported, gather(EvictionsAreNotReported), group_buffer_model.CONSERVED),
     Mutant(ClosesBeforeItLeaves, gather(ClosesBeforeItLeaves), group_buffer_model.CLOSED),
     Mutant(KeepsTheRest, gather(KeepsTheRest), group_buffer_model.REST),
     # The machines, tests/models/test_machines.py:
@@ -566,17 +566,19 @@ MUTANTS = [
     Mutant(TrimsKeepTheirSlots, machine(SlotMachine, table=TrimsKeepTheirSlots), slot_machine.OWNERS),
     Mutant(TooLargeWaits, machine(SlotMachine, table=TooLargeWaits), slot_machine.NEVER),
     Mutant(EndsCountTwice, machine(LedgerMachine, ledger=EndsCountTwice), ledger_machine.BALANCED),
-    Mutant(TakesOverWithoutSaying, machine(LedgerMachine, ledger=TakesOverWithoutSaying), ledger_machine.BALANCED),
+    Mutant(
+        TakesOverWithoutReporting, machine(LedgerMachine, ledger=TakesOverWithoutReporting), ledger_machine.BALANCED
+    ),
     Mutant(AdmitsAgain, machine(LedgerMachine, ledger=AdmitsAgain), ledger_machine.NEW),
     Mutant(TakesCopies, machine(LedgerMachine, ledger=TakesCopies), ledger_machine.COPIES),
     Mutant(SendsCopies, machine(LedgerMachine, ledger=SendsCopies), ledger_machine.COPIES),
     Mutant(FailedSendsCount, machine(LedgerMachine, ledger=FailedSendsCount), ledger_machine.COPIES),
     Mutant(CopiesAreTheWorkers, machine(LedgerMachine, ledger=CopiesAreTheWorkers), ledger_machine.BALANCED),
-    Mutant(NobodyHearsOfCopies, machine(LedgerMachine, ledger=NobodyHearsOfCopies), ledger_machine.PACED),
-    Mutant(WorkersAreNotHeard, machine(LedgerMachine, ledger=WorkersAreNotHeard), ledger_machine.TRUE),
+    Mutant(CopiesAreNotReported, machine(LedgerMachine, ledger=CopiesAreNotReported), ledger_machine.PACED),
+    Mutant(ReportsAreIgnored, machine(LedgerMachine, ledger=ReportsAreIgnored), ledger_machine.TRUE),
     Mutant(
-        TheDeadAreForgotten,
-        machine(LedgerMachine, ledger=TheDeadAreForgotten),
+        DeadWorkersAreForgotten,
+        machine(LedgerMachine, ledger=DeadWorkersAreForgotten),
         ledger_machine.TRUE,
         ledger_machine.BALANCED,
     ),
@@ -604,7 +606,9 @@ MUTANTS = [
         or_rule=group_buffer_machine.LATE,
     ),
     Mutant(
-        TheLateStretchTheirGroup, machine(AssemblyMachine, assembly=TheLateStretchTheirGroup), group_buffer_machine.LATE
+        LatePiecesRenewTheirGroup,
+        machine(AssemblyMachine, assembly=LatePiecesRenewTheirGroup),
+        group_buffer_machine.LATE,
     ),
     Mutant(LeavesTooEarly, machine(AssemblyMachine, assembly=LeavesTooEarly), group_buffer_machine.WHOLE),
     Mutant(
@@ -616,20 +620,20 @@ MUTANTS = [
     Mutant(EveryPieceIsGivenTime, machine(AssemblyMachine, assembly=EveryPieceIsGivenTime), group_buffer_machine.DUE),
     Mutant(ExpiresOneAtATime, machine(AssemblyMachine, assembly=ExpiresOneAtATime), group_buffer_machine.DUE),
     Mutant(RoomIsNotGivenBack, machine(AssemblyMachine, assembly=RoomIsNotGivenBack), group_buffer_machine.BOUNDED),
-    Mutant(NobodyMakesWay, machine(AssemblyMachine, assembly=NobodyMakesWay), group_buffer_machine.ROOM),
-    Mutant(TheNewestMakesWay, machine(AssemblyMachine, assembly=TheNewestMakesWay), group_buffer_machine.ROOM),
-    Mutant(EvictionsAreNotTold, machine(AssemblyMachine, assembly=EvictionsAreNotTold), group_buffer_machine.ONCE),
-    Mutant(LeavesTwice, machine(AssemblyMachine, assembly=LeavesTwice), group_buffer_machine.ONCE),
-    Mutant(SwallowsTheLate, machine(AssemblyMachine, assembly=SwallowsTheLate), group_buffer_machine.ONCE),
-    Mutant(SwallowsInPassing, machine(AssemblyMachine, assembly=SwallowsInPassing), group_buffer_machine.ONCE),
+    Mutant(NothingIsEvicted, machine(AssemblyMachine, assembly=NothingIsEvicted), group_buffer_machine.ROOM),
+    Mutant(TheNewestIsEvicted, machine(AssemblyMachine, assembly=TheNewestIsEvicted), group_buffer_machine.ROOM),
     Mutant(
-        TheLastComeLeaveFirst, machine(AssemblyMachine, assembly=TheLastComeLeaveFirst), group_buffer_machine.IN_ORDER
+        EvictionsAreNotReported, machine(AssemblyMachine, assembly=EvictionsAreNotReported), group_buffer_machine.ONCE
     ),
+    Mutant(LeavesTwice, machine(AssemblyMachine, assembly=LeavesTwice), group_buffer_machine.ONCE),
+    Mutant(LatePiecesAreLost, machine(AssemblyMachine, assembly=LatePiecesAreLost), group_buffer_machine.ONCE),
+    Mutant(TheRestOfAPieceIsLost, machine(AssemblyMachine, assembly=TheRestOfAPieceIsLost), group_buffer_machine.ONCE),
+    Mutant(TheLastLeaveFirst, machine(AssemblyMachine, assembly=TheLastLeaveFirst), group_buffer_machine.IN_ORDER),
     Mutant(KeepsTheSlot, machine(AssemblyMachine, assembly=KeepsTheSlot), group_buffer_machine.COPIED),
     Mutant(KeepsTheRest, machine(AssemblyMachine, assembly=KeepsTheRest), group_buffer_machine.LEFT_OVER),
     Mutant(
-        WakeUpsDieWithTheCancelled,
-        machine(WaitingMachine, waiters=WakeUpsDieWithTheCancelled),
+        WakeUpsOfCancelledTasksAreLost,
+        machine(WaitingMachine, waiters=WakeUpsOfCancelledTasksAreLost),
         waiting_machine.PASSED_ON,
     ),
     Mutant(
@@ -639,8 +643,8 @@ MUTANTS = [
         or_rule=waiting_machine.PASSED_ON,
     ),
     Mutant(
-        NobodyKeepsAPlace,
-        machine(WaitingMachine, waiters=NobodyKeepsAPlace),
+        NoTaskKeepsItsPlace,
+        machine(WaitingMachine, waiters=NoTaskKeepsItsPlace),
         waiting_machine.IN_ORDER,
         or_rule=waiting_machine.PASSED_ON,
     ),
@@ -651,8 +655,8 @@ MUTANTS = [
         or_rule=waiting_machine.IN_ORDER,
     ),
     Mutant(
-        WakeUpsDieWithTheCancelled,
-        machine(MemoryMachine, channel=lambda _: channel_of(waiters=WakeUpsDieWithTheCancelled)),
+        WakeUpsOfCancelledTasksAreLost,
+        machine(MemoryMachine, channel=lambda _: channel_of(waiters=WakeUpsOfCancelledTasksAreLost)),
         memory_machine.AWAKE,
     ),
     Mutant(
@@ -675,9 +679,9 @@ MUTANTS = [
         DoesNotWaitForWhatWasPublished,
         machine(SourceMachine, accounting_type=DoesNotWaitForWhatWasPublished),
         accounting_machine.SETTLED,
-        accounting_machine.TOLD,
+        accounting_machine.REPORTED,
     ),
-    Mutant(ForgetsReasons, machine(SourceMachine, accounting_type=ForgetsReasons), accounting_machine.TOLD),
+    Mutant(ForgetsReasons, machine(SourceMachine, accounting_type=ForgetsReasons), accounting_machine.REPORTED),
     Mutant(CountsTwice, machine(SourceMachine, accounting_type=CountsTwice), accounting_machine.COUNTED),
     Mutant(PassesCopiesOn, machine(SourceMachine, accounting_type=PassesCopiesOn), accounting_machine.COPIES),
     Mutant(DropsTheRestOfACopy, machine(SourceMachine, accounting_type=DropsTheRestOfACopy), accounting_machine.COPIES),
@@ -686,7 +690,7 @@ MUTANTS = [
         DoesNotWaitForTheReaper,
         machine(RelayMachine, accounting_type=DoesNotWaitForTheReaper),
         accounting_machine.SETTLED,
-        or_rule=accounting_machine.TOLD,
+        or_rule=accounting_machine.REPORTED,
     ),
     Mutant(BelievesAnyEnding, machine(RelayMachine, accounting_type=BelievesAnyEnding), accounting_machine.SETTLED),
 ]

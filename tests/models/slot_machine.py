@@ -18,11 +18,11 @@ __all__ = ["SLOT_RULES", "SlotMachine"]
 SLOTS = 8
 
 FIRST_FIT = "a span is adjacent free slots, the first that there are"
-OWNERS = "every slot has the owner it was given to, or none"
+OWNERS = "every slot has the owner that allocated it, or none"
 GENERATIONS = "each use of a first slot is its next generation"
-REFUSED = "what a span's state does not allow is refused and changes nothing"
+REFUSED = "a step that the state of a span does not allow is refused and changes nothing"
 STALE = "a release of another generation is refused and changes nothing"
-NEVER = "a span that can never be is an error"
+NEVER = "a span that can never be allocated is an error"
 
 SLOT_RULES = (FIRST_FIT, OWNERS, GENERATIONS, REFUSED, STALE, NEVER)
 
@@ -40,10 +40,10 @@ class SlotMachine(RuleBasedStateMachine):
         self.writing: list[Span] = []
         self.published: list[Span] = []
         self.ended: list[tuple[int, int]] = []
-        """(slot, generation) of spans that are no more."""
+        """(slot, generation) of freed spans."""
         self.sequence = 0
         self.held: dict[int, int] = {}
-        """Records of the span that begins at a slot which were not released."""
+        """Unreleased records of the span that begins at a slot."""
 
     @rule(count=st.integers(1, SLOTS), more=st.integers(0, 3))
     def allocate(self, count: int, more: int) -> None:

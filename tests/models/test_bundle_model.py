@@ -1,4 +1,4 @@
-"""Every interleaving of placing, flushing, reading and letting go of records that share spans, and of a crash."""
+"""Every interleaving of writing, flushing, reading and releasing records that share spans, and of a crash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.models.bundle_model import search
 from tests.models.explore import Broken
 
 SCOPES: dict[tuple[int, ...], int] = {(1, 1, 1, 1): 7436, (1, 2, 3, 1): 1429, (3, 2, 1, 2): 2253}
-"""Half slots of each record, and how many states that comes to; see `tests/models/test_channel_model.py`."""
+"""Half slots of each record, and the number of states; see `tests/models/test_channel_model.py`."""
 
 
 @pytest.mark.parametrize(

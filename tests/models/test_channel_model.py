@@ -23,18 +23,18 @@ SCOPES: dict[str, tuple[Callable[[], Channel], int]] = {
         64_535,
     ),
 }
-"""Records of 2 and 1 slots through segments of 3, and how many states that comes to.
+"""Records of 2 and 1 slots through segments of 3, and the number of states.
 
 The number is a rule too: a step that can no longer be taken breaks no other. Where a core or the model has changed what
 can happen on purpose, look at why it is another, and note it."""
 
 
-PLAYED = "two producers, of which one is killed and started anew"
+SHORT_SCOPE = "two producers, of which one is killed and started anew"
 """The scope that `make test` searches: the smallest, in which everything can happen."""
 
 
 @pytest.mark.parametrize(
-    "scope", [pytest.param(scope, marks=[pytest.mark.long] if scope != PLAYED else []) for scope in SCOPES]
+    "scope", [pytest.param(scope, marks=[pytest.mark.long] if scope != SHORT_SCOPE else []) for scope in SCOPES]
 )
 def test_every_rule_holds_in_every_state(scope: str) -> None:
     make, states = SCOPES[scope]

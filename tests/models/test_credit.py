@@ -1,4 +1,4 @@
-"""Credit, as two real ends of a channel give and take it: whatever is let go of in any order, nobody waits for ever."""
+"""Credit between two real ends of a channel: with releases in any order, no sender waits for ever."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECORDS = [group(completion_lengths=[length], instance_id=str(length)) for lengt
 class Send(NamedTuple):
     large: bool
     together: int
-    """How many tasks send such a record each, where they have to wait."""
+    """The number of tasks that each send such a record."""
 
 
 class Take(NamedTuple):
@@ -38,12 +38,12 @@ class LetGo(NamedTuple):
     in_a_thread: bool
 
 
-class Tell(NamedTuple):
-    """How a trajectory ended: another reason to answer a sender."""
+class Report(NamedTuple):
+    """An end of a trajectory, which is also sent to a sender."""
 
 
 class Look(NamedTuple):
-    """At what is in flight, which asks for the credit that is held back."""
+    """Read the statistics, which requests withheld credit."""
 
 
 STEPS = st.lists(
@@ -51,7 +51,7 @@ STEPS = st.lists(
     | st.builds(Send, st.booleans(), st.integers(1, 3))
     | st.builds(Take, st.integers(1, 6))
     | st.builds(LetGo, st.integers(0, 63), st.booleans())
-    | st.builds(Tell)
+    | st.builds(Report)
     | st.builds(Look),
     min_size=10,
     max_size=60,
@@ -69,7 +69,7 @@ class Ends:
         self.held: list[TrajectoryGroup] = []
         self.on_their_way: list[str] = []
 
-    async def play(self, step: Send | Take | LetGo | Tell | Look) -> None:
+    async def play(self, step: Send | Take | LetGo | Report | Look) -> None:
         match step:
             case Send(large, together):
                 await self.send(RECORDS[large], min(together, self.capacity) if self.ample else 1)
@@ -77,7 +77,7 @@ class Ends:
                 await self.take(min(records, len(self.on_their_way)))
             case LetGo(pick, in_a_thread) if self.held:
                 await self.let_go(pick, in_a_thread=in_a_thread)
-            case Tell():
+            case Report():
                 [peer] = self.inbox.peers.values()
                 peer.ended(RECORDS[0].id, 1, "trained", 1)
                 await anyio.lowlevel.checkpoint()
@@ -139,5 +139,5 @@ async def _play(steps: list[Any], capacity: int, capacity_bytes: int) -> None:
 
 @settings(max_examples=100, phases=[Phase.generate])  # what two threads of ZeroMQ do is not the same every time
 @given(steps=STEPS, capacity=st.sampled_from([1, 3, 8, 64]), capacity_bytes=st.sampled_from([AMPLE, TIGHT]))
-def test_who_waits_for_credit_gets_what_is_let_go_of(steps: list[Any], capacity: int, capacity_bytes: int) -> None:
+def test_a_sender_that_waits_receives_released_credit(steps: list[Any], capacity: int, capacity_bytes: int) -> None:
     anyio.run(_play, steps, capacity, capacity_bytes)

@@ -1,4 +1,4 @@
-"""Every order in which pieces of a few groups, copies of them and deadlines can come, searched to the end."""
+"""Every order of pieces of a few groups, copies of them and deadlines, by exhaustive search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCOPES: dict[str, tuple[dict[str, Any], int]] = {
         2_972,
     ),
 }
-"""What is searched, and how many states that comes to: a rule too, as in test_channel_model."""
+"""The scopes of the search, and the number of states of each, which is asserted as in test_channel_model."""
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -1,4 +1,4 @@
-"""The sans-I/O cores against naive pictures of themselves, under many random steps: the same ones every time."""
+"""The sans-I/O cores against naive models, with many random steps, the same every time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MACHINES: dict[str, tuple[Machine, int]] = {
     "books_of_sources": (SourceMachine, 15),
     "books_of_middle_stages": (RelayMachine, 15),
 }
-"""Each with its runs in `make test`."""
+"""The machines, each with its number of runs in `make test`."""
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MACHINES)
-def test_a_core_does_what_its_naive_picture_does(name: str, times: int) -> None:
+def test_a_core_agrees_with_its_naive_model(name: str, times: int) -> None:
     machine, runs = MACHINES[name]
 
     run(machine, runs=times * runs, steps=50)

@@ -1,4 +1,4 @@
-"""Every rule can fail: a core with one small fault breaks a rule that is known by name.
+"""Every rule can fail: a core with one small fault breaks a named rule.
 
 A search or a machine that finds nothing proves something only if it finds what is there; tests/models/mutants.py puts
 it there.
@@ -31,7 +31,7 @@ FIRST = {mutant.rule: number for number, mutant in reversed(list(enumerate(MUTAN
         for number, mutant in enumerate(MUTANTS)
     ],
 )
-def test_a_fault_is_caught_by_the_rule_that_forbids_it(mutant: Mutant) -> None:
+def test_a_fault_breaks_the_rule_that_forbids_it(mutant: Mutant) -> None:
     with pytest.raises(Broken) as caught:
         mutant.by.look()
 
@@ -45,7 +45,7 @@ def test_every_rule_can_fail() -> None:
         *ledger_machine.LEDGER_RULES,
         *waiting_machine.WAITING_RULES,
         *memory_machine.MEMORY_RULES,
-        *accounting_machine.BOOKS_RULES,
+        *accounting_machine.ACCOUNTING_RULES,
         *group_buffer_machine.ASSEMBLY_RULES,
         *group_buffer_model.RULES,
     }

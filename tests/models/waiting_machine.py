@@ -1,4 +1,4 @@
-"""`Waiters` against a queue of names: who is woken, in which order, whoever is cancelled meanwhile."""
+"""`Waiters` against a queue of names: the order of wake-ups, with any cancellations."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from penstock._pipeline.util.waiting import Waiters
 
 __all__ = ["WAITING_RULES", "WaitingMachine"]
 
-IN_ORDER = "tasks are woken in the order they came, and who keeps the first place before them"
+IN_ORDER = "tasks are woken in the order of waiting, and one that keeps the first place before them"
 PASSED_ON = "a wake-up is not lost: one that reaches a cancelled task wakes the next"
-WAITING = "whoever was not woken waits"
+WAITING = "a task that was not woken waits"
 
 WAITING_RULES = (IN_ORDER, PASSED_ON, WAITING)
 
 TURNS = 6
-"""Passes of the event loop after which whatever was going to happen has: a wake-up is passed on within two."""
+"""Passes of the event loop after which all effects are done: a wake-up is passed on within two."""
 
 
 class WaitingMachine(RuleBasedStateMachine):
-    """Tasks come, are woken and are cancelled; the event loop runs on only now and then."""
+    """Tasks wait, are woken and are cancelled; the event loop runs only sometimes."""
 
     waiters: type[Waiters] = Waiters
 
@@ -34,9 +34,9 @@ class WaitingMachine(RuleBasedStateMachine):
         self.tasks: list[asyncio.Task[None]] = []
         self.went_on: list[int] = []
         self.queue: list[int] = []
-        """Who waits, by number."""
+        """Waiting tasks, by number."""
         self.woken: list[int] = []
-        """Who is to go on, in that order."""
+        """Woken tasks, in order."""
 
     async def _wait(self, number: int, *, first: bool) -> None:
         await self.real.wait(first=first)
