@@ -69,7 +69,7 @@ class FakePolicy(NoOpEngine):
 
 
 def completion_of(text: str, max_completion_tokens: int = 99, version: int = 7) -> Completion:
-    """`text` and the end token, as far as the allowance goes."""
+    """Return the completion of `text` and the end token, cut at `max_completion_tokens`."""
     tokens = np.array([*Letters().encode(text), 0][:max_completion_tokens], np.int32)
     return Completion(
         tokens=tokens,

@@ -49,7 +49,7 @@ TROUBLE = {
 
 
 def logprobs_of(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
-    """Of every token, at `temperature`."""
+    """Return the log-probability of every token, at `temperature`."""
     scaled = logits.astype(np.float64) / temperature
     shifted = scaled - scaled.max()
     probabilities: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
@@ -239,7 +239,7 @@ class Server:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     def sample(self, token: int, temperature: float, *, ends: bool) -> tuple[int, float]:
-        """The next token, and its log-probability as a server of this kind tells it."""
+        """Return the next token, and its log-probability as a server of this kind reports it."""
         own = logprobs_of(self.table[token], 1.0)
         tempered = logprobs_of(self.table[token], temperature) if temperature else own
         drawn = tempered + self.random.gumbel(size=VOCABULARY) * bool(temperature)

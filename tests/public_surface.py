@@ -8,7 +8,7 @@ import penstock
 
 
 def public_modules() -> list[ModuleType]:
-    """`penstock`, and every public module below it."""
+    """Return `penstock` and every public module below it."""
     folder = Path(penstock.__path__[0])
     stems = [path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")]
     stems += [
@@ -18,5 +18,5 @@ def public_modules() -> list[ModuleType]:
 
 
 def public_names() -> list[tuple[str, object]]:
-    """Every public name with its value."""
+    """Return every public name with its value."""
     return [(name, getattr(module, name)) for module in public_modules() for name in module.__all__]

@@ -157,7 +157,7 @@ def test_so_do_the_scripts_that_it_started(tmp_path: Path) -> None:
 
 
 def failing(folder: Path, *options: str) -> str:
-    """What pytest says of tests in `folder`, of which one fails."""
+    """Run the tests in `folder`, of which one fails, and return the output of pytest."""
     command = [sys.executable, "-m", "pytest", "-q", "-o", "anyio_mode=auto", "--rootdir", str(folder)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     ran = subprocess.run(

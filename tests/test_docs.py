@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def modules() -> list[str]:
-    """Every module of the package, by import name."""
+    """Return every module of the package, by import name."""
     folders = ("schemas", "pipeline", "stages")
     paths = [path.relative_to(ROOT) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return [f"penstock._{'.'.join(path.with_suffix('').parts)}".removesuffix(".__init__") for path in paths]

@@ -61,7 +61,7 @@ class Import(NamedTuple):
 
 @cache
 def imports(source: str, package: str) -> list[Import]:
-    """Every module that `source`, a module of `package`, imports; `from a import b` counts as `a.b`."""
+    """Return every module that `source`, a module of `package`, imports; `from a import b` counts as `a.b`."""
     tree = ast.parse(source)
     deferred = {
         id(node)
@@ -91,13 +91,13 @@ def _is_type_checking(node: ast.AST) -> bool:
 
 
 def layer_of_file(path: Path) -> str:
-    """The layer that a file stands in."""
+    """Return the layer of a file."""
     relative = path.relative_to(ROOT).as_posix()
     return max((layer for layer in LAYERS if relative.startswith(layer + "/")), key=len)
 
 
 def layer_of_module(module: str) -> str | None:
-    """The layer that an imported module stands in; None if it is not ours."""
+    """Return the layer of an imported module; None if it is not ours."""
     top, _, rest = module.partition(".")
     if top in {"examples", "benchmarks", "chaos"}:
         return top
@@ -109,14 +109,14 @@ def layer_of_module(module: str) -> str | None:
 
 
 def package_of(path: Path) -> str:
-    """The package that a file's relative imports start from."""
+    """Return the package from which a file's relative imports start."""
     parts = path.relative_to(ROOT).parent.parts
     inside = ("penstock", f"_{parts[0]}", *parts[1:])
     return ".".join(inside if parts[0] in OURS_AT_TOP_LEVEL else parts).removeprefix("src.")
 
 
 def sources() -> list[Path]:
-    """Every file that has a layer, none of them twice by way of a link."""
+    """Return every file that has a layer, none of them twice through a link."""
     found = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
     return [path for path in dict.fromkeys(found) if path.resolve() == path]
 

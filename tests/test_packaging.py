@@ -24,7 +24,7 @@ def _setuptools() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from it, of a copy of this checkout."""
+    """Return a folder with the sdist of a copy of this checkout, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("built")
     copy_checkout(folder / "checkout")
     build("sdist", folder / "checkout", folder)
@@ -69,7 +69,7 @@ def test_every_dependency_is_pinned() -> None:
 
 
 def _normal(requirement: str) -> str:
-    """The name in a requirement, as the package index spells it."""
+    """Return the name in a requirement, as the package index spells it."""
     name = re.match(r"[\w.-]+", requirement)
     assert name
     return name[0].lower().replace("_", "-")

@@ -27,13 +27,13 @@ README_LINES = 120
 
 
 def pages() -> list[Path]:
-    """README and every page under docs/ that holds Python, decisions excepted: those argue, they do not run."""
+    """Return README and every page under docs/ with Python, except decisions, whose code is not meant to run."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in found if "decisions" not in page.parts and BLOCK.search(page.read_text())]
 
 
 def program(page: Path) -> str:
-    """All blocks of a page, each at the line where it stands, so that a traceback points into the page."""
+    """Return all blocks of a page, each at its line, so that a traceback points into the page."""
     text = page.read_text()
     lines = [""] * text.count("\n")
     for block in BLOCK.finditer(text):
@@ -61,7 +61,7 @@ def run_as_script(source: str, path: Path) -> None:
 
 
 def run_here(source: str, page: Path) -> None:
-    """The blocks, then the tests that they define; within an event loop only if the blocks await something."""
+    """Run the blocks, then the tests that they define; in an event loop only if the blocks await something."""
     module = ModuleType(f"{page.stem.replace('-', '_')}_page")
     code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     sys.modules[module.__name__] = module  # dataclasses look their module up

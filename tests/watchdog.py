@@ -65,7 +65,7 @@ def _awaited(awaitable: Any) -> Iterator[str]:
 
 
 def tell_when_asked() -> None:
-    """For a script that a test starts: print the waits when that test misses its deadline. Its stderr is not piped."""
+    """Install a signal handler in a script that prints its waits when the test misses its deadline."""
     signal.signal(signal.SIGUSR1, lambda *_: sys.stderr.write(f"process {os.getpid()}, {waits()}\n"))
 
 

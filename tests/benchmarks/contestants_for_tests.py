@@ -47,6 +47,6 @@ def _late(records: Iterator[Plain | None], control: Control) -> Iterator[Plain |
 
 
 def say_who_and_wait() -> None:
-    """A producer that notices nothing."""
+    """Produce, and ignore the consumer's end."""
     print(os.getpid(), flush=True)  # noqa: T201 (the test reads it)
     signal.pause()

@@ -133,7 +133,7 @@ def test_a_run_in_which_penstock_failed_fails(monkeypatch: pytest.MonkeyPatch, t
 
 
 def steps(factor: float = 1.0) -> partial[Outcome]:
-    """A contestant that is measured four times: latencies of 1 µs, then rates of 100, 300 and 500."""
+    """Return a contestant that is measured four times: latencies of 1 µs, then rates of 100, 300 and 500."""
     return partial(_next_outcome, iter([1.0, 1.0, 3.0, 5.0]), factor)
 
 

@@ -51,7 +51,7 @@ def packed_as_peers_do(groups: list[TrajectoryGroup]) -> Batch:
 
 
 def checker(*, checked: int = 0) -> Checker:
-    """One that has seen so many batches, all of them empty."""
+    """Return a checker after `seen` batches, all of them empty."""
     fresh = Checker(producers=PRODUCERS, group=GROUP, tokens=TOKENS)
     empty = msgspec.structs.replace(train_batch(IN_ORDER), groups=(), cu_seqlens=np.zeros(1, np.int64))
     nothing = {name: getattr(empty, name)[:0] for name in (*COLUMNS, "rewards", "repetition_ids")}

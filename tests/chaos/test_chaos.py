@@ -51,7 +51,7 @@ def test_whatever_is_killed_stopped_or_cut_nothing_is_lost_doubled_hung_or_left_
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder whose path leaves room for those of sockets."""
+    """Yield a folder whose path is short enough for those of sockets."""
     with tempfile.TemporaryDirectory() as made:
         yield Path(made)
 

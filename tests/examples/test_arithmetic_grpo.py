@@ -22,7 +22,7 @@ SCRIPT = EXAMPLES / "arithmetic_grpo.py"
 
 
 def shorter(*, steps: int, sequences: int = 512, warm_up: int = 400) -> str:
-    """The script with fewer and smaller steps, and with penstock's events on stderr."""
+    """Return the script with fewer and smaller steps, and with penstock's events on stderr."""
     return f"""
 import logging, sys
 from pathlib import Path
@@ -49,7 +49,7 @@ def named_memory() -> set[str]:
 
 
 def session(leader: int) -> list[int]:
-    """Living processes of a session."""
+    """Return the live processes of a session."""
     found: list[int] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -63,7 +63,7 @@ def session(leader: int) -> list[int]:
 
 @contextmanager
 def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The demo in `folder`, in a session of its own, as on a terminal."""
+    """Start the demo in `folder`, in a session of its own, as on a terminal."""
     command = [sys.executable, "-u", *arguments]
     environment = os.environ | {"COLUMNS": "140"}
     with subprocess.Popen(
@@ -92,7 +92,7 @@ def read_until(demo: subprocess.Popen[str], marker: str) -> None:
 
 
 def kept(folder: Path) -> dict[str, Any]:
-    """The summary of the latest run, whose folder is whole."""
+    """Return the summary of the latest run, whose folder is complete."""
     latest = folder / "runs" / "latest"
     assert {path.name for path in latest.iterdir()} == FILES
     summary: dict[str, Any] = json.loads((latest / "summary.json").read_text())
@@ -114,7 +114,7 @@ def interrupted(demo: subprocess.Popen[str], status: int = 130) -> str:
 
 @pytest.fixture
 def _memory_is_left_as_it_was() -> Iterator[None]:
-    """Files of tests that run beside this one come and go, a leak stays."""
+    """Assert that no file is left; files of other tests appear and vanish meanwhile."""
     before = named_memory()
     yield
     deadline = time.monotonic() + FAILSAFE_S

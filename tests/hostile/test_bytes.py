@@ -75,7 +75,7 @@ def _publish(outlet: SlotWriter, *records: TrajectoryGroup | TrainBatch, skip: i
 
 
 def _read(published: Published, descriptor: Descriptor) -> None:
-    """All that a receiver may do with a descriptor; what it gives is a record, to the last byte."""
+    """Read a descriptor in each way that a receiver does; assert that the result, if any, is a valid record."""
     for index in range(max(0, min(descriptor.records, 3))):
         with suppress(InvalidRecord, StaleDescriptor):
             record = TrajectoryGroup.assemble(*published.groups.fetch((descriptor, ()), index, _ignore))
@@ -101,9 +101,9 @@ def _use_batch(record: TrainBatch) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_a_message_of_any_bytes_is_a_message_or_a_mismatch(changed_bytes: bytes) -> None:
+def test_a_message_of_any_bytes_is_a_message_or_a_mismatch(sent: bytes) -> None:
     try:
-        message = control.decode(changed_bytes)
+        message = control.decode(sent)
     except ProtocolMismatch:
         return
     assert control.decode(control.encode(message)) == message
@@ -155,8 +155,8 @@ def test_contents_with_any_bytes_changed_are_an_error_or_a_record(published: Pub
         begin = published.writer._payload + descriptor.slot * SLOT_BYTES + descriptor.nbytes
         begin -= -(-len(encoded) // 64) * 64
         at = data.draw(st.integers(0, len(encoded) - 1))
-        changed_bytes = data.draw(st.binary(min_size=1, max_size=len(encoded) - at))
-        with _changed(published, begin + at, changed_bytes):
+        replacement = data.draw(st.binary(min_size=1, max_size=len(encoded) - at))
+        with _changed(published, begin + at, replacement):
             _read(published, descriptor)
 
 
@@ -164,17 +164,17 @@ def test_contents_with_any_bytes_changed_are_an_error_or_a_record(published: Pub
 def test_columns_with_any_bytes_changed_are_an_error_or_a_record(published: Published, data: st.DataObject) -> None:
     for descriptor in (published.bundle, published.single):
         at = data.draw(st.integers(0, descriptor.nbytes - 9))
-        changed_bytes = data.draw(st.binary(min_size=1, max_size=8))
-        with _changed(published, published.writer._payload + descriptor.slot * SLOT_BYTES + at, changed_bytes):
+        replacement = data.draw(st.binary(min_size=1, max_size=8))
+        with _changed(published, published.writer._payload + descriptor.slot * SLOT_BYTES + at, replacement):
             _read(published, descriptor)
 
 
 def test_offsets_that_lead_astray_are_refused_where_they_come_in(published: Published) -> None:
     places = published.groups._read(published.bundle).layout.places
     offsets_at = published.writer._payload + published.bundle.slot * SLOT_BYTES + places[0][1] * 8
-    for position, changed_bytes in ((0, 1), (1, 2**40), (2, 3), (1, -1), (5, 10_000)):
+    for position, offset in ((0, 1), (1, 2**40), (2, 3), (1, -1), (5, 10_000)):
         with (
-            _changed(published, offsets_at + 8 * position, changed_bytes.to_bytes(8, "little", signed=True)),
+            _changed(published, offsets_at + 8 * position, offset.to_bytes(8, "little", signed=True)),
             pytest.raises(InvalidRecord, match="offsets: expected to run from 0 to"),
         ):
             published.groups.fetch((published.bundle, ()), position // 3, _ignore)
@@ -188,8 +188,8 @@ def test_lengths_that_overflow_are_an_error_never_a_read(
     published: Published, parts: list[tuple[int, int, bytes]], candidates: int
 ) -> None:
     true = BundleHeader.decode(published.groups._segment.contents(published.bundle))
-    changed_bytes = encode_contents((true.kind, true.form, candidates, parts))
-    with _contents_replaced(published, changed_bytes):
+    contents = encode_contents((true.kind, true.form, candidates, parts))
+    with _contents_replaced(published, contents):
         if [(tokens, sequences) for tokens, sequences, _ in parts] != [part[:2] for part in true.parts]:
             with pytest.raises((StaleDescriptor, InvalidRecord)):
                 published.groups.fetch((published.bundle, ()), 0, _ignore)
@@ -200,12 +200,12 @@ def test_contents_that_fill_another_span_than_theirs_are_refused(published: Publ
     """Also where offsets, columns and header agree with them: behind the span lies what is another's."""
     true = BundleHeader.decode(published.groups._segment.contents(published.bundle))
     longer = true.parts[0].tokens + 1000
-    changed_bytes = encode_contents((*true[:3], (true.parts[0]._replace(tokens=longer), *true.parts[1:])))
+    contents = encode_contents((*true[:3], (true.parts[0]._replace(tokens=longer), *true.parts[1:])))
     offsets_at = published.writer._payload + published.bundle.slot * SLOT_BYTES
     last_offset_at = offsets_at + 8 * true.parts[0].sequences
 
     with (
-        _contents_replaced(published, changed_bytes),
+        _contents_replaced(published, contents),
         _changed(published, last_offset_at, longer.to_bytes(8, "little")),
         pytest.raises(InvalidRecord, match=r"expected 3 records in \d+ bytes, got"),
     ):
@@ -225,18 +225,18 @@ def test_a_header_that_tells_of_other_records_than_there_are_is_refused(publishe
 
 @pytest.mark.parametrize("more", [1, 64, 2**31])
 def test_contents_that_begin_before_their_span_are_refused(published: Published, more: int) -> None:
-    changed_bytes = published.single.nbytes + more
+    nbytes = published.single.nbytes + more
 
     with (
-        _changed(published, published.single.slot * HEADER_BYTES + 4, changed_bytes.to_bytes(4, "little")),
-        pytest.raises(StaleDescriptor, match=f"expected contents within .* bytes, got {changed_bytes}"),
+        _changed(published, published.single.slot * HEADER_BYTES + 4, nbytes.to_bytes(4, "little")),
+        pytest.raises(StaleDescriptor, match=f"expected contents within .* bytes, got {nbytes}"),
     ):
         published.batches.fetch((published.single, ()), 0, _ignore)
 
 
 @contextmanager
 def _contents_replaced(published: Published, contents: bytes) -> Iterator[None]:
-    """The segment, with other contents of the groups while the body runs."""
+    """Replace the contents of the groups within the body."""
     bundle = published.bundle
     begin = published.writer._payload + bundle.slot * SLOT_BYTES + bundle.nbytes - -(-len(contents) // 64) * 64
     length_at = bundle.slot * HEADER_BYTES + 4
@@ -245,11 +245,11 @@ def _contents_replaced(published: Published, contents: bytes) -> Iterator[None]:
 
 
 @contextmanager
-def _changed(published: Published, at: int, changed_bytes: bytes) -> Iterator[None]:
-    """The segment, with other bytes somewhere while the body runs."""
-    memory, span = published.writer._bytes, slice(at, at + len(changed_bytes))
+def _changed(published: Published, at: int, replacement: bytes) -> Iterator[None]:
+    """Replace bytes of the segment within the body."""
+    memory, span = published.writer._bytes, slice(at, at + len(replacement))
     before = bytes(memory[span])
-    memory[span] = changed_bytes
+    memory[span] = replacement
     try:
         yield
     finally:

@@ -63,7 +63,7 @@ class KillPoint:
         self._left = nth
 
     def at(self, moment: str, before: Callable[[], object] = lambda: None) -> None:
-        """The moment is here; `before` is done before dying, and not otherwise."""
+        """Kill this process if `moment` is the chosen one, after a call of `before`."""
         if moment == self._moment:
             self._left -= 1
             if not self._left:
@@ -124,7 +124,7 @@ class Trainer:
 
 
 def tear_writes(kill_point: KillPoint) -> None:
-    """Dying while a journal is written leaves a part of an entry; dying while files are deleted leaves some."""
+    """Patch the system calls of a journal: a kill in a write leaves a part of an entry, one in a deletion some files."""
     write, unlink = os.write, Path.unlink
 
     def torn(fd: int, data: memoryview) -> int:

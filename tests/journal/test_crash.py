@@ -60,7 +60,7 @@ def _ran(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def once(prompts: Iterable[int]) -> Counter[int]:
-    """Each of them was trained once; every seventh is filtered."""
+    """Return the expected counts: each prompt is trained once, and every seventh is filtered."""
     return Counter({prompt for prompt in prompts if prompt % 7})
 
 

@@ -37,7 +37,7 @@ RECORDS = [group(instance_id=str(number), seed=number) for number in range(20)]
 
 
 def _bytes_of(record: TrajectoryGroup) -> int:
-    """Bytes that a journal writes of `record`."""
+    """Return the bytes that a journal writes for `record`."""
     with tempfile.TemporaryDirectory() as folder:
         anyio.run(drive, Journal(folder), [record])
         (volume,) = Path(folder).glob("*.volume-1")
@@ -121,7 +121,7 @@ class Run:
         return [await self.out.receive() for _ in records]
 
     async def rest(self) -> list[TrajectoryGroup]:
-        """All that comes until the end."""
+        """Return all records until the end of the stream."""
         self.feed.close()
         return [record async for record in self.out]
 

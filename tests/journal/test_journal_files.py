@@ -25,7 +25,7 @@ ENTRY_BYTES = len(encode_entry(RECORDS[0]))
 
 @contextmanager
 def journal(folder: Path, *, entries: float = 1000, fsync: bool = False) -> Iterator[JournalFiles]:
-    """One with room for so many of the records above, of which a volume holds an eighth."""
+    """Open a journal with a capacity of so many of the records above; a file holds an eighth of it."""
     with open_journal(folder, capacity_bytes=int(entries * ENTRY_BYTES), fsync=fsync) as files:
         yield files
 

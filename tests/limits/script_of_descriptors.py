@@ -35,7 +35,7 @@ HUNG_S = 30
 
 
 def leave(count: int) -> None:
-    """From now on this process can open `count` files."""
+    """Lower the limit so that this process can open `count` more files."""
     taken = os.open(os.devnull, os.O_RDONLY)
     os.close(taken)
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken + count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

@@ -91,7 +91,7 @@ def test_memory_that_cannot_be_had_is_an_error_before_anything_is_sent(before: s
 
 @pytest.fixture(scope="module")
 def small_shm() -> Sequence[str]:
-    """The beginning of a command for which /dev/shm has room for 1 MiB."""
+    """Return the prefix of a command for which /dev/shm has a size of 1 MiB."""
     return small_disk(Path("/dev/shm"), "1m")  # noqa: S108 (covered by a file system of its own)
 
 

@@ -33,7 +33,7 @@ class KeepsWhatItGaveBack(SlotTable):
 
 class PublishesBeforeItWrites(Bundler):
     def write(self, start: int, slots: int) -> None:
-        """Too late: it is killed before."""
+        """Do nothing: the process is killed before."""
 
 
 class CountsBundlesOnce(Bundler):

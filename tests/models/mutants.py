@@ -491,19 +491,19 @@ class Catcher(NamedTuple):
 
 
 def search(**faults: Any) -> Catcher:
-    """The search of a small channel: one producer, which may be killed and is restarted."""
+    """Search a small channel: one producer, which may be killed and is restarted."""
     make: Callable[..., Channel] = faults.pop("channel", Channel)
     return Catcher("search", lambda: make((1, 1, 2), (1,), producers=1, copies=True, **faults).search())
 
 
 def gather(assembly: type[GroupBuffer]) -> Catcher:
-    """The search of the assembly of two groups, of which one may wait and is remembered."""
+    """Search the assembly of two groups, of which one may wait and is remembered."""
     limits = {"prompts": 2, "most": 2, "ticks": 2, "max_groups": 1, "max_closed": 2}
     return Catcher("search", lambda: group_buffer_model.states(**limits, assembly=assembly))
 
 
 def machine(kind: Machine, **faults: Any) -> Catcher:
-    """A machine around a core with a fault."""
+    """Return a machine around a core with a fault."""
     faulty = type(f"Faulty{kind.__name__}", (kind,), faults)
     return Catcher(kind.__name__, partial(run, faulty, runs=200, steps=40, shrinks=False))
 

@@ -91,7 +91,7 @@ def test_a_copy_does_not_change_with_what_it_was_taken_from() -> None:
 
 
 def order_of_four_workers(count: int) -> list[int]:
-    """Numbers in the order in which four workers, of which each takes every fourth, are done with them."""
+    """Return numbers in the order in which four workers finish them, of which each takes every fourth."""
     drawn = random.Random(0)  # noqa: S311 (hides nothing)
     begun = [iter(range(worker, count, 4)) for worker in range(4)]
     held: list[list[int]] = [[next(numbers) for _ in range(16)] for numbers in begun]

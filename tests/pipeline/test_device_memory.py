@@ -65,7 +65,7 @@ class HostDriver:
         return torch.from_numpy(np.asarray(_AsArray(memory)))
 
     def synchronize(self, index: int) -> None:
-        """Nothing is told and not done."""
+        """Do nothing: every call is synchronous."""
 
 
 class _AsArray:
@@ -88,7 +88,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
-    """As if this were another process than the one that gave the handles out."""
+    """Act as another process than the one that exported the handles."""
     given_out = dict(module._own)
     module._own.clear()
     yield

@@ -24,7 +24,7 @@ from penstock.weights import FusedTensor
 
 
 def content(tensors: dict[str, Tensor], plan: WritePlan) -> bytes:
-    """The header and the bytes behind it."""
+    """Return the header and the bytes after it."""
     pieces = (bytes_of(tensor, spec.dtype).tobytes() for _, tensor, spec in plan.pieces(tensors))
     return plan.layout.header + b"".join(pieces)
 

@@ -83,7 +83,7 @@ def built(config: Any, device: str) -> nn.Module:
 
 @asynccontextmanager
 async def attached(original: nn.Module, model: nn.Module) -> AsyncIterator[None]:
-    """`model` on the weights of `original`, which are published as inference servers have them."""
+    """Attach `model` to the weights of `original`, which are published as inference servers use them."""
     async with WeightPublisher(original, fused=FUSED) as publisher, WeightSubscriber(publisher.url) as subscriber:
         await publisher.publish(original.state_dict(), 1)
         subscriber.attach(model, fused=FUSED)

@@ -17,7 +17,7 @@ QKV = FusedTensor("layers.*.qkv.weight", ("layers.*.q.weight", "layers.*.k.weigh
 
 
 def rows(*counts: int, first: float = 0) -> dict[str, Tensor]:
-    """q, k and v of layer 0, with so many rows; the values count up."""
+    """Return q, k and v of layer 0, with so many rows; the values count up."""
     values = np.arange(first, first + 4 * sum(counts), dtype=np.float32).reshape(-1, 4)
     parts = np.split(values, np.cumsum(counts)[:-1])
     return {f"layers.0.{name}.weight": part for name, part in zip("qkv", parts, strict=True)}

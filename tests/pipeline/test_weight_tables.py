@@ -50,7 +50,7 @@ def on_meta(*thetas: float, width: int = 2) -> Model:
 
 @pytest.fixture(params=["memory", "folder"])
 def subscribed(request: pytest.FixtureRequest, tmp_path: Path) -> Subscribed:
-    """A subscriber to whoever publishes something, by each way that weights travel."""
+    """Return a function that opens a subscriber to published weights, over each transport."""
 
     @asynccontextmanager
     async def opened(published: Published) -> AsyncIterator[Subscriber]:

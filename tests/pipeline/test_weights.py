@@ -213,7 +213,7 @@ def test_a_write_that_fails_half_way_leaves_the_version_before(monkeypatch: pyte
 
 
 def at_every_look(monkeypatch: pytest.MonkeyPatch, publish: Callable[[], object]) -> None:
-    """Whenever a reader looks, `publish` is called first."""
+    """Call `publish` before every read of a reader."""
     fence = module._fence
 
     def looked() -> None:

@@ -13,7 +13,7 @@ import anyio.to_thread
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that the threads of `pid` started, those included that have ended and are not reaped."""
+    """Return the processes that the threads of `pid` started, zombies included."""
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
@@ -23,7 +23,7 @@ def children_of(pid: int) -> list[int]:
 
 @contextmanager
 def child(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that runs `source`; killed when the body ends."""
+    """Start a Python process that runs `source`, and kill it when the body ends."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(source), *arguments],
         stdin=subprocess.PIPE,
@@ -38,6 +38,6 @@ def child(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 async def line(process: subprocess.Popen[str]) -> str:
-    """The next line that a child prints."""
+    """Return the next line that a child prints."""
     assert process.stdout is not None
     return (await anyio.to_thread.run_sync(process.stdout.readline)).strip()

@@ -45,7 +45,7 @@ def write_line(what: str) -> None:
 
 
 def reached(moment: str) -> None:
-    """Say that the moment has come, and wait until the test says to go on."""
+    """Print the moment, and wait for a line from the test."""
     if moment == MOMENT:
         write_line(moment)
         sys.stdin.readline()
@@ -156,7 +156,7 @@ async def gathered(folder: Path | None) -> None:
 
 
 async def twice(folder: Path | None) -> None:
-    """Two runs at once, each with a folder of its own."""
+    """Run two pipelines at once, each with a folder of its own."""
     assert folder is not None
     for name in ("one", "two"):
         (folder / name).mkdir()

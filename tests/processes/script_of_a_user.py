@@ -16,7 +16,7 @@ from penstock.testing import group
 
 
 def report(*words: object) -> None:
-    """A line in one piece: workers write to the same pipe, and `print` may write word by word."""
+    """Write a line at once: workers write to the same pipe, and `print` may write word by word."""
     os.write(sys.stdout.fileno(), f"{' '.join(map(str, words))}\n".encode())
 
 

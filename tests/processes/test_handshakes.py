@@ -52,7 +52,7 @@ async def test_as_many_senders_as_there_may_be_can_come_at_once(url: str) -> Non
 
 
 def knock_and_die(url: str) -> None:
-    """Introduce a sender fully, and die before it is told that it was let in."""
+    """Send all messages of a sender's handshake, and disconnect before the answer."""
     hello = control.Connect(control.PROTOCOL_VERSION, "shm", "group", b"p" + bytes(15), "short-lived", 1)
     with socket.socket(socket.AF_UNIX) as control_connection:
         control_connection.connect(str(Path(url.removeprefix("shm://")) / "control"))
@@ -77,7 +77,7 @@ async def test_a_sender_that_dies_as_it_is_let_in_does_not_keep_the_stream_open(
 
 
 async def connection_closed_after(*sent: control.Message) -> ControlConnection:
-    """The sender's side of a door whose receiver said this, and went without listening."""
+    """Return the sender's side of a connection whose receiver sent these messages, and closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     for message in sent:
         theirs.sendall(frame(message))

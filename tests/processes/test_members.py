@@ -57,7 +57,7 @@ KINDS = ["shm://", "tcp://127.0.0.1:0"]
 
 @asynccontextmanager
 async def member(url: str, name: str, first: int, count: int, end: str) -> AsyncIterator[Process]:
-    """A sender in a process of its own, that has sent its records."""
+    """Start a sender in a process of its own, which has sent its records."""
     command = [sys.executable, "-c", MEMBER, url, name, str(first), str(count), end]
     async with await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None) as process:
         try:
@@ -241,7 +241,7 @@ class Trainer:
 
 @asynccontextmanager
 async def lasting_member(address: Path, name: str, count: int, end: str) -> AsyncIterator[Process]:
-    """A sender that outlasts its receiver, in a process of its own, that has sent its records."""
+    """Start a replaying sender in a process of its own, which has sent its records."""
     command = [sys.executable, "-c", LASTING_MEMBER, str(address), name, str(count), end]
     async with await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None) as process:
         try:

@@ -52,7 +52,7 @@ SENDER = """
 
 
 def ports_of_this_process() -> set[int]:
-    """TCP ports at which this process listens."""
+    """Return the TCP ports at which this process listens."""
     own = {os.fstat(int(fd.name)).st_ino for fd in Path("/proc/self/fd").iterdir() if "socket:" in str(_target(fd))}
     lines = [each.split() for each in Path("/proc/self/net/tcp").read_text("ascii").splitlines()[1:]]
     return {int(each[1].partition(":")[2], 16) for each in lines if each[3] == "0A" and int(each[9]) in own}
@@ -66,14 +66,14 @@ def _target(link: Path) -> Path:
 
 @contextmanager
 def mute(backlog: int = 8) -> Iterator[int]:
-    """A port at which everybody may connect and nobody is answered."""
+    """Listen at a port that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=backlog) as listener:
         yield int(listener.getsockname()[1])
 
 
 @contextmanager
 def another_service() -> Iterator[int]:
-    """A port at which something else answers, and hangs up."""
+    """Listen at a port at which another service answers, and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:

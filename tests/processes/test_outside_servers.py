@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).with_name("outside.py")
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that nobody else gets while the test runs."""
+    """Reserve a port while the test runs."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -72,7 +72,7 @@ def pids_in(text: str) -> list[int]:
 
 @contextmanager
 def watched(pids: list[int]) -> Iterator[list[int]]:
-    """Descriptors of processes: while one is open, it cannot come to mean another process."""
+    """Open descriptors of processes, which never refer to other processes."""
     descriptors = [os.pidfd_open(pid) for pid in pids]
     try:
         yield descriptors
@@ -83,7 +83,7 @@ def watched(pids: list[int]) -> Iterator[list[int]]:
 
 @contextmanager
 def child(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], bytes]]:
-    """A process of the test's own, and the first line it prints."""
+    """Start a process, and yield it with the first line that it prints."""
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as popen:
         assert popen.stdout
         try:
@@ -108,7 +108,7 @@ def is_alive(descriptor: int) -> bool:
 
 @asynccontextmanager
 async def running(server: OutsideServer) -> AsyncIterator[tuple[RunningServer, list[int]]]:
-    """The server runs within the body, which is given descriptors of all its processes."""
+    """Run the server within the body, and yield descriptors of all its processes."""
     async with server.open() as opened:
         with watched(pids_in(opened.log.read_text())) as descriptors:
             yield opened, descriptors

@@ -40,7 +40,7 @@ def record(number: int) -> TrajectoryGroup:
 
 
 async def train(folder: Path, url: str) -> None:
-    """One trainer after the other, until one comes to the end."""
+    """Run one trainer after another, until one reaches the end."""
     for moment, nth in [*DEATHS[url[:3]], ("never", 1)]:
         command = [sys.executable, str(SCRIPT), str(folder), url, moment, str(nth)]
         ran = await anyio.run_process(command, env=environment(), cwd=ROOT, check=False, stdout=None, stderr=None)

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("script_of_a_user.py")
 
 @contextmanager
 def script(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The script runs in a process group of its own, as it would under a terminal."""
+    """Run the script in a process group of its own, as under a terminal."""
     command = [sys.executable, str(SCRIPT), *arguments]
     variables = os.environ | {"PYTHONFAULTHANDLER": "1"}
     with subprocess.Popen(
@@ -38,7 +38,7 @@ def script(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def workers_of(running: subprocess.Popen[str]) -> list[int]:
-    """Pidfds of the script's workers, once both are there."""
+    """Return pidfds of the script's workers, once both run."""
     assert running.stdout is not None
     for line in running.stdout:
         if line.startswith("workers "):

@@ -46,7 +46,7 @@ def values(model: nn.Module) -> set[float]:
 
 
 def resident(kind: str) -> int:
-    """Bytes of this process' memory: RssAnon is its own, RssShmem shared."""
+    """Return bytes of this process' memory: RssAnon is private, RssShmem shared."""
     (found,) = re.findall(rf"^{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found) * 1024
 

@@ -27,7 +27,7 @@ STOPPING = "the run is stopping"
 
 @contextmanager
 def script(how: str, moment: str, folder: Path | None) -> Iterator[subprocess.Popen[str]]:
-    """The script runs in a process group of its own, as it would under a terminal."""
+    """Run the script in a process group of its own, as under a terminal."""
     command = [sys.executable, "-m", SCRIPT, how, moment, str(folder or "-")]
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -57,7 +57,7 @@ def go_on(running: subprocess.Popen[str], lines: int = 1) -> None:
 
 
 def stopped_in_step_3(how: str, number: signal.Signals, folder: Path | None) -> tuple[subprocess.Popen[str], str, str]:
-    """A script that got the signal while its third step ran, with what it printed."""
+    """Send the signal to a script in its third step; return the script and its output."""
     with script(how, "in step 3", folder) as running:
         read_until(running.stdout, "in step 3")
         running.send_signal(number)

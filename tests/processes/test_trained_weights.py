@@ -25,7 +25,7 @@ def made(instance: int) -> TrainBatch:
 
 
 def trainer_of(model: TinyModel) -> TorchTrainer:
-    """Not on the event loop: the first optimizer that torch makes imports its compiler, which takes a second."""
+    """Make a trainer in a thread: the first optimizer of torch imports its compiler, which takes a second."""
     return TorchTrainer(
         model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=AdvantageWeighted(), micro_batch_tokens=8
     )

@@ -23,7 +23,7 @@ from penstock.errors import WorkerFailed
 
 @asynccontextmanager
 async def running(pipeline: Pipeline, began: anyio.Event) -> AsyncIterator[list[int]]:
-    """The pipeline runs within the body, which is given the workers' process ids; then it is cancelled."""
+    """Run the pipeline within the body, and yield the workers' process ids; then cancel it."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(pipeline.run)
         await began.wait()

@@ -41,7 +41,7 @@ TRAINED = {GroupId("test", "0"): 0b111}
 
 
 def made(seed: int) -> TrainBatch:
-    """Six sequences of very different lengths; the third batch has a single one, so that a rank has none."""
+    """Return six sequences of very different lengths; the third batch has a single one, so that a rank has none."""
     numbers = np.random.default_rng(seed)
     lengths = [5] if seed == 2 else [3, 37, 5]
     packed = batch(groups=1 if seed == 2 else 2, completion_lengths=lengths)
@@ -83,7 +83,7 @@ def listed(weights: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def train(model: Callable[[], Any], folder: Path, kind: str) -> None:
-    """As a user does: the leader feeds the trainer, the other follows; both count how often the model runs."""
+    """Train as a user does: the leader feeds the trainer, the other follows; both count the passes of the model."""
     shared, runs = model(), [0]
     shared.register_forward_pre_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
     found: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def train(model: Callable[[], Any], folder: Path, kind: str) -> None:
 
 
 def lead(ranked: RankedTrainer, folder: Path) -> dict[str, Any]:
-    """Beside a single process: three steps, a checkpoint, a step; and that step again, from the checkpoint."""
+    """Train three steps, a checkpoint, a step, and that step again from the checkpoint, beside a single process."""
     alone = trainer(TinyModel())
     steps = [(plain(alone.step(made(seed))), plain(ranked.step(made(seed)))) for seed in range(STEPS)]
     weights = listed(alone.weights()), listed(ranked.weights())
@@ -121,7 +121,7 @@ def lead(ranked: RankedTrainer, folder: Path) -> dict[str, Any]:
 
 
 def die(rank: int, folder: Path, kind: str) -> None:
-    """`rank` is killed in the second step; the other one writes down what it is told."""
+    """Kill `rank` in the second step; the other one writes its error to a file."""
     shared = ddp()
 
     def kill(*_: Any) -> None:
@@ -177,7 +177,7 @@ class Pack:
 
 
 def stop(folder: Path, kind: str) -> None:
-    """Both ranks are told to stop in the middle of a run; each writes down how it ended."""
+    """Stop both ranks by a signal in a run; each writes its end to a file."""
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
     ended = "returned"
@@ -197,7 +197,7 @@ def stop(folder: Path, kind: str) -> None:
 
 
 def start(folder: Path, kind: str, rank: int, work: Callable[[Path, str], None]) -> int:
-    """A child that is `rank` of two; returns its process id."""
+    """Fork a child that is `rank` of two; return its process id."""
     pid = os.fork()
     if not pid:
         try:

@@ -128,7 +128,7 @@ class Varied:
 
 
 def remove_in_two_steps(kill_point: KillPoint) -> None:
-    """From now on, the removal of a checkpoint is a moment of its own."""
+    """Patch the removal of a checkpoint, so that the run can be killed in it."""
     rmtree = shutil.rmtree
 
     def remove_first_file(path: Path, **options: Any) -> None:
@@ -171,7 +171,7 @@ async def run(folder: Path, kill_point: KillPoint) -> None:
 
 
 def in_child(run: Callable[[Path, KillPoint], Awaitable[None]], folder: Path, kill_point: KillPoint) -> int:
-    """The exit status of a child that makes `run`; −9 where it was killed."""
+    """Run `run` in a child, and return its exit status; −9 if it was killed."""
     pid = os.fork()
     if not pid:
         try:

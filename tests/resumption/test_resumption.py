@@ -20,7 +20,7 @@ BY_THE_CLOCK = ("timing_s/", "perf/throughput", "perf/time_per_step")
 
 
 def made_by(script: str, folder: Path) -> Path:
-    """`folder` with the runs of `script`."""
+    """Return `folder` with the runs of `script`."""
     command = [sys.executable, "-m", f"tests.resumption.{script}", str(folder)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
@@ -29,12 +29,12 @@ def made_by(script: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with all runs of one process."""
+    """Return the folder with all runs of one process."""
     return made_by("script_of_a_run", tmp_path_factory.mktemp("runs"))
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Line by line, what does not depend on the clock."""
+    """Return the metrics of each line that do not depend on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if not name.startswith(BY_THE_CLOCK)} for line in lines]
 

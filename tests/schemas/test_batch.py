@@ -16,7 +16,7 @@ from penstock.testing import batch, group
 
 
 def rich(lengths: tuple[int, ...], index: int = 0, *, versions_by_token: bool = False) -> TrajectoryGroup:
-    """A group of completions of `lengths` after a prompt of 2, with every column there is."""
+    """Return a group of completions of `lengths` after a prompt of 2, with every column."""
     random = np.random.default_rng(index)
     total, count = sum(lengths) + 2 * len(lengths), len(lengths)
 

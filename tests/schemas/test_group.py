@@ -15,7 +15,7 @@ from penstock.records import Array
 
 
 def built(**changed: Any) -> TrajectoryGroup:
-    """Two sequences, of 3 and 4 tokens, with whatever columns `changed` says."""
+    """Return two sequences, of 3 and 4 tokens, with the columns in `changed`."""
     columns: dict[str, Any] = {
         "env": "test",
         "instance_id": "0",
@@ -28,7 +28,7 @@ def built(**changed: Any) -> TrajectoryGroup:
 
 
 def complete(seed: int = 0, lengths: tuple[int, ...] = (3, 4), *, versions_by_token: bool = False) -> TrajectoryGroup:
-    """A group with every column there is."""
+    """Return a group with every column."""
     random = np.random.default_rng(seed)
     count, total = len(lengths), sum(lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -56,7 +56,7 @@ def complete() -> TrajectoryGroup:
 
 
 def laid_out(record: TrajectoryGroup) -> tuple[ColumnLayout, AxisSizes, Array]:
-    """A record's columns as they lie in a span."""
+    """Return a record's columns as they are in a span."""
     columns = record.columns()
     form, lengths = GROUP_SCHEMA.measure(columns)
     whole = [c.tobytes().ljust(aligned(c.nbytes), b"\0") for c in columns.values()]
@@ -264,7 +264,7 @@ def test_plain_columns_are_contiguous_and_of_the_dtype_that_travels() -> None:
 
 
 def odd(column: Array) -> dict[str, Array]:
-    """Arrays that say what `column` says, and are not what it is."""
+    """Return arrays with the values of `column`, and other properties."""
     items = len(column)
     spread = np.zeros(items, [("gap", np.uint8), ("item", column.dtype)])
     spread["item"] = column
@@ -280,7 +280,7 @@ def odd(column: Array) -> dict[str, Array]:
 
 
 def usual(schema: Schema, record: TrajectoryGroup) -> None:
-    """Records like `record` are what `schema` has seen last."""
+    """Measure records like `record`, so that `schema` has their layout cached."""
     schema._usual = None
     schema.laid_out(record)
     assert schema._usual is not None

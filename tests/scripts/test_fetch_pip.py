@@ -66,7 +66,7 @@ def test_the_index_is_the_one_pip_would_use(tmp_path: Path) -> None:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[str]:
-    """A package index on the loopback, with a pip that writes down how it was called."""
+    """Serve a package index on loopback, with a pip that writes its arguments to a file."""
     folder = tmp_path / "index/pip"
     folder.mkdir(parents=True)
     wheel = folder / "pip-99.0-py3-none-any.whl"

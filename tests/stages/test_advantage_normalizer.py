@@ -26,7 +26,7 @@ def normalizer(mode: Any, **more: Any) -> AdvantageNormalizer:
 
 
 def expecting(of: TrajectoryGroup, value: float = 0.0) -> TrajectoryGroup:
-    """The same group with a critic that expected `value` everywhere."""
+    """Return the same group with a critic that expected `value` everywhere."""
     return msgspec.structs.replace(of, values=np.full(len(of.tokens), value, np.float32))
 
 
@@ -40,7 +40,7 @@ def per_token(filled: TrajectoryGroup) -> list[float]:
 
 
 def per_sequence(filled: TrajectoryGroup) -> list[float]:
-    """The one value that each sequence has on its trained tokens."""
+    """Return the one value that each sequence has on its trained tokens."""
     assert filled.advantages is not None
     return [float(filled.advantages[end - 1]) for end in filled.offsets[1:].tolist()]
 

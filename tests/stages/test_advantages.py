@@ -25,7 +25,7 @@ by_group = pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo", "opo"])
 
 
 def lengths_of(count: int) -> list[int]:
-    """Tokens that train: some, that differ."""
+    """Return the number of trained tokens of each sequence; they differ."""
     return [1 + 3 * i % 7 for i in range(count)]
 
 
@@ -50,7 +50,7 @@ def of_groups(
 
 
 def exact(mode: GroupMode, rewards: Sequence[float]) -> list[float]:
-    """The definition, in exact rational arithmetic up to the one square root."""
+    """Compute the definition in exact rational arithmetic, up to the one square root."""
     values = [Fraction(float(np.float32(reward))) for reward in rewards]
     if mode == "opo":
         lengths = lengths_of(len(values))

@@ -18,7 +18,7 @@ from penstock.testing import drive, entered, group
 
 
 def of_tokens(*counts: int, first: int = 0, **more: Any) -> list[TrajectoryGroup]:
-    """A group of two equally long sequences for each of `counts`, its tokens in all."""
+    """Return a group of two equally long sequences for each of `counts`, its number of tokens."""
     return [
         group(instance_id=str(first + i), completion_lengths=[count // 2 - 2] * 2, rewards=[0, 1], **more)
         for i, count in enumerate(counts)

@@ -15,7 +15,7 @@ TOKENS = np.array([5, 6, 7], np.int32)
 
 
 def made(values: list[Any]) -> NDArray[Any]:
-    """Ids or log-probabilities."""
+    """Return a column of ids or log-probabilities."""
     return np.array(values, np.float32 if isinstance(values[0], float) else np.int32)
 
 

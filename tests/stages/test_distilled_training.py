@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @torch.no_grad()
 def expected_by(model: TinyModel, packed: TrainBatch) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """[N, V] what `model` expects at every token, each sequence by itself; of the first tokens, nothing."""
+    """Return [N, V] the predictions of `model` for every token but the first ones, each sequence by itself."""
     rows: list[torch.Tensor] = []
     for first, last in zip(packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
         tokens = torch.tensor(packed.tokens[first:last]).long()[None]
@@ -38,7 +38,7 @@ def expected_by(model: TinyModel, packed: TrainBatch) -> np.ndarray[Any, np.dtyp
 
 
 def taught(teacher: TinyModel, top_k: int = 3, **columns: Any) -> TrainBatch:
-    """Two groups of sequences of different lengths; the teacher tells the likeliest tokens at all but the first."""
+    """Return two groups of sequences of different lengths, with the teacher's likeliest tokens at all but the first."""
     packed = batch(groups=2, completion_lengths=[3, 7, 5])
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, len(packed.tokens)).astype(np.int32)
     packed = msgspec.structs.replace(packed, tokens=tokens)

@@ -35,7 +35,7 @@ def text(turns: Turns) -> list[str]:
 
 
 def answering(*answers: str, max_completion_tokens: int = 99) -> Callable[[Turns], Any]:
-    """Answers one after another; then there is no token left."""
+    """Return a policy that gives one answer after another, and then has no token left."""
     left = list(answers)
 
     async def speak(_: Turns) -> Completion | None:

@@ -35,7 +35,7 @@ def estimated(
     gae_lambda: float = 1.0,
     whitens: bool = False,
 ) -> list[float]:
-    """[B] or [N], 0 where nothing trains."""
+    """Return [B] or [N] advantages, 0 where nothing trains."""
     estimate = Estimator(mode, level, gamma, gae_lambda, whitens, OURS).estimate(
         GroupStack(groups), RunningStatistics()
     )
@@ -44,7 +44,7 @@ def estimated(
 
 
 def expecting(group: TrajectoryGroup, value: float = 0.0) -> TrajectoryGroup:
-    """The same group with a critic that expected `value` everywhere."""
+    """Return the same group with a critic that expected `value` everywhere."""
     return msgspec.structs.replace(group, values=np.full(len(group.tokens), value, np.float32))
 
 
@@ -223,7 +223,7 @@ batches = st.lists(
 def white(
     mode: Mode, batch: list[list[tuple[float, int]]], scale: float = 1.0, shift: float = 0.0
 ) -> list[list[float]]:
-    """The advantages that train, a list a sequence."""
+    """Return the advantages of trained tokens, a list for each sequence."""
     groups = [
         expecting(of_turns(*["." + "x" * n for _, n in rows], rewards=[r * scale + shift for r, _ in rows]))
         for rows in batch

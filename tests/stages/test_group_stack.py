@@ -14,7 +14,7 @@ from penstock.testing import group
 
 
 def of_masks(*masks: list[bool], rewards: list[float] | None = None) -> TrajectoryGroup:
-    """A group of sequences with those masks, each behind a token of a prompt unless it is empty."""
+    """Return a group of sequences with those masks, each after one token of a prompt unless it is empty."""
     rows = [[False, *mask] if mask else [] for mask in masks]
     return TrajectoryGroup.build(
         env="e",

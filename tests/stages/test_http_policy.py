@@ -48,14 +48,14 @@ SERVER = Path(__file__).parent.parent / "inference_server.py"
 
 
 def table(seed: int) -> NDArray[np.float32]:
-    """Logits of what follows each token; the end token is not rare."""
+    """Return logits of the next token after each token; the end token is not rare."""
     logits = np.random.default_rng(seed).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)
     logits[:, EOS] += 1
     return logits
 
 
 def weights(folder: Path, seed: int) -> str:
-    """A folder with the weights of `seed`, as a URL."""
+    """Create a folder with the weights of `seed`, and return its URL."""
     folder.mkdir()
     save_file({"table": table(seed)}, folder / "model.safetensors")
     return f"file://{folder}"
@@ -66,7 +66,7 @@ Serve = Callable[[Server], str]
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Gives the URL of a server of a kind, which runs as long as this file's tests."""
+    """Yield a function for the URL of a server of a kind, which runs as long as this file's tests."""
     folder = tmp_path_factory.mktemp("weights")
     weights(folder / "0", 0)
     urls: dict[Server, str] = {}
@@ -104,7 +104,7 @@ async def engine(url: str, server: Server = "vllm", **options: Any) -> AsyncIter
 
 @asynccontextmanager
 async def unchecked(url: str, **options: Any) -> AsyncIterator[Engine]:
-    """An engine that nobody has asked for its model yet."""
+    """Make an engine without the check of the model."""
     chosen: dict[str, Any] = {"request_timeout_s": 30.0, "draw": lambda: 1.0} | options
     backoff = chosen.pop("backoff", Backoff(attempts=3, first_s=0.001))
     async with aiohttp.ClientSession() as session:
@@ -151,7 +151,7 @@ async def refuse(url: str, statuses: dict[str, int]) -> None:
 
 @asynccontextmanager
 async def traits(url: str, **different: bool) -> AsyncIterator[None]:
-    """Within the body the server is another: one that does not sleep, or keeps its memory."""
+    """Change the server within the body: it does not sleep, or keeps its memory."""
     async with aiohttp.ClientSession() as session:
         usual = {"may_sleep": True, "gives_memory_back": True}
         async with session.post(f"{url}/tests/traits", json=usual | different):

@@ -25,7 +25,7 @@ def expected(index: int, logprob: float) -> dict[str, Any]:
 
 
 def as_vllm(asked: dict[str, Any]) -> web.Response:
-    """Of every token but the first: a likely one, and the token itself, in that order."""
+    """Return for every token but the first a likely one, and the token itself, in that order."""
     rows = [None, *(expected(3, -0.1) | expected(token, -5.0) for token in asked["prompt"][1:])]
     choice = {"index": 0, "text": "x", "finish_reason": "length", "prompt_logprobs": rows}
     return web.json_response({"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
@@ -33,7 +33,7 @@ def as_vllm(asked: dict[str, Any]) -> web.Response:
 
 @asynccontextmanager
 async def serving(*replies: Reply) -> AsyncGenerator[tuple[str, list[dict[str, Any]]]]:
-    """A server that gives one reply after another, the last ever after; its URL, and what it was asked."""
+    """Serve one reply after another, the last one repeatedly; yield the URL and the requests."""
     questions: list[dict[str, Any]] = []
 
     async def models(request: web.Request) -> web.Response:

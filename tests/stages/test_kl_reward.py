@@ -19,7 +19,7 @@ REFERENCE = [0.0, -3.0, -1.0, 0.0, -1.5, -1.0]
 
 
 def made(**columns: Any) -> TrajectoryGroup:
-    """Two sequences of one prompt token and two of the policy's, the last of which does not train."""
+    """Return two sequences of one prompt token and two of the policy's, the last of which does not train."""
     given: dict[str, Any] = {
         "completion_lengths": [2, 2],
         "prompt_length": 1,

@@ -19,7 +19,7 @@ LENGTHS = st.lists(st.integers(0, 12), max_size=30)
 
 
 def made(lengths: list[int]) -> TrainBatch:
-    """A group of completions of those lengths after a prompt of 2, some of them masked; tokens count from 0."""
+    """Return a group of completions of those lengths after a prompt of 2, some masked; tokens count from 0."""
     packed = batch(groups=1, completion_lengths=lengths, prompt_length=2)
     numbers = np.arange(len(packed.tokens), dtype=np.int32)
     return msgspec.structs.replace(packed, tokens=numbers, loss_mask=packed.loss_mask & (numbers % 5 != 0))
@@ -78,7 +78,7 @@ def test_nothing_is_computed_for_sequences_in_which_nothing_trains() -> None:
 
 
 def check_rows(part: MicroBatch) -> None:
-    """A sequence's tokens follow one another, at positions from 0 on, and its trained ones follow those before it."""
+    """Check that a sequence's tokens are consecutive, at positions from 0 on, and its trained ones in order."""
     counted = []
     for sequence in range(len(part.lengths)):
         here = part.sequences == sequence

@@ -18,7 +18,7 @@ ENDS_WITH_AN_ANSWER, MASKED = 0.3, 0.15
 
 
 def of_many_turns(random: np.random.Generator, instance_id: str, size: int) -> TrajectoryGroup:
-    """Some sequences with answers of an environment inside or behind, some that are masked as a whole."""
+    """Return sequences with answers of an environment inside or at the end, and some that are masked entirely."""
     masks = []
     for length in random.integers(1, 12, size):
         mask = np.ones(length, np.bool_)

@@ -41,7 +41,7 @@ class Collect:
 
 
 def backend(words: list[str] = WORDS) -> tokenizers.Tokenizer:
-    """A tokenizer of words, which would add a token at either end."""
+    """Return a tokenizer of words, which would add a token at either end."""
     made = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[unknown]"))  # noqa: S106 (no password)
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.add_special_tokens([AddedToken("<begin>", special=True), AddedToken("<end>", special=True)])

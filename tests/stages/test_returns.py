@@ -35,7 +35,7 @@ def flat(chains: Sequence[Sequence[float]]) -> NDArray[np.float64]:
 
 
 def exact_sums(chain: Sequence[float], discount: float) -> list[float]:
-    """G(t) = r(t) + γ · G(t'), from the end, without rounding."""
+    """Return G(t) = r(t) + γ · G(t'), from the end, without rounding."""
     sums, later = [], Fraction()
     for value in reversed(chain):
         later = Fraction(value) + Fraction(discount) * later

@@ -42,7 +42,7 @@ class Characters:
 def answering(
     *completions: str | Sequence[str], rewards: Sequence[float] | None = None, prompt: str = "?", instance_id: str = "0"
 ) -> TrajectoryGroup:
-    """A group of completions. One given as several texts is a conversation: the policy says every other one of them."""
+    """Return a group of completions. Several texts are a conversation, in which every other text is the policy's."""
     sequences, masks = [], []
     for completion in completions:
         turns = [prompt, completion] if isinstance(completion, str) else [prompt, *completion]
@@ -299,7 +299,7 @@ async def test_a_group_of_empty_sequences_passes() -> None:
 
 
 def length(answer: RewardInput) -> float:
-    """A plain function: runs in a thread."""
+    """Return the length of the answer; a plain function runs in a thread."""
     return float(len(answer.text))
 
 

@@ -27,7 +27,7 @@ CLIPPED = [1.0, 0.0, 0.0, -1.0]
 
 
 def of_rewards(rewards: Sequence[float], number: int = 0, **more: Any) -> TrajectoryGroup:
-    """Sequences of one token each that trains, of which a critic expected nothing."""
+    """Return sequences of one trained token each, for which a critic expected 0."""
     size = len(rewards)
     plain = group(completion_lengths=[1] * size, prompt_length=1, rewards=rewards, instance_id=str(number), **more)
     return msgspec.structs.replace(plain, values=np.zeros(2 * size, np.float32))
@@ -39,7 +39,7 @@ def normalizer(mode: Any, preset: Any = None, batch_groups: int = 2) -> Advantag
 
 
 def advantages(out: Sequence[TrajectoryGroup]) -> list[list[float]]:
-    """Of each sequence of each group."""
+    """Return the advantage of each sequence of each group."""
     found = []
     for filled in out:
         assert filled.advantages is not None
@@ -215,7 +215,7 @@ bounds = st.tuples(numbers, numbers).filter(lambda pair: pair[0] < pair[1])
 
 
 def noise_of(score: float, added: float, clip: tuple[float, float] | None) -> tuple[float, float]:
-    """The reward and how far rounding may have moved it, by definition."""
+    """Return the reward and its possible rounding error, by definition."""
     total = score + added
     reward = total if clip is None else min(max(total, clip[0]), clip[1])
     summed = abs(score) + abs(added) if reward == total else abs(reward)
@@ -244,7 +244,7 @@ def scaled(population: Sequence[float]) -> list[float]:
 
 
 def expected(mode: Any, groups: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
-    """The formulas, of rewards as they came out."""
+    """Compute the formulas for the rewards."""
     everything = [pair for rows in groups for pair in rows]
     if mode in ("batch", "reinforce++"):
         values = [reward for reward, _ in everything]

@@ -91,7 +91,7 @@ def test_length_is_paid_or_charged_by_the_unit_up_to_the_cap() -> None:
 
 
 def shaped(scores: Sequence[float], config: RewardConfig, component: Sequence[float] | None = None) -> Shaped:
-    """Scores without noise of their own, and with one component, `a`, or none."""
+    """Return scores without noise of their own, and with one component, `a`, or none."""
     components = {} if component is None else {"a": np.array(component)}
     return combined(np.array(scores), np.zeros(len(scores)), components, config)
 

@@ -93,7 +93,7 @@ class Slow:
 
 @asynccontextmanager
 async def fed(*given: TrainBatch) -> AsyncIterator[tuple[Context, MemoryReceiver[TrainBatch]]]:
-    """A context of its own, and a channel that holds what was given and stays open."""
+    """Yield a context of its own, and a channel with the given batches that stays open."""
     sender, receiver = memory_channel[TrainBatch](max(1, len(given)))
     async with sender, receiver:
         for each in given:
@@ -307,7 +307,7 @@ async def test_a_run_that_had_all_its_steps_trains_no_more() -> None:
 
 @asynccontextmanager
 async def running(sink: SinkTrainer, trainer: Slow) -> AsyncIterator[tuple[Context, anyio.CancelScope]]:
-    """`sink` within its first step; the body may cancel it."""
+    """Run `sink` up to its first step; the body may cancel it."""
     async with fed(batch()) as (context, inbox), anyio.create_task_group() as tasks:
         tasks.start_soon(sink.run, inbox)
         await anyio.to_thread.run_sync(trainer.begun.wait)

@@ -51,7 +51,7 @@ class Game:
 
 
 def moody() -> Callable[[str], str]:
-    """Says "bad" to every third prompt and "fine" to the others."""
+    """Answer "bad" to every third prompt and "fine" to the others."""
     answers = itertools.cycle(["fine", "fine", "bad"])
     return lambda _: next(answers)
 
@@ -216,7 +216,7 @@ class Doubling:
 
 
 def playing(answers: Sequence[str], **options: Any) -> SourceEnv:
-    """Rollouts of three turns, one after the other, in which the policy says `answers`."""
+    """Return a source of rollouts of three turns, one after another, in which the policy answers `answers`."""
     left = iter(answers)
     return source(Doubling, FakePolicy(answer=lambda _: next(left)), concurrency=1, **options)
 

@@ -35,7 +35,7 @@ RewardInput = Callable[[NDArray[np.int32]], TeacherCandidates]
 
 
 def next_of_each(tokens: NDArray[np.int32]) -> TeacherCandidates:
-    """Two candidates for every token but the first: itself, and the number after it."""
+    """Return two candidates for every token but the first: itself, and the number after it."""
     return TeacherCandidates.of([None, *({int(token): -0.5, int(token) + 1: -1.0} for token in tokens[1:])])
 
 
@@ -76,7 +76,7 @@ def asked(teacher: Scripted, groups: Sequence[TrajectoryGroup], **options: Any) 
 
 
 def two() -> TrajectoryGroup:
-    """Two sequences, of the last of whose tokens the first does not train."""
+    """Return two sequences; the first one's last token does not train."""
     return group(
         completion_lengths=[2, 3],
         prompt_length=1,

@@ -26,7 +26,7 @@ def made(seed: int, lengths: list[int]) -> TrajectoryGroup:
 
 @torch.no_grad()
 def one_by_one(model: TinyModel, given: TrajectoryGroup, temperature: float = 1.0) -> list[float]:
-    """The log-probability of every token that trains, 0 of others, each sequence by itself."""
+    """Return the log-probability of every trained token, 0 for others, each sequence by itself."""
     found: list[float] = []
     for row in given:
         tokens = torch.from_numpy(row.tokens.copy()).long()[None]

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(seed: int = 0, **columns: Any) -> TrainBatch:
-    """Two groups of sequences of different lengths, with advantages; log-probabilities are random."""
+    """Return two groups of sequences of different lengths, with advantages; log-probabilities are random."""
     numbers = np.random.default_rng(seed)
     packed = batch(groups=2, **({"completion_lengths": [3, 7, 5]} | columns))
     return msgspec.structs.replace(
@@ -55,7 +55,7 @@ def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def alone(model: nn.Module, packed: TrainBatch, temperature: float = 1.0) -> list[Tensor]:
-    """The log-probabilities of the tokens of each sequence, one sequence at a time, label by label."""
+    """Return the log-probabilities of the tokens of each sequence, one sequence at a time, label by label."""
     rows: list[Tensor] = []
     for first, last in zip(packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
         tokens = torch.from_numpy(packed.tokens[first:last]).long()[None]
@@ -68,13 +68,13 @@ def alone(model: nn.Module, packed: TrainBatch, temperature: float = 1.0) -> lis
 
 
 def reference_logprobs(model: nn.Module, packed: TrainBatch, temperature: float = 1.0) -> np.ndarray[Any, Any]:
-    """[N] of each token."""
+    """Return [N] the log-probability of each token under the reference."""
     with torch.no_grad():
         return torch.cat(alone(model, packed, temperature)).numpy()
 
 
 def on_policy(model: TinyModel, packed: TrainBatch) -> TrainBatch:
-    """The batch with the log-probabilities that `model` gives its tokens."""
+    """Return the batch with the log-probabilities of its tokens under `model`."""
     logprobs = np.where(packed.loss_mask, reference_logprobs(model, packed), 0)
     return msgspec.structs.replace(packed, behavior_logprobs=logprobs.astype(np.float32))
 
@@ -367,7 +367,7 @@ def test_a_trainer_can_be_published_and_saved() -> None:
 
 
 def moved(updates: int = 1, steps: int = 1, **options: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Metrics of so many steps on one batch that the model itself sampled, and the weights after them."""
+    """Train so many steps on one batch of the model's own samples; return the metrics and the weights."""
     model = TinyModel(vocabulary=VOCABULARY)
     sampled = on_policy(model, made())
     each = trainer(model, optimizer=SGD, updates=updates, **options)

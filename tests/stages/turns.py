@@ -13,7 +13,7 @@ __all__ = ["of_turns"]
 def of_turns(
     *masks: str, rewards: Sequence[float] | None = None, instance_id: str = "0", **columns: Any
 ) -> TrajectoryGroup:
-    """A sequence a mask, in which x trains and . does not.
+    """Return one sequence for each mask, in which x trains and . does not.
 
     >>> of_turns(".x.x", "..x").completion_lengths().tolist()
     [2, 1]

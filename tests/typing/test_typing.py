@@ -17,7 +17,7 @@ MYPY = ("mypy", "--strict", "--no-pretty", "--explicit-package-bases", "--python
 
 
 def marked() -> set[tuple[str, int]]:
-    """The lines that say that they are wrong, as (file, line)."""
+    """Return the lines that are marked as errors, as (file, line)."""
     lines = (ROOT / REFUSED).read_text().splitlines()
     return {(REFUSED, number) for number, line in enumerate(lines, start=1) if "# refused: " in line}
 

@@ -97,7 +97,7 @@ def recipe(weights: Path, port: int, logs: Path) -> OutsideServer:
 
 
 def free_port() -> int:
-    """A port that is free now: vLLM shares its port with nobody, not even with who would keep it free."""
+    """Return a port that is free now: vLLM needs its port alone, so it cannot be reserved."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -114,7 +114,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @asynccontextmanager
 async def opened(url: str) -> AsyncIterator[Engine]:
-    """An engine that is told nothing but where its server is."""
+    """Open an engine with the URL of its server as its only argument."""
     async with HttpPolicy(url=url, model="tiny", versions="server").open(Worker()) as engine:
         yield engine
 
@@ -125,7 +125,7 @@ async def greedy(engine: Engine) -> Completion:
 
 
 def assert_sampled_by(seed: int, completion: Completion) -> None:
-    """The model of `seed` says this, with these log-probabilities."""
+    """Assert that the model of `seed` samples this completion, with these log-probabilities."""
     tokens: NDArray[np.int32] = np.concatenate([PROMPT, completion.tokens])
     with torch.no_grad():
         logits = model(seed)(torch.from_numpy(tokens).long()[None]).logits[0]

@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """All of them work on few numbers."""
+    """Use one thread: the tensors are small."""

@@ -31,13 +31,13 @@ EVERY_DIVERGENCE = pytest.mark.parametrize("term", DIVERGENCES, ids=lambda term:
 
 
 def predictions(rows: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """[rows, V] log-probabilities."""
+    """Return [rows, V] log-probabilities."""
     generator = torch.Generator().manual_seed(seed)
     return torch.log_softmax(2 * torch.randn(rows, VOCABULARY, generator=generator, dtype=dtype), dim=-1)
 
 
 def taught(predicted: Tensor, ids: list[list[int]], logprobs: Tensor, **columns: Any) -> Scored:
-    """One sequence of the tokens 0, 1, 2, … of which the policy expects `predicted`."""
+    """Return one sequence of the tokens 0, 1, 2, … for which the policy predicts `predicted`."""
     tokens = torch.arange(len(predicted)) % predicted.shape[1]
     given: dict[str, Any] = {
         "predicted": predicted,
@@ -49,7 +49,7 @@ def taught(predicted: Tensor, ids: list[list[int]], logprobs: Tensor, **columns:
 
 
 def candidate_logprobs(teacher: Tensor, ids: list[list[int]]) -> Tensor:
-    """The log-probabilities that `teacher` [T, V] gives to candidates; what came for none must not matter."""
+    """Return the log-probabilities of candidates under `teacher` [T, V]; those of absent candidates must not matter."""
     wanted = torch.tensor(ids)
     return teacher.gather(-1, wanted.clamp(min=0)).where(wanted >= 0, 0.7)
 

@@ -23,7 +23,7 @@ class Token(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """To the policy that sampled."""
+        """Return the ratio to the policy that sampled."""
         return math.exp(self.pi - self.behavior)
 
 

@@ -16,7 +16,7 @@ PPO = PPOClip(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
 
 
 def one_token(ratio: float, advantage: float, loss: Loss) -> tuple[float, float]:
-    """The loss of one token with that ratio, and its derivative with respect to log π."""
+    """Return the loss of one token with that ratio, and its derivative with respect to log π."""
     logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     value = loss(scored(logprobs, torch.tensor([advantage]), behavior_logprobs=torch.zeros(1))).loss
     return value.item(), slope(value, logprobs).item()
