@@ -124,7 +124,7 @@ class Trainer:
 
 
 def tear_writes(kill_point: KillPoint) -> None:
-    """Patch the system calls of a journal: a kill in a write leaves a part of an entry, one in a deletion some files."""
+    """Patch the system calls of a journal: a kill in a write leaves a part of an entry, in a deletion some files."""
     write, unlink = os.write, Path.unlink
 
     def torn(fd: int, data: memoryview) -> int:

@@ -19,7 +19,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def printed(disk: Path) -> dict[str, str]:
-    """Run the script, and return its output; it does everything in one process, because torch takes seconds to import."""
+    """Run the script, and return its output; it is one process for all tests, because importing torch takes seconds."""
     return printed_by(small_disk(disk, "16m"), "-m", "tests.limits.script_on_a_small_disk", str(disk))
 
 

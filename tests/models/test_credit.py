@@ -93,7 +93,7 @@ class Ends:
             self.on_their_way.append(record.instance_id)
 
     async def send_after_waiting(self, record: TrajectoryGroup, together: int) -> None:
-        """Send while too few records are released; then release as many as are needed, or all if bytes are scarce."""
+        """Start sends that wait for credit; release as many records as they need, or all where bytes are scarce."""
         async with anyio.create_task_group() as tasks:
             for _ in range(together):
                 tasks.start_soon(self.outbox.send, record)

@@ -76,7 +76,7 @@ def asked(teacher: Scripted, groups: Sequence[TrajectoryGroup], **options: Any) 
 
 
 def two() -> TrajectoryGroup:
-    """Return two sequences; the first one's last token does not train."""
+    """Return two sequences; the first token of the second completion does not train."""
     return group(
         completion_lengths=[2, 3],
         prompt_length=1,
