@@ -28,7 +28,7 @@ def linger() -> None:
 
 
 def end(*_: object) -> None:
-    report("end")
+    report("ended")
     sys.exit(0)
 
 

@@ -159,7 +159,7 @@ async def test_a_server_is_asked_to_end_and_has_time_to(port: int, tmp_path: Pat
     async with running(recipe(port, tmp_path)) as (server, descriptors):
         assert is_alive(*descriptors)
 
-    assert server.log.read_text().splitlines()[-1] == "goodbye"
+    assert server.log.read_text().splitlines()[-1] == "ended"
     assert server.exit_reason == "exited with status 0"
 
 
@@ -313,7 +313,7 @@ async def test_a_keeper_that_is_asked_to_end_ends_its_server_first(port: int, tm
             os.kill(server._process.popen.pid, signal.SIGTERM)
             await anyio.sleep_forever()
 
-    with pytest.raises(ServerFailed, match=r"(?s)exited with status 0\n.*goodbye$"):
+    with pytest.raises(ServerFailed, match=r"(?s)exited with status 0\n.*ended$"):
         await use()
 
 
@@ -364,4 +364,4 @@ async def test_a_server_is_part_of_a_stage_wherever_that_runs(port: int, tmp_pat
     await source(AskingSource(recipe(port, tmp_path), port), on=processes(1)).sink(sink).run()
 
     assert sink.names == ["200"]
-    assert (tmp_path / "server.log").read_text().endswith("goodbye\n")
+    assert (tmp_path / "server.log").read_text().endswith("ended\n")

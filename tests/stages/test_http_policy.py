@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import anyio
@@ -24,13 +25,10 @@ from safetensors.numpy import save_file
 from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import Letters
 from tests.inference_server import EOS, TROUBLE, VOCABULARY, logprobs_of
+from tests.loop_clock import LoopClock
 from tests.stages.test_policies import assert_methods
 
 from penstock import Context, SourceEnv, StopReason, Worker
-from penstock._stages.engines.backoff import Backoff
-from penstock._stages.engines.http_engine import HttpEngine
-from penstock._stages.engines.inference_servers import Server
-from penstock._stages.engines.server_client import ServerClient
 from penstock.errors import (
     EngineFailed,
     EngineRefused,
@@ -40,7 +38,7 @@ from penstock.errors import (
     PenstockError,
     ProtocolMismatch,
 )
-from penstock.policies import Completion, Engine, EnginePublisher, HttpPolicy, Policy
+from penstock.policies import Backoff, Completion, Engine, EnginePublisher, HttpPolicy, Policy
 from penstock.testing import drive_source, entered
 from penstock.torch import WeightFolder
 
@@ -60,6 +58,8 @@ def weights(folder: Path, seed: int) -> str:
     save_file({"table": table(seed)}, folder / "model.safetensors")
     return f"file://{folder}"
 
+
+Server = Literal["vllm", "sglang", "openai"]
 
 Serve = Callable[[Server], str]
 
@@ -102,13 +102,19 @@ async def engine(url: str, server: Server = "vllm", **options: Any) -> AsyncIter
         await opened.resume()
 
 
-@asynccontextmanager
-async def unchecked(url: str, **options: Any) -> AsyncIterator[Engine]:
-    """Make an engine without the check of the model."""
-    chosen: dict[str, Any] = {"request_timeout_s": 30.0, "draw": lambda: 1.0} | options
-    backoff = chosen.pop("backoff", Backoff(attempts=3, first_s=0.001))
-    async with aiohttp.ClientSession() as session:
-        yield HttpEngine(policy(url), ServerClient(url, session, backoff, **chosen), "vllm")
+async def elapsed_s(call: Callable[[], Awaitable[object]]) -> float:
+    """Return the seconds that `call` takes, while the clock of the event loop is set forward."""
+    clock, loop, done = LoopClock(), asyncio.get_running_loop(), anyio.Event()
+
+    async def run() -> None:
+        await call()
+        done.set()
+
+    began = loop.time()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await clock.set_forward_until(done.is_set, 0.5)
+    return loop.time() - began
 
 
 def prompt(*tokens: int) -> NDArray[np.int32]:
@@ -306,9 +312,12 @@ async def test_trouble_is_told_for_what_it_is(
 
 
 async def test_a_server_that_says_nothing_is_not_waited_for_for_ever(serve: Serve) -> None:
-    async with unchecked(serve("vllm"), request_timeout_s=0.05) as opened:
-        with pytest.raises(EngineTimedOut, match=r"attempt 3 of 3: expected a response within 0.05 s"):
+    async def ask(opened: Engine) -> None:
+        with pytest.raises(EngineTimedOut, match=r"attempt 3 of 3: expected a response within 30 s"):
             await one(opened, trouble("silent"))
+
+    async with engine(serve("vllm"), request_timeout_s=30.0) as opened:
+        assert await elapsed_s(partial(ask, opened)) >= 90
         await until(serve("vllm"), "running", 0)
 
 
@@ -321,22 +330,18 @@ async def test_a_server_that_is_not_there_is_told_as_such() -> None:
 
 
 async def test_what_fails_in_passing_is_tried_again_and_the_servers_wish_is_respected(serve: Serve) -> None:
-    pauses: list[float] = []
-
-    async def note(pause_s: float) -> None:
-        pauses.append(pause_s)
-
-    async def busy(longest_s: float) -> None:
+    async def busy(longest_s: float) -> float:
         backoff = Backoff(attempts=3, first_s=0.5, longest_s=longest_s)
-        async with unchecked(serve("vllm"), backoff=backoff, sleep=note) as opened:
-            await one(opened, trouble("busy twice"))
+        async with engine(serve("vllm"), backoff=backoff) as opened:
+            return await elapsed_s(partial(one, opened, trouble("busy twice")))
 
     context = Context()
     with entered(context):
-        await busy(longest_s=30)
-        await busy(longest_s=0.8)
+        as_requested_s = await busy(longest_s=30)
+        limited_s = await busy(longest_s=0.8)
 
-    assert pauses == [7, 7, 0.8, 0.8]
+    assert 2 * 7 <= as_requested_s < 3 * 7
+    assert 2 * 0.8 <= limited_s < 2 * 7
     assert context.metrics.emit(0)["rollout/retries"] == 4
 
 
