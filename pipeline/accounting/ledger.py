@@ -23,11 +23,10 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
-from ..._schemas.layout import check_sequences
 from ..errors import LedgerImbalance
 from ..util.waiting import Waiters
 from .committed_prompts import CommittedPrompts
-from .repetition_sets import iter_bits, mask_in, mask_of, masks_in, set_mask
+from .repetition_sets import iter_bits, mask_of, masks_by_group, masks_in, set_mask
 from .shared_counters import END_STATES, OTHER_REASONS, EndState, SharedCounters
 
 Origin: TypeAlias = Callable[[GroupId, int, EndState, int], None]
@@ -174,7 +173,7 @@ class Ledger:
 
     def take_back(self, record: TrajectoryGroup | TrainBatch) -> None:
         """Let `record` be handed over again: it was not sent, or leaves a fragment. For a source's process."""
-        for group, mask in _masks(record):
+        for group, mask in masks_by_group(record):
             set_mask(self._begun, group, self._begun.get(group, 0) | mask & self._open.get(group, 0))
 
     def succeed(self, count: int = 1) -> None:
@@ -194,7 +193,7 @@ class Ledger:
         Raises:
             LedgerImbalance: one of them is not in flight: it was never admitted, or ended before. Nothing is counted.
         """
-        leaving = _masks(what)
+        leaving = masks_by_group(what)
         for group, mask in leaving:
             self._expect_in_flight(group, mask, state)
         self._leave(leaving, state, reason)
@@ -396,7 +395,7 @@ class Ledger:
         self, record: TrajectoryGroup | TrainBatch, begun: Mapping[GroupId, int]
     ) -> Collection[tuple[GroupId, int]]:
         """Return the trajectories of `record` by group; refuse a batch with copies. Those that are `begun` are none."""
-        entering = _masks(record)
+        entering = masks_by_group(record)
         if isinstance(record, TrainBatch):
             for group, mask in entering:
                 if copies := mask & self.known(group) & ~begun.get(group, 0):
@@ -512,18 +511,6 @@ def _listed(listeners: list[L], listener: L) -> Iterator[None]:
         yield
     finally:
         listeners.remove(listener)
-
-
-def _masks(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) -> Collection[tuple[GroupId, int]]:
-    """Return the repetitions of each group, as bit masks."""
-    if isinstance(what, TrajectoryGroup):
-        check_sequences(len(what))
-        return [(what.id, mask_in(what.repetition_ids))]
-    masks: dict[GroupId, int] = {}
-    for trajectory in what.ids if isinstance(what, TrainBatch) else what:
-        group = trajectory.group
-        masks[group] = masks.get(group, 0) | 1 << trajectory.repetition_id
-    return masks.items()
 
 
 def _name(group: GroupId, mask: int) -> str:

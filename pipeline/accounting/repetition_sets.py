@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._schemas import GroupId, TrajectoryGroup, TrajectoryId
+from ..._schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
+from ..._schemas.layout import check_sequences
 
 MASKS_CACHED = 16
 """Columns whose masks are cached: groups of one size mostly number their repetitions alike."""
@@ -62,6 +63,22 @@ def iter_bits(mask: int) -> Iterator[int]:
 def trajectories(group: GroupId, mask: int) -> list[TrajectoryId]:
     """Return the ids of the repetitions in `mask`."""
     return [TrajectoryId(*group, repetition) for repetition in iter_bits(mask)]
+
+
+def masks_by_group(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) -> Collection[tuple[GroupId, int]]:
+    """Return the repetitions of each group, as bit masks.
+
+    Raises:
+        InvalidRecord: a group has no sequences.
+    """
+    if isinstance(what, TrajectoryGroup):
+        check_sequences(len(what))
+        return [(what.id, mask_in(what.repetition_ids))]
+    masks: dict[GroupId, int] = {}
+    for trajectory in what.ids if isinstance(what, TrainBatch) else what:
+        group = trajectory.group
+        masks[group] = masks.get(group, 0) | 1 << trajectory.repetition_id
+    return masks.items()
 
 
 def set_mask(masks: dict[GroupId, int], group: GroupId, mask: int) -> None:

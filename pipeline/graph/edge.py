@@ -7,14 +7,14 @@ that a source sends again is dropped here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
 
-from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
+from ..._schemas import TrainBatch, TrajectoryGroup
 from ..accounting.ledger import Ledger
 from ..accounting.repetition_sets import exclude
 from ..channels.channel import ChannelStatistics, ReceiveChannel, SendChannel
@@ -26,18 +26,6 @@ T = TypeVar("T")
 
 RECORDS = (TrajectoryGroup, TrainBatch)
 """Records of which the trajectories are counted."""
-
-
-def trajectories_of(record: object) -> Iterator[tuple[GroupId, list[int]]]:
-    """Yield the repetitions of each prompt in `record`; none where it is neither a group nor a batch."""
-    if isinstance(record, TrajectoryGroup):
-        yield record.id, record.repetition_ids.tolist()
-    elif isinstance(record, TrainBatch):
-        repetitions = record.repetition_ids.tolist()
-        first = 0
-        for packed in record.groups:
-            yield packed.id, repetitions[first : first + packed.sequences]
-            first += packed.sequences
 
 
 class EdgeCounter:

@@ -26,8 +26,9 @@ from typing import Any
 import anyio
 import msgspec
 
-from ..._schemas import GroupId, TrajectoryGroup, TrajectoryId
+from ..._schemas import TrajectoryGroup, TrajectoryId
 from ..accounting.ledger import Ledger
+from ..accounting.repetition_sets import iter_bits, masks_by_group
 from ..accounting.shared_counters import EndState, SharedCounters
 from ..accounting.telemetry import Metrics, report_waits
 from ..channels.remote_sender import RemoteSender
@@ -70,12 +71,10 @@ class _ReportingLedger(Ledger):
 
     def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
         """Count the end of trajectories, and add it to the next report."""
-        ids = what.ids if isinstance(what, TrajectoryGroup) else list(what)
-        super().end(ids, state, reason)
-        by_group: dict[GroupId, list[int]] = {}
-        for trajectory in ids:
-            by_group.setdefault(trajectory.group, []).append(trajectory.repetition_id)
-        self.endings += [Ending(group, repetitions, state, reason) for group, repetitions in by_group.items()]
+        kept = what if isinstance(what, TrajectoryGroup) else list(what)
+        super().end(kept, state, reason)
+        for group, mask in masks_by_group(kept):
+            self.endings.append(Ending(group, list(iter_bits(mask)), state, reason))
 
 
 # -- beginning and end ---------------------------------------------------------------------------------------------

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
 
-from ..._schemas import GroupId, TrajectoryId
+from ..._schemas import GroupId
 from ..._schemas.errors import UNREADABLE
 from ..accounting.ledger import Ledger
-from ..accounting.repetition_sets import exclude
+from ..accounting.repetition_sets import exclude, mask_of, masks_by_group, set_mask, trajectories
 from ..accounting.shared_counters import SharedCounters
 from ..accounting.telemetry import Metrics, WaitAggregator, get_logger
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
 from ..channels.shared_memory import scratch
 from ..errors import PeerLost, ProtocolMismatch
-from ..graph.edge import EdgeCounter, trajectories_of
+from ..graph.edge import EdgeCounter
 from .worker_messages import WorkerReport
 
 log = get_logger("penstock.pipeline")
@@ -46,8 +46,8 @@ class _Worker:
     """The counters of a source's worker; None for a middle stage."""
     memory: mmap.mmap | None = None
     """The page of the counters."""
-    held: dict[GroupId, set[int]] = field(default_factory=dict)
-    """The repetitions of each prompt that were sent to a middle stage's worker and did not return."""
+    held: dict[GroupId, int] = field(default_factory=dict)
+    """The repetitions of each prompt that were sent to a middle stage's worker and did not return, as a bit mask."""
     reason: str = ""
     """The reason of the process' exit; empty while it runs."""
     unaccounted_by: str = ""
@@ -55,14 +55,11 @@ class _Worker:
     drained: bool = False
     """True once every record that it sent was received."""
 
-    def take(self, group: GroupId, repetitions: Iterable[int]) -> set[int]:
+    def take(self, group: GroupId, mask: int) -> int:
         """Remove repetitions from `held`, and return those that were in it."""
-        held = self.held.get(group, set())
-        taken = held.intersection(repetitions)
-        held -= taken
-        if not held:
-            self.held.pop(group, None)
-        return taken
+        held = self.held.get(group, 0)
+        set_mask(self.held, group, held & ~mask)
+        return held & mask
 
 
 class WorkerAccounting:
@@ -92,14 +89,15 @@ class WorkerAccounting:
 
     def handed(self, worker: str, record: Any) -> None:
         """Record that `record` is being sent to `worker`."""
-        for group, repetitions in trajectories_of(record):
-            self._workers[worker].held.setdefault(group, set()).update(repetitions)
+        held = self._workers[worker].held
+        for group, mask in masks_by_group(record):
+            held[group] = held.get(group, 0) | mask
 
     def returned(self, worker: str, record: Any) -> None:
         """Record that `worker` does not have `record`: it could not be sent, or was returned."""
         if known := self._workers.get(worker):
-            for group, repetitions in trajectories_of(record):
-                known.take(group, repetitions)
+            for group, mask in masks_by_group(record):
+                known.take(group, mask)
 
     def received(self, peer: Peer, record: Any) -> Any:
         """Take a record over from a worker, without the trajectories that the ledger has already.
@@ -128,8 +126,8 @@ class WorkerAccounting:
             known.counters.reasons = report.reasons
             self._ledger.failures_changed()
         for ending in report.endings:  # a worker can end only trajectories that were sent to it
-            taken = known.take(ending.group, ending.repetitions)
-            self._ledger.end([TrajectoryId(*ending.group, r) for r in taken], ending.state, ending.reason)
+            taken = known.take(ending.group, mask_of(ending.repetitions))
+            self._ledger.end(trajectories(ending.group, taken), ending.state, ending.reason)
 
     def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the supervisor has the reason of its exit)
         """Record that all records that a lost worker had published were received; see `PeerListener`."""
@@ -167,7 +165,7 @@ class WorkerAccounting:
         if not (known.reason and known.drained):
             return
         del self._workers[worker]
-        held = [TrajectoryId(*group, repetition) for group, held in known.held.items() for repetition in held]
+        held = [each for group, mask in known.held.items() for each in trajectories(group, mask)]
         self._ledger.end(held, "lost", known.reason)
         lost = len(held)
         if known.counters is not None and known.memory is not None:

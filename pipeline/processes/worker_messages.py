@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
+from ..._schemas.control import Repetition
 from ..accounting.shared_counters import EndState
 from ..accounting.telemetry import Observations
 from ..graph.context import Worker
@@ -88,7 +89,7 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     """Trajectories that the worker of a middle stage dropped."""
 
     group: GroupId
-    repetitions: list[int]
+    repetitions: list[Repetition]
     state: EndState
     reason: str
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from ..._schemas import StopReason, TrainBatch, Trajectory, TrajectoryGroup
 from ..accounting.ledger import Ledger
+from ..accounting.repetition_sets import iter_bits, masks_by_group
 from ..accounting.telemetry import Metrics
 from ..channels.memory import MemoryReceiver, memory_channel
 from ..graph.context import Context, Worker, entered
@@ -84,11 +85,9 @@ def _feed(records: Iterable[In], context: Context) -> MemoryReceiver[In]:
     given = list(records)
     sender, receiver = memory_channel[In](max(1, len(given)))
     for record in given:
-        if isinstance(record, TrajectoryGroup):
-            context.ledger.admit(record.id, record.repetition_ids.tolist())
-        elif isinstance(record, TrainBatch):
-            for trajectory_id in record.ids:
-                context.ledger.admit(trajectory_id.group, [trajectory_id.repetition_id])
+        if isinstance(record, TrajectoryGroup | TrainBatch):
+            for group_id, mask in masks_by_group(record):
+                context.ledger.admit(group_id, iter_bits(mask))
         sender.send_nowait(record)
     sender.close()
     return receiver

@@ -4,7 +4,8 @@ import anyio
 import pytest
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup
-from penstock._pipeline.graph.edge import CountingSendChannel, EdgeCounter, StoppableReceiveChannel, trajectories_of
+from penstock._pipeline.accounting.repetition_sets import masks_by_group
+from penstock._pipeline.graph.edge import CountingSendChannel, EdgeCounter, StoppableReceiveChannel
 from penstock.accounting import Ledger
 from penstock.channels import memory_channel
 from penstock.errors import ChannelFull
@@ -14,11 +15,10 @@ from penstock.testing import group
 def test_the_trajectories_of_a_batch_are_those_of_its_groups() -> None:
     first, second = group(instance_id="a"), group(instance_id="b", completion_lengths=[1, 2, 3])
 
-    held = list(trajectories_of(TrainBatch.pack([first, second])))
+    held = list(masks_by_group(TrainBatch.pack([first, second])))
 
-    assert held == [(GroupId("test", "a"), [0, 1]), (GroupId("test", "b"), [0, 1, 2])]
-    assert list(trajectories_of(first)) == held[:1]
-    assert list(trajectories_of("neither")) == []
+    assert held == [(GroupId("test", "a"), 0b11), (GroupId("test", "b"), 0b111)]
+    assert list(masks_by_group(first)) == held[:1]
 
 
 async def test_behind_a_source_records_are_admitted_and_counted() -> None:
