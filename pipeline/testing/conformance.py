@@ -86,7 +86,7 @@ async def no_more_records_are_in_flight_than_the_capacity(make: MakeChannel) -> 
     async with make(capacity=3) as ends, ends.join() as outbox:
         for record in _records(3):
             outbox.send_nowait(record)
-        _refuses(outbox, group(instance_id="3"))
+        await _raises(ChannelFull, _sent_nowait(outbox, group(instance_id="3")))
         assert outbox.statistics().items == 3
         assert (await ends.inbox.receive()).instance_id == "0"
         await outbox.send(group(instance_id="3"))
@@ -99,7 +99,7 @@ async def no_more_bytes_are_in_flight_than_the_capacity(make: MakeChannel) -> No
     async with make(capacity=100, capacity_bytes=large[0].nbytes * 5 // 2) as ends, ends.join() as outbox:
         outbox.send_nowait(large[0])
         outbox.send_nowait(large[1])
-        _refuses(outbox, large[2])
+        await _raises(ChannelFull, _sent_nowait(outbox, large[2]))
         assert outbox.statistics().nbytes <= large[0].nbytes * 5 // 2 + 2048
         await ends.inbox.receive()
         await outbox.send(large[2])
@@ -191,11 +191,8 @@ async def what_was_sent_before_closing_arrives(make: MakeChannel) -> None:
 async def a_lost_sender_that_is_counted_is_awaited(make: MakeChannel) -> None:
     """Check that losing it neither raises nor ends the stream: it is restarted, and closes."""
     async with make(senders=1) as ends:
-        async with ends.join() as outbox:
-            await outbox.send(group(instance_id="0"))
-            assert (await ends.inbox.receive()).instance_id == "0"
-            if not await ends.lose(outbox):
-                return
+        if not await _lose_one(ends):
+            return
         got = list[str]()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_send_all, ends, _records(3)[1:])
@@ -206,11 +203,8 @@ async def a_lost_sender_that_is_counted_is_awaited(make: MakeChannel) -> None:
 async def a_lost_sender_that_is_not_counted_is_raised_once_by_receive(make: MakeChannel) -> None:
     """Check that it is raised after all that it had sent, and that the records of others are received as before."""
     async with make(senders=None) as ends, ends.join() as other:
-        async with ends.join() as outbox:
-            await outbox.send(group(instance_id="0"))
-            await ends.inbox.receive()
-            if not await ends.lose(outbox):
-                return
+        if not await _lose_one(ends):
+            return
         await _raises(PeerLost, ends.inbox.receive())
         await other.send(group(instance_id="1"))
         assert (await ends.inbox.receive()).instance_id == "1"
@@ -221,11 +215,8 @@ async def a_lost_sender_that_is_not_counted_is_raised_once_by_receive(make: Make
 async def a_lost_sender_that_is_not_counted_ends_an_iteration_that_may_be_begun_again(make: MakeChannel) -> None:
     """Check that `async for` raises the errors of `receive`."""
     async with make(senders=None) as ends, ends.join() as other:
-        async with ends.join() as outbox:
-            await outbox.send(group(instance_id="0"))
-            await ends.inbox.receive()
-            if not await ends.lose(outbox):
-                return
+        if not await _lose_one(ends):
+            return
         await _raises(PeerLost, _received_all(ends.inbox))
         await other.send(group(instance_id="1"))
         await other.aclose()
@@ -363,6 +354,14 @@ async def _send_all(ends: Ends, records: list[TrajectoryGroup]) -> None:
             await outbox.send(record)
 
 
+async def _lose_one(ends: Ends) -> bool:
+    """Lose a sender of which one record was received; return whether that is possible."""
+    async with ends.join() as outbox:
+        await outbox.send(group(instance_id="0"))
+        assert (await ends.inbox.receive()).instance_id == "0"
+        return await ends.lose(outbox)
+
+
 async def _received_all(inbox: ReceiveChannel[TrajectoryGroup]) -> list[str]:
     return [record.instance_id async for record in inbox]
 
@@ -375,14 +374,6 @@ async def _sent(outbox: SendChannel[TrajectoryGroup], record: TrajectoryGroup) -
 async def _sent_nowait(outbox: SendChannel[TrajectoryGroup], record: TrajectoryGroup) -> bool:
     outbox.send_nowait(record)
     return True
-
-
-def _refuses(outbox: SendChannel[TrajectoryGroup], record: TrajectoryGroup) -> None:
-    try:
-        outbox.send_nowait(record)
-    except ChannelFull:
-        return
-    raise AssertionError("expected ChannelFull")
 
 
 async def _expect_end(inbox: ReceiveChannel[TrajectoryGroup]) -> None:
