@@ -12,14 +12,13 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..._schemas.control import DeviceHandle
 from ..errors import NoDevice, OutOfSharedMemory, StaleHandle
 from .weight_specs import Tensor, TensorSpec
-
-if TYPE_CHECKING:
-    import torch
 
 HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""
@@ -103,8 +102,6 @@ class DeviceMemory:
 
     def store(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
         """See `HostMemory.store`."""
-        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
-
         target = self.tensor(start, spec.nbytes).view(getattr(torch, spec.dtype)).view(spec.shape)
         target.copy_(torch.as_tensor(tensor).detach())
 
@@ -118,15 +115,11 @@ class DeviceMemory:
 
     def mark(self, generation: int) -> None:
         """Write the publisher's generation into the first page."""
-        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
-
         self.tensor(0, 8).view(torch.int64).fill_(generation)
         self.flush()
 
     def marked(self) -> int:
         """Return the generation that `mark` wrote."""
-        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
-
         return int(self.tensor(0, 8).view(torch.int64).item())
 
     def close(self) -> None:
@@ -178,21 +171,15 @@ class CudaDriver:
     @staticmethod
     def _enter(index: int) -> None:
         """Make the device's context, which torch created, the current one of this thread."""
-        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
-
         torch.cuda.set_device(index)
         torch.cuda.current_stream(index).synchronize()
 
     def uuid(self, index: int) -> str:
         """Return the identity of device `index`, the same in every process."""
-        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
-
         return str(torch.cuda.get_device_properties(index).uuid)
 
     def indices(self) -> range:
         """Return the numbers of the devices that this process may use."""
-        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
-
         return range(torch.cuda.device_count())
 
     def allocate(self, index: int, nbytes: int) -> int:
@@ -224,12 +211,8 @@ class CudaDriver:
 
     def tensor(self, index: int, memory: _Mapped) -> torch.Tensor:
         """Return mapped memory as bytes; the tensor keeps `memory` alive."""
-        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
-
         return torch.as_tensor(memory, device=f"cuda:{index}")
 
     def synchronize(self, index: int) -> None:
         """Return when the device has finished all work that was submitted."""
-        import torch  # noqa: PLC0415 (only a process that uses a GPU imports torch)
-
         torch.cuda.synchronize(index)

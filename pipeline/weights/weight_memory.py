@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._schemas import Array
-from .device_memory import DeviceMemory
 from .tensor_layout import TensorLayout
 from .weight_specs import Part, Tensor, TensorSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from .device_memory import DeviceMemory
 
 
 class HostMemory:
@@ -41,6 +42,9 @@ class HostMemory:
     def flush(self) -> None:
         """Return when other processes can see everything that was stored: at once."""
 
+    def close(self) -> None:
+        """Stop sharing. Does nothing: the publisher closes the descriptor."""
+
     def tensor(self, start: int, nbytes: int) -> torch.Tensor:
         """Return bytes as a tensor, not a copy, which keeps the memory alive.
 
@@ -55,7 +59,7 @@ class HostMemory:
         return torch.from_numpy(np.asarray(_Writable(self.bytes)))
 
 
-VersionMemory: TypeAlias = HostMemory | DeviceMemory
+VersionMemory: TypeAlias = "HostMemory | DeviceMemory"
 """Memory that holds versions of weights."""
 
 

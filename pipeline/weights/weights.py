@@ -21,7 +21,7 @@ from ..._schemas import ProtocolMismatch
 from ..._schemas.control import DeviceHandle
 from ..channels.shared_memory import allocate, may_shrink
 from ..errors import OutOfSharedMemory, StaleHandle
-from .device_memory import DeviceMemory
+from ..util.extras import extra
 from .tensor_layout import LENGTH, TensorLayout, WritePlan, header_bytes
 from .weight_memory import HostMemory, TensorBuffer, VersionMemory
 from .weight_specs import Tensor
@@ -105,6 +105,8 @@ class WeightWriter:
 
     def _move_to(self, device: str, nbytes: int) -> None:
         try:
+            with extra("torch", f"a publisher on {device}"):
+                from .device_memory import DeviceMemory  # noqa: PLC0415 (only a process that uses a GPU imports torch)
             memory = DeviceMemory.allocate(device, nbytes)
         except BaseException:
             self.close()
@@ -145,8 +147,7 @@ class WeightWriter:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        if isinstance(self._memory, DeviceMemory):
-            self._memory.close()
+        self._memory.close()
 
 
 class WeightReader:
@@ -211,7 +212,9 @@ class WeightReader:
         return None if newest is None else (newest, self.tensors(newest.sequence))
 
 
-def _opened(handle: DeviceHandle, generation: int) -> DeviceMemory:
+def _opened(handle: DeviceHandle, generation: int) -> VersionMemory:
+    with extra("torch", "a subscriber to weights on a device"):
+        from .device_memory import DeviceMemory  # noqa: PLC0415 (only a process that uses a GPU imports torch)
     memory = DeviceMemory.open(handle)
     _check_generation(memory.marked(), generation)
     return memory
