@@ -7,6 +7,7 @@ are in `reward_functions`; this stage decodes, gathers and accounts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,6 @@ from .._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
 from .._pipeline.graph.context import drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_single
-from .._pipeline.util.waiting import Waiters
 from .._schemas import TrajectoryGroup, TrajectoryId
 from .._schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer
@@ -166,22 +166,27 @@ class RewardBridge:
     ) -> None:
         """Start a group while the functions have capacity for more calls; send in order."""
         limit = max(function.concurrency for function in self.functions)
-        queue = _OrderedQueue()
+        queued: deque[tuple[anyio.Event, int]] = deque()
+        """For each group, set once it has left, and its number of trajectories."""
         with unwrap_single(), calling(self.functions) as calls:
             async with anyio.create_task_group() as tasks:
                 async for group in inbox:
-                    tasks.start_soon(self._judge_and_send, group.owned(), outbox, calls, queue, queue.enter(group))
+                    before, left = queued[-1][0] if queued else None, anyio.Event()
+                    queued.append((left, len(group)))
+                    tasks.start_soon(self._judge_and_send, group.owned(), outbox, calls, before, left)
                     del group
-                    await queue.below(limit)
+                    while sum(size for _, size in queued) >= limit:
+                        await queued.popleft()[0].wait()
 
     async def _judge_and_send(
         self,
         group: TrajectoryGroup,
         outbox: SendChannel[TrajectoryGroup],
         calls: Mapping[str, Calls],
-        queue: _OrderedQueue,
-        place: int,
+        before: anyio.Event | None,
+        left: anyio.Event,
     ) -> None:
+        """Send `group` with its rewards, once the group `before` it has left."""
         turns = await self._turns(group) if self._reads_text else [[] for _ in range(len(group))]
         outcomes = await self._judged(group, turns, calls)
         keep = _kept(group, outcomes)
@@ -192,9 +197,10 @@ class RewardBridge:
             shaped = self._shaped([group.select(keep)], kept_turns, _values(outcomes, keep))
         else:
             shaped = []
-        await queue.turn(place)
+        if before is not None:
+            await before.wait()
         await send_all(outbox, shaped)
-        queue.leave(len(group))
+        left.set()
 
     async def _judged(
         self, group: TrajectoryGroup, turns: Turns, calls: Mapping[str, Calls]
@@ -213,41 +219,6 @@ class RewardBridge:
                 for s in judged:
                     tasks.start_soon(judge, function, s)
         return outcomes
-
-
-class _OrderedQueue:
-    """Groups that functions judge at the same time, leaving in the order of their arrival."""
-
-    __slots__ = ("_changed", "_entered", "_left", "_trajectories")
-
-    def __init__(self) -> None:
-        self._entered = 0
-        self._left = 0
-        self._trajectories = 0
-        """Trajectories of the queued groups."""
-        self._changed = Waiters()
-
-    def enter(self, group: TrajectoryGroup) -> int:
-        """Append `group` and return its place."""
-        self._entered += 1
-        self._trajectories += len(group)
-        return self._entered - 1
-
-    def leave(self, size: int) -> None:
-        """Remove the first group, of `size` trajectories."""
-        self._left += 1
-        self._trajectories -= size
-        self._changed.wake_all()
-
-    async def turn(self, place: int) -> None:
-        """Wait until every group before `place` has left."""
-        while self._left < place:
-            await self._changed.wait()
-
-    async def below(self, limit: int) -> None:
-        """Wait until fewer than `limit` trajectories are queued."""
-        while self._trajectories >= limit:
-            await self._changed.wait()
 
 
 def _kept(group: TrajectoryGroup, outcomes: Mapping[str, Sequence[float | RewardFailure]]) -> NDArray[np.bool_]:
