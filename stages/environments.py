@@ -135,7 +135,10 @@ async def open_tasks(
         if isinstance(first, OutsideEnvironment):
             yield _OutsideTasks(first, caller).begin
         elif not isinstance(first, ScoredDataset | StepEnvironment):
-            raise InvalidPipeline(_not_an_environment(first))
+            raise InvalidPipeline(
+                f"expected an environment with len, [] and score_answer (a scored data set), with reset and step "
+                f"(step-wise), or with rollout (outside), got {type(first).__name__}"
+            )
         elif tokenizer is None:
             raise InvalidPipeline(f"{first!r} returns text: expected a tokenizer for it, got none")
         elif isinstance(first, ScoredDataset):
@@ -148,13 +151,6 @@ async def open_tasks(
                 await pool.close()
     finally:
         caller.threads.close()
-
-
-def _not_an_environment(found: object) -> str:
-    return (
-        f"expected an environment with len, [] and score_answer (a scored data set), with reset and step (step-wise), "
-        f"or with rollout (outside), got {type(found).__name__}"
-    )
 
 
 BeganFn: TypeAlias = Callable[[Future[Any]], None]
@@ -230,7 +226,10 @@ class _EnvPool:
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[_PooledEnv]:
         """Yield an instance for one rollout. One whose rollout failed or was cancelled is closed and not used again."""
-        env = self._free.pop() if self._free else await self._make()
+        if self._free:
+            env = self._free.pop()
+        else:
+            env = _PooledEnv(await self._caller(self._make_env, _unchanged), self._caller)
         try:
             yield env
         except BaseException:
@@ -238,9 +237,6 @@ class _EnvPool:
                 self._retired.append(env)
             raise
         self._free.append(env)
-
-    async def _make(self) -> _PooledEnv:
-        return _PooledEnv(await self._caller(self._make_env, _unchanged), self._caller)
 
     async def close(self) -> None:
         """Close every instance and wait for the calls to return."""

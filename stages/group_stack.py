@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -69,11 +69,10 @@ class GroupStack:
         """Return [B] the reward part `name`; where a group has none, `otherwise` [B]."""
         if name not in self._part_names:
             return otherwise
-        return np.concatenate(self._parts(name, otherwise), dtype=np.float64)
-
-    def _parts(self, name: str, otherwise: Floats) -> list[NDArray[Any]]:
-        parts = [group.reward_parts.get(name) for group in self._groups]
-        return [otherwise[span] if part is None else part for part, span in zip(parts, self._spans, strict=True)]
+        parts = [
+            group.reward_parts.get(name, otherwise[span]) for group, span in zip(self._groups, self._spans, strict=True)
+        ]
+        return np.concatenate(parts, dtype=np.float64)
 
     def column(self, name: str, used: NDArray[np.bool_]) -> Floats:
         """Return [N] the column `name` over tokens; 0 where `used` [N] is false, whatever its value.
@@ -165,7 +164,10 @@ class GroupStack:
         np.copyto(column, 0, where=~self.loss_mask)
         freeze([column])
         spans = _spans(len(group.tokens) for group in self._groups)
-        return [msgspec.structs.replace(group, advantages=column[span]) for group, span in self._each(spans)]
+        return [
+            msgspec.structs.replace(group, advantages=column[span])
+            for group, span in zip(self._groups, spans, strict=True)
+        ]
 
     def _check_finite(self, name: str, values: Floats | NDArray[np.float32], *, by_token: bool) -> None:
         """Check that `values`, [N] if `by_token` else [B], are finite: arithmetic may overflow."""
@@ -178,9 +180,6 @@ class GroupStack:
             raise InvalidRecord(
                 f"{env}/{instance_id}, repetition {repetition_id}: {name}: expected finite values, got {values[first]}"
             )
-
-    def _each(self, spans: Sequence[slice]) -> Iterable[tuple[TrajectoryGroup, slice]]:
-        return zip(self._groups, spans, strict=True)
 
 
 def _lengths(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ trajectory has ended are deleted: trained in a checkpoint that is on the disk, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -110,7 +110,8 @@ class _Writing:
         for file in list(self._files.volumes):
             contents = await self._in_thread(partial(self._files.read, file))
             self._report_damage(file, contents)
-            kept = _present(exclude(record, self._trained.get(record.id, 0)) for record in contents.records)
+            untrained = (exclude(record, self._trained.get(record.id, 0)) for record in contents.records)
+            kept = [record for record in untrained if record is not None]
             del contents
             self._keep(file, kept)
             fresh = self._admit(kept)
@@ -161,7 +162,3 @@ class _Writing:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(work, limiter=self._thread)
-
-
-def _present(records: Iterable[TrajectoryGroup | None]) -> list[TrajectoryGroup]:
-    return [record for record in records if record is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -27,7 +28,7 @@ from .._schemas import TrajectoryGroup, TrajectoryId
 from .._schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer
 from .group_stack import GroupStack
-from .rewards.reward_functions import Calls, RewardFailure, RewardFunction, RewardInput, calling
+from .rewards.reward_functions import Calls, RewardFailure, RewardFunction, RewardInput
 from .rewards.reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
 
 __all__ = ["RewardBridge"]
@@ -168,7 +169,8 @@ class RewardBridge:
         limit = max(function.concurrency for function in self.functions)
         queued: deque[tuple[anyio.Event, int]] = deque()
         """For each group, set once it has left, and its number of trajectories."""
-        with unwrap_single(), calling(self.functions) as calls:
+        with unwrap_single(), ExitStack() as stack:
+            calls = {each.name: stack.enter_context(closing(Calls(each))) for each in self.functions}
             async with anyio.create_task_group() as tasks:
                 async for group in inbox:
                     before, left = queued[-1][0] if queued else None, anyio.Event()

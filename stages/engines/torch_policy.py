@@ -61,7 +61,7 @@ class TorchPolicy:
                 model,
                 tasks,
                 self.eos_id,
-                _seed(self.seed, worker),
+                as_seed([self.seed, worker.index, worker.restart]),  # differs after a restart too
                 self.max_rows,
                 in_flight=self.weight_updates == "in_flight",
             )
@@ -72,8 +72,3 @@ class TorchPolicy:
             yield engine
         finally:
             await stack.aclose()  # not `async with`: the task group would wrap exceptions of the body
-
-
-def _seed(seed: int, worker: Worker) -> int:
-    """Return a seed that differs between workers, and after a restart."""
-    return as_seed([seed, worker.index, worker.restart])

@@ -8,8 +8,7 @@ taking more and more threads. Every failure is accounted: see `RewardFunction.on
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -26,7 +25,7 @@ from ..._schemas import Trajectory
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..threads import Threads
 
-__all__ = ["Calls", "RewardFailure", "RewardFunction", "RewardInput", "calling"]
+__all__ = ["Calls", "RewardFailure", "RewardFunction", "RewardInput"]
 
 log = get_logger("penstock.reward")
 
@@ -159,14 +158,3 @@ class Calls:
     def close(self) -> None:
         """End the threads, each after its current call."""
         self._threads.close()
-
-
-@contextmanager
-def calling(functions: Sequence[RewardFunction]) -> Iterator[dict[str, Calls]]:
-    """Yield the calls of each function, by name; threads end with the body."""
-    calls = {rule.name: Calls(rule) for rule in functions}
-    try:
-        yield calls
-    finally:
-        for one in calls.values():
-            one.close()

@@ -50,7 +50,7 @@ def _write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) ->
         shutil.rmtree(unfinished, ignore_errors=True)  # makes room for another attempt
         raise
     same_step = [path for path in _checkpoints(folder) if step_of(path) == step]
-    finished = folder / _name(step, 1 + max(map(_edition, same_step), default=0))
+    finished = folder / _name(step, 1 + max((_order(path)[1] for path in same_step), default=0))
     unfinished.rename(finished)
     _to_disk(folder)
     _remove(folder, same_step)
@@ -97,10 +97,6 @@ def _order(checkpoint: Path) -> tuple[int, int]:
     """Return the step of a checkpoint, and its number among those of the step, from 1."""
     step, _, edition = checkpoint.name.removeprefix(PREFIX).partition(".")
     return int(step), int(edition or 1)
-
-
-def _edition(checkpoint: Path) -> int:
-    return _order(checkpoint)[1]
 
 
 def _remove(folder: Path, checkpoints: list[Path]) -> None:
