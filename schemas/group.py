@@ -19,8 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from .columns import Array, ColumnRule, as_column, check_axes, count_between, freeze
 from .errors import UNREADABLE, InvalidRecord
-from .ids import MAX_REPETITION_ID, GroupId, StopReason, TrajectoryId
-from .layout import Schema
+from .ids import GroupId, StopReason, TrajectoryId
+from .layout import Schema, check_offsets, check_repetitions
 from .noise import noise_of_sum, rounding
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -200,7 +200,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """
         self._check_header()
         self.schema.check(self.columns(), contents=True)
-        self._check_offsets()
+        check_offsets("offsets", self.offsets.tolist(), len(self.tokens))
         self._check_contents()
 
     def _check_header(self) -> None:
@@ -215,26 +215,13 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidRecord(f"meta: expected values that JSON can hold, with str keys ({error})") from None
 
-    def _check_offsets(self) -> None:
-        offsets, count = self.offsets, len(self.tokens)
-        if offsets[0] != 0 or offsets[-1] != count:
-            span = offsets[[0, -1]].tolist()
-            raise InvalidRecord(f"offsets: expected to run from 0 to {count} (the number of tokens), got {span}")
-        falls = np.flatnonzero(offsets[1:] < offsets[:-1])
-        if len(falls):
-            where = int(falls[0])
-            raise InvalidRecord(
-                f"offsets: expected no decrease, got {offsets[where : where + 2].tolist()} at index {where}"
-            )
-
     def _check_contents(self) -> None:
         if len(self.stop_reasons) and self.stop_reasons.max() > max(StopReason):
             raise InvalidRecord(f"stop_reasons: expected 0 to {max(StopReason):d}, got {self.stop_reasons.max()}")
         repetitions = self.repetition_ids.tolist()
         if len(set(repetitions)) != len(repetitions):
             raise InvalidRecord(f"repetition_ids: expected unique values, got {repetitions}")
-        if repetitions and (min(repetitions) < 0 or max(repetitions) > MAX_REPETITION_ID):
-            raise InvalidRecord(f"repetition_ids: expected 0 to {MAX_REPETITION_ID}, got {repetitions}")
+        check_repetitions(self.repetition_ids)
         if len(self.tokens) and self.tokens.min() < 0:
             raise InvalidRecord(f"tokens: expected ids of 0 or more, got {self.tokens.min()}")
         starts = self.offsets[:-1][self.offsets[1:] > self.offsets[:-1]]

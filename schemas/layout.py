@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from .columns import Array, ColumnRule, check_axes, contiguous
 from .errors import UNREADABLE, InvalidRecord
@@ -250,19 +251,9 @@ class ColumnLayout:
         for tokens, sequences, _ in parts:
             check_sequences(sequences)
             last = first + sequences
-            found = offsets[first : last + 1]
-            if found[0] or found[-1] != tokens or found != sorted(found):
-                raise InvalidRecord(
-                    f"{self.names[self._offsets]}: expected to run from 0 to {tokens} (the number of tokens) without "
-                    f"decrease, got {found}"
-                )
+            check_offsets(self.names[self._offsets], offsets[first : last + 1], tokens)
             first = last + 1
-        repetitions = np.asarray(columns[self._repetitions])
-        if repetitions.view(np.uint64).max(initial=0) > MAX_REPETITION_ID:  # or less than 0
-            raise InvalidRecord(
-                f"{self.names[self._repetitions]}: expected 0 to {MAX_REPETITION_ID}, got {repetitions.min()} to "
-                f"{repetitions.max()}"
-            )
+        check_repetitions(np.asarray(columns[self._repetitions]))
 
     def _shape(self, flat: Iterable[Array], candidates: int) -> dict[str, Array]:
         columns = dict(zip(self.names, flat, strict=True))
@@ -581,6 +572,22 @@ class Schema:
         if len(form.names) <= CACHED_COLUMNS:
             forms[key] = form
         return form
+
+
+def check_offsets(name: str, offsets: list[int], tokens: int) -> None:
+    """Raise `InvalidRecord` for offsets of a record that do not run from 0 to its tokens, or decrease."""
+    if offsets[0] or offsets[-1] != tokens or offsets != sorted(offsets):
+        raise InvalidRecord(
+            f"{name}: expected to run from 0 to {tokens} (the number of tokens) without decrease, got {offsets}"
+        )
+
+
+def check_repetitions(repetitions: NDArray[np.int64]) -> None:
+    """Raise `InvalidRecord` for repetition ids beyond those that the ledger counts."""
+    if repetitions.view(np.uint64).max(initial=0) > MAX_REPETITION_ID:  # or less than 0
+        raise InvalidRecord(
+            f"repetition_ids: expected 0 to {MAX_REPETITION_ID}, got {repetitions.min()} to {repetitions.max()}"
+        )
 
 
 def check_sequences(sequences: int) -> None:
