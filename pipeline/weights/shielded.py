@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
+from ..util.exception_groups import unwrap_single
+
 
 async def shielded(
     work: Callable[[], Awaitable[None]],
@@ -35,29 +37,18 @@ async def shielded(
     scope = anyio.CancelScope(
         shield=True, deadline=anyio.current_time() + (cancel_timeout_s if cancelled else timeout_s)
     )
-    failure: Exception | None = None
     try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_limit, scope, cancel_timeout_s)
-            with scope:
-                failure = await _failure_of(work)
-            tasks.cancel_scope.cancel()
+        with unwrap_single():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_limit, scope, cancel_timeout_s)
+                with scope:
+                    await work()
+                tasks.cancel_scope.cancel()
     finally:
         if scope.cancelled_caught:
-            failure = TimeoutError(
+            raise TimeoutError(
                 f"expected {what} within {timeout_s:g} s, {cancel_timeout_s:g} s once cancelled; got no end"
             )
-        if failure is not None:
-            raise failure
-
-
-async def _failure_of(work: Callable[[], Awaitable[None]]) -> Exception | None:
-    """Return the exception of `work`, which a task group would wrap."""
-    try:
-        await work()
-    except Exception as error:  # noqa: BLE001 (raised by the caller)
-        return error
-    return None
 
 
 async def _limit(scope: anyio.CancelScope, timeout_s: float) -> None:
