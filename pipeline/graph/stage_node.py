@@ -63,7 +63,8 @@ def named(nodes: Iterable[StageNode]) -> tuple[StageNode, ...]:
 
 def output_type(stage: object) -> type[Any] | None:
     """Return the class of the records that a stage sends; None where it is unknown, or one of several."""
-    return _class(record_types(stage).sent)
+    sent = record_types(stage).sent
+    return sent if isinstance(sent, type) else None
 
 
 def sent_along(stages: Iterable[RecordTypes]) -> list[Any]:
@@ -73,10 +74,6 @@ def sent_along(stages: Iterable[RecordTypes]) -> list[Any]:
         forwards = isinstance(known.sent, TypeVar) and known.sent is known.received and sent
         sent.append(sent[-1] if forwards else known.sent)
     return sent
-
-
-def _class(record: Any) -> type[Any] | None:
-    return record if isinstance(record, type) else None
 
 
 def wire_type(stage: object) -> type[TrajectoryGroup | TrainBatch]:

@@ -122,7 +122,11 @@ class RunningServer:
         try:
             with anyio.CancelScope(shield=True):
                 async for line in self._status_lines():
-                    self._handle(*line.split())
+                    status, value = line.split()
+                    if status == "started":
+                        self.pid = int(value)
+                    else:
+                        self._set_ended(describe_end(status, int(value)))
         finally:
             self._set_ended("lost its subreaper")
             self._status_ended.set()
@@ -135,12 +139,6 @@ class RunningServer:
                 yield line.decode()
             await anyio.wait_readable(self._process.status_fd)
             read = os.read(self._process.status_fd, 512)
-
-    def _handle(self, status: str, value: str) -> None:
-        if status == "started":
-            self.pid = int(value)
-        else:
-            self._set_ended(describe_end(status, int(value)))
 
     def _set_ended(self, exit_reason: str) -> None:
         self.exit_reason = self.exit_reason or exit_reason

@@ -230,8 +230,9 @@ class Run:
                 self._scope.cancel()
 
     def _record_failure(self, task: _StageTask, error: Exception) -> None:
-        if all_of(error, PeerClosed) and self._is_over_after(task):
-            return
+        later = self._tasks[self._tasks.index(task) + 1 :]
+        if all_of(error, PeerClosed) and any(each.over for each in later):
+            return  # it need not send
         task.state = "failed"
         cause = single_exception(error)
         if self._stopped_by and task is not self._tasks[-1]:
@@ -246,11 +247,6 @@ class Run:
             self._failure.add_note(f"besides: {failure}")
             log.warning("stage_failed_too", stage=task.node.name, error=_line(cause))
         self._scope.cancel()
-
-    def _is_over_after(self, task: _StageTask) -> bool:
-        """Return whether a stage after `task` has ended, so that `task` need not send."""
-        position = self._tasks.index(task)
-        return any(later.over for later in self._tasks[position + 1 :])
 
     def _release_upstream(self, task: _StageTask) -> None:
         """Cancel the stages before `task`, which has returned; one that has closed its end runs until the sink returns.

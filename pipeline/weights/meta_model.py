@@ -53,7 +53,9 @@ class MetaMaterializer:
         for name, module in model.named_modules():
             if left := dict(_left(module)):
                 try:
-                    self._keep(module, _made(module, left, torch.device(device)))
+                    made = _made(module, left, torch.device(device))
+                    self._made.append((module, made))
+                    self.buffers |= {(module, tensor): computed for tensor, computed in made.items()}
                 except _CannotMaterialize as error:
                     lines += [f"{name or 'model'}.{tensor}: {error}" for tensor in left]
                     self.buffers |= {(module, tensor): None for tensor in left}
@@ -62,10 +64,6 @@ class MetaMaterializer:
                 f"{len(lines)} tensors on the meta device cannot be computed\n  " + "\n  ".join(lines) + "\n"
                 f"Set them before the weights are attached, or build these modules on {device}"
             )
-
-    def _keep(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
-        self._made.append((module, tensors))
-        self.buffers |= {(module, name): tensor for name, tensor in tensors.items()}
 
     def apply(self) -> None:
         """Set the computed tensors."""
