@@ -48,7 +48,7 @@ def test_a_foreign_module_that_warns_of_itself_fails_none(module: str) -> None:
     assert [str(each.message) for each in warned] == ["slow"]
 
 
-def test_what_leaks_fails_a_test_wherever_it_is_told() -> None:
+def test_a_leak_fails_a_test_from_any_module() -> None:
     with pytest.raises(ResourceWarning, match="slow"):
         warn_from("asyncio.selector_events", ResourceWarning)
 
@@ -100,7 +100,7 @@ async def test_hangs():
 """
 
 
-def test_a_test_that_misses_its_deadline_says_what_was_waited_for(tmp_path: Path) -> None:
+def test_a_test_that_misses_its_deadline_prints_its_waits(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "test_hangs.py").write_text(HANGING)
 

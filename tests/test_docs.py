@@ -43,7 +43,7 @@ NAMED_TEST = re.compile(r"\[(test_\w+)\]\(([\w./-]+\.py)\)")
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
-def test_every_test_that_a_page_names_is_where_it_says(page: Path) -> None:
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
     named = NAMED_TEST.findall(page.read_text())
 
     assert [name for name, file in named if f"def {name}(" not in (page.parent / file).read_text()] == []
@@ -69,5 +69,5 @@ def test_examples_in_docstrings_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", modules())
-def test_every_module_says_what_it_owns(name: str) -> None:
+def test_every_module_has_a_docstring(name: str) -> None:
     assert importlib.import_module(name).__doc__

@@ -145,7 +145,7 @@ def test_imports_run_along_the_arrows(path: Path) -> None:
 
 
 @EVERY_SOURCE
-def test_nobody_imports_a_name_that_only_a_checkout_has(path: Path) -> None:
+def test_no_module_imports_a_name_that_only_a_checkout_has(path: Path) -> None:
     found = imports(path.read_text(), package_of(path))
 
     assert not [each for each in found if each.module.partition(".")[0] in OURS_AT_TOP_LEVEL]
@@ -176,7 +176,7 @@ def test_torch_is_imported_where_tensors_live(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "schemas").glob("*.py")), ids=lambda path: path.name)
-def test_records_know_numpy_and_msgspec_and_nobody_else(path: Path) -> None:
+def test_records_import_numpy_and_msgspec_only(path: Path) -> None:
     tops = {each.module.partition(".")[0] for each in imports(path.read_text(), "penstock._schemas")}
 
     assert tops <= sys.stdlib_module_names | FOREIGN_TO_SCHEMAS | {"penstock"}

@@ -100,7 +100,7 @@ def test_the_sdist_holds_each_module_once_and_all_that_the_tests_need(built: Pat
     assert not [name for name in names if name.startswith(tuple(f"src/penstock/_{folder}" for folder in FOLDERS))]
 
 
-def test_what_is_in_the_wheel_imports_without_the_checkout(built: Path, tmp_path: Path) -> None:
+def test_the_wheel_can_be_imported_without_the_checkout(built: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path)  # noqa: S202 (built by this test)
     command = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import penstock._schemas; print(penstock.__file__)"

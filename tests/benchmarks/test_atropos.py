@@ -31,7 +31,7 @@ def test_groups_arrive_and_are_counted(tmp_path: Path) -> None:
     assert all(row[name][0] > 0 for row in rows for name in ("trajectories_per_s", "server_us", "clients_us"))
 
 
-def test_what_arrives_within_the_window_is_counted_from_arrival_to_arrival() -> None:
+def test_arrivals_within_the_window_are_counted_from_first_to_last() -> None:
     control, arrivals, cpu = Control(1), iter([0.0, 0.1, 1.0, 2.0, 4.0]), iter([(1.0, 2.0), (4.0, 8.0)])
     window = Window(2.0, control, cpu.__next__, arrivals.__next__)
 
@@ -40,7 +40,9 @@ def test_what_arrives_within_the_window_is_counted_from_arrival_to_arrival() -> 
     assert control.stopping
 
 
-def test_who_has_no_atropos_is_told_how_to_compare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_atropos_the_error_names_the_command_for_a_comparison(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("ATROPOS_PYTHON", str(tmp_path / "python"))
 
     with pytest.raises(Absent, match="ATROPOS_PYTHON"):

@@ -26,7 +26,7 @@ SMALL = Case(producers=2, group=2, tokens=64, seconds=0.2)
 
 
 @pytest.mark.parametrize("name", ["penstock", "mp-queue"])
-def test_a_contestant_brings_what_was_sent_and_is_timed(name: str) -> None:
+def test_a_contestant_delivers_the_sent_records_and_is_timed(name: str) -> None:
     flood = CONTESTANTS[name](SMALL)
     ping = CONTESTANTS[name](SMALL.pinging())
 
@@ -39,7 +39,7 @@ def test_a_contestant_that_loses_a_record_is_caught() -> None:
         race(SMALL, serve_queue, connect_forgetfully)
 
 
-def test_what_was_sent_last_is_waited_for_when_its_senders_have_ended() -> None:
+def test_the_last_records_are_waited_for_after_their_senders_have_ended() -> None:
     assert race(SMALL, serve_late, connect_queue).trajectories_per_s > 0
 
 
@@ -52,7 +52,7 @@ with producing(say_who_and_wait, [()]) as processes:
 """
 
 
-def test_a_producer_dies_with_whoever_measures_it() -> None:
+def test_a_producer_ends_with_the_process_that_measures_it() -> None:
     command = [sys.executable, "-c", MEASURING]
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE) as measuring:
         assert measuring.stdout is not None
@@ -80,12 +80,12 @@ def test_a_record_as_bytes_comes_back_as_it_was() -> None:
         assert [bytes(c) for c in back.columns] == [c.tobytes() for c in record.columns]
 
 
-def test_what_is_missing_is_named_with_the_command_that_installs_it() -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
     with pytest.raises(Absent, match="pip install no-such-package"):
         need("no_such_module.part", "no-such-package")
 
 
-def test_results_hold_medians_and_ranges_and_say_who_was_skipped(
+def test_results_contain_medians_ranges_and_skipped_contestants(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tcp = {"penstock-tcp": steps(20.0), "zmq-tcp": steps(5.0)}

@@ -68,7 +68,7 @@ def train_batch(sent: Sequence[Sent]) -> TrainBatch:
 
 @pytest.mark.parametrize("pack", [packed_by_penstock, packed_as_peers_do])
 @pytest.mark.parametrize("checked", [0, 1])
-def test_what_was_sent_passes(pack: Callable[[list[TrajectoryGroup]], Batch], checked: int) -> None:
+def test_the_sent_batch_passes(pack: Callable[[list[TrajectoryGroup]], Batch], checked: int) -> None:
     seen = checker(checked=checked)
 
     seen.check(pack(list(starmap(group_of, IN_ORDER))))

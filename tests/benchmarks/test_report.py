@@ -30,7 +30,7 @@ def parsed(*arguments: str) -> None:
     ],
     ids=" ".join,
 )
-def test_what_cannot_be_measured_or_written_is_refused_before_anything_is_measured(
+def test_impossible_measurements_are_refused_before_anything_is_measured(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -40,7 +40,7 @@ PLAYED = ("shm", "workers")
     "scenario",
     [pytest.param(scenario, marks=[pytest.mark.long] if scenario not in PLAYED else []) for scenario in SCENARIOS],
 )
-def test_whatever_is_killed_stopped_or_cut_nothing_is_lost_doubled_hung_or_left_over(scenario: str) -> None:
+def test_with_random_kills_stops_and_cuts_nothing_is_lost_doubled_hung_or_left_over(scenario: str) -> None:
     command = [*COMMAND, "--only", scenario, "--seed", "3", "--round-s", "3"]
 
     ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
@@ -77,7 +77,7 @@ def test_a_driver_that_is_killed_leaves_nothing(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_what_is_as_it_has_to_be_is_not_complained_of() -> None:
+def test_a_correct_log_has_no_problems() -> None:
     assert judge(IDS, sorted(IDS), WELL, may_lose=False) == []
     assert judge(IDS, sorted(IDS)[1:], msgspec.structs.replace(WELL, lost=DIED), may_lose=True) == []
 
@@ -94,13 +94,13 @@ def test_what_is_as_it_has_to_be_is_not_complained_of() -> None:
         (sorted(IDS), msgspec.structs.replace(WELL, stop_reason="Trainer returned"), "ended by"),
     ],
 )
-def test_what_is_lost_doubled_or_unbalanced_would_be_seen(
+def test_lost_duplicate_and_unbalanced_records_are_detected(
     trained: list[GroupId], found: Found | None, wrong: str
 ) -> None:
     assert wrong in judge(IDS, trained, found, may_lose=False)[0]
 
 
-def test_what_is_missing_without_a_worker_that_died_would_be_seen_in_workers_too() -> None:
+def test_a_missing_record_without_a_death_is_detected_in_workers_too() -> None:
     assert "are missing" in judge(IDS, sorted(IDS)[2:], msgspec.structs.replace(WELL, lost=DIED), may_lose=True)[0]
 
 

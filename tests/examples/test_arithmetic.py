@@ -100,7 +100,7 @@ def test_scores_are_those_of_reasoning_gym() -> None:
 # -- tokenizer -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_encoded_decodes_to_itself() -> None:
+def test_encoded_text_decodes_to_itself() -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(CHARACTERS)) == CHARACTERS
 
 
@@ -119,7 +119,7 @@ def logits_of(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_the_model_with_a_cache_says_what_it_says_without() -> None:
+def test_the_model_predicts_the_same_with_and_without_a_cache() -> None:
     model, tokens = make_model().eval(), torch.randint(TOKENIZER.vocabulary, (3, 7))
     cache, parts = model.new_cache(3, 7), []
     for first, last in ((0, 4), (4, 5), (5, 7)):

@@ -142,7 +142,7 @@ def test_a_true_descriptor_with_one_field_changed_is_stale(published: Published,
 
 
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(0, 255))
-def test_a_header_with_any_byte_changed_is_an_error_or_says_the_same(published: Published, at: int, value: int) -> None:
+def test_a_header_with_any_byte_changed_is_an_error_or_equivalent(published: Published, at: int, value: int) -> None:
     with _changed(published, published.bundle.slot * HEADER_BYTES + at, bytes([value])):
         _read(published, published.bundle)
 
@@ -213,7 +213,7 @@ def test_contents_that_fill_another_span_than_theirs_are_refused(published: Publ
 
 
 @pytest.mark.parametrize("records", [1, 2, 4])
-def test_a_header_that_tells_of_other_records_than_there_are_is_refused(published: Published, records: int) -> None:
+def test_a_header_with_a_wrong_number_of_records_is_refused(published: Published, records: int) -> None:
     forged = published.bundle._replace(records=records)
 
     with (

@@ -101,7 +101,7 @@ async def test_more_introductions_than_may_be_under_way_are_refused_and_the_plac
         await still_works(inbox)
 
 
-async def test_file_descriptors_that_nobody_asked_for_are_not_kept() -> None:
+async def test_unrequested_file_descriptors_are_closed() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
         before = open_descriptors()
         with socket.socket(socket.AF_UNIX) as stranger:

@@ -65,7 +65,7 @@ def once(prompts: Iterable[int]) -> Counter[int]:
 
 
 @pytest.mark.parametrize(("moment", "nth"), MOMENTS)
-def test_what_was_received_is_trained_once_by_the_run_that_goes_on(tmp_path: Path, moment: str, nth: int) -> None:
+def test_received_records_are_trained_once_by_the_resumed_run(tmp_path: Path, moment: str, nth: int) -> None:
     killed(tmp_path, 0, PROMPTS, moment, nth)
     passed = set(map(int, (tmp_path / "passed").read_text().split())) if (tmp_path / "passed").exists() else set()
 

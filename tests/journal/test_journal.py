@@ -147,7 +147,7 @@ async def test_records_pass_as_they_are_and_in_order(tmp_path: Path) -> None:
     assert all(passed is given for passed, given in zip(out, RECORDS, strict=True))
 
 
-async def test_what_was_received_is_offered_again_bit_for_bit_before_anything_else(tmp_path: Path) -> None:
+async def test_received_records_are_offered_again_bit_for_bit_before_new_ones(tmp_path: Path) -> None:
     await drive(Journal(tmp_path), RECORDS[:9])
 
     out = await drive(Journal(tmp_path), RECORDS[9:])
@@ -162,7 +162,7 @@ async def test_what_was_received_is_offered_again_bit_for_bit_before_anything_el
     assert out.metrics.emit(1)["journal/replayed"] == 18
 
 
-async def test_what_a_checkpoint_holds_is_not_offered_again(tmp_path: Path) -> None:
+async def test_records_in_a_checkpoint_are_not_offered_again(tmp_path: Path) -> None:
     await drive(Journal(tmp_path), RECORDS[:4])
 
     async with Run(tmp_path, restored(RECORDS[0], RECORDS[2])) as run:
@@ -193,7 +193,7 @@ async def test_without_a_checkpoint_everything_is_offered_as_often_as_a_run_begi
 # -- sources that offer again ----------------------------------------------------------------------------------------
 
 
-async def test_what_the_journal_and_its_source_both_offer_is_trained_once(tmp_path: Path) -> None:
+async def test_a_record_of_both_the_journal_and_its_source_is_trained_once(tmp_path: Path) -> None:
     await drive(Journal(tmp_path), RECORDS[:3])
 
     pipeline = source(Samples(5)).then(Journal(tmp_path)).then(each(packed)).sink(SinkTrainer(Counting()))
@@ -204,7 +204,7 @@ async def test_what_the_journal_and_its_source_both_offer_is_trained_once(tmp_pa
     assert report.balance.in_flight == report.balance.ended["lost"] == 0
 
 
-async def test_what_its_source_was_first_to_offer_is_not_offered_again(tmp_path: Path) -> None:
+async def test_a_record_that_its_source_sent_first_is_not_offered_again(tmp_path: Path) -> None:
     await drive(Journal(tmp_path), RECORDS[:3])
 
     out = await drive(Journal(tmp_path), RECORDS[:5])  # all of it is in the books before the journal is read
@@ -214,7 +214,7 @@ async def test_what_its_source_was_first_to_offer_is_not_offered_again(tmp_path:
     assert out.metrics.emit(1)["journal/replayed"] == 0
 
 
-async def test_what_was_trained_is_rejected_when_its_source_offers_it_again(tmp_path: Path) -> None:
+async def test_a_trained_record_is_rejected_when_its_source_sends_it_again(tmp_path: Path) -> None:
     """By the checkpoint, and by this run after the journal had offered it."""
     await drive(Journal(tmp_path), RECORDS[:2])
 
@@ -229,7 +229,7 @@ async def test_what_was_trained_is_rejected_when_its_source_offers_it_again(tmp_
     assert run.ledger.balance().balanced
 
 
-async def test_what_was_dropped_since_may_come_again(tmp_path: Path) -> None:
+async def test_records_dropped_since_may_be_sent_again(tmp_path: Path) -> None:
     await drive(Journal(tmp_path), RECORDS[:1])
 
     async with Run(tmp_path) as run:
@@ -261,7 +261,7 @@ async def test_a_file_goes_when_a_checkpoint_holds_or_the_ledger_dropped_all_tha
         assert volumes(tmp_path) == ["00000002"]
 
 
-async def test_what_was_trained_after_the_checkpoint_that_is_told_of_is_kept(tmp_path: Path) -> None:
+async def test_records_trained_after_the_announced_checkpoint_are_kept(tmp_path: Path) -> None:
     async with Run(tmp_path) as run:
         one, two = await run.passes(*RECORDS[:2])
         run.commit(one)
@@ -283,7 +283,7 @@ async def test_a_file_of_which_a_checkpoint_holds_everything_goes_at_the_next_st
     assert volumes(tmp_path) == []
 
 
-async def test_what_does_not_fit_is_not_passed_on(tmp_path: Path) -> None:
+async def test_a_record_that_does_not_fit_is_not_sent_on(tmp_path: Path) -> None:
     fitting = 2**16 // ENTRY_BYTES
     many = [group(instance_id=str(number), seed=0) for number in range(fitting + 1)]
 
@@ -322,7 +322,7 @@ async def test_a_record_that_was_passed_on_is_let_go_of(tmp_path: Path) -> None:
         assert watched() is None
 
 
-async def test_damage_is_told_and_every_whole_record_offered(tmp_path: Path) -> None:
+async def test_damage_is_reported_and_every_whole_record_offered(tmp_path: Path) -> None:
     await drive(Journal(tmp_path), RECORDS[:5])
     path = tmp_path / "00000001.volume-1"
     harmed = bytearray(path.read_bytes())

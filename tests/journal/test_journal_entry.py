@@ -47,7 +47,7 @@ def whole(records: Sequence[TrajectoryGroup], expected: Sequence[TrajectoryGroup
     return [contents(record) for record in records] == [contents(record) for record in expected]
 
 
-def test_what_was_written_is_read_again_bit_for_bit() -> None:
+def test_written_records_are_read_bit_for_bit() -> None:
     records, damage = read(DATA)
 
     assert whole(records, RECORDS)
@@ -119,7 +119,7 @@ def test_a_byte_that_flips_costs_its_own_record_and_no_other(at: int, flipped: i
         st.tuples(st.integers(0, len(DATA)), st.integers(0, 200), st.binary(max_size=200)), min_size=1, max_size=6
     )
 )
-def test_whatever_is_cut_out_and_put_in_only_whole_records_are_read(edits: list[tuple[int, int, bytes]]) -> None:
+def test_after_any_change_of_the_file_only_whole_records_are_read(edits: list[tuple[int, int, bytes]]) -> None:
     harmed = bytearray(DATA)
     for at, length, put in edits:
         harmed[at : at + length] = put

@@ -38,7 +38,7 @@ def test_the_records_are_of_one_size() -> None:
     assert {len(encode_entry(record)) for record in RECORDS} == {ENTRY_BYTES}
 
 
-def test_what_one_run_appends_the_next_one_reads_in_order(tmp_path: Path) -> None:
+def test_records_that_one_run_appends_are_read_by_the_next_in_order(tmp_path: Path) -> None:
     with journal(tmp_path, entries=16) as files:
         for first in range(0, 9, 3):
             files.append(RECORDS[first : first + 3])
@@ -64,7 +64,7 @@ def test_only_its_owner_reads_a_volume(tmp_path: Path) -> None:
     assert volume.path.stat().st_mode & 0o777 == 0o600
 
 
-def test_beyond_its_capacity_nothing_is_written_and_the_error_says_what_to_do(tmp_path: Path) -> None:
+def test_beyond_its_capacity_nothing_is_written_and_the_error_names_the_remedy(tmp_path: Path) -> None:
     with journal(tmp_path, entries=8) as files:
         volumes = [files.append([record]) for record in RECORDS[:8]]
         with pytest.raises(
@@ -129,7 +129,7 @@ def test_the_end_of_an_older_volume_is_damaged_not_torn_and_stays(tmp_path: Path
     assert (names(newest.records), newest.damage, newest.torn) == ([1], [], None)
 
 
-def test_one_at_a_time_has_the_folder_and_the_other_is_told_who(tmp_path: Path) -> None:
+def test_a_folder_has_one_process_which_the_error_of_another_names(tmp_path: Path) -> None:
     with (
         journal(tmp_path),
         pytest.raises(JournalInUse, match=f"got process {os.getpid()}: let it end, or give this run"),
@@ -213,7 +213,7 @@ print(pipeline.report.stop_reason, pipeline.report.balance.balanced)
 
 
 @pytest.mark.parametrize("room", [0, 1, 7, ENTRY_BYTES - 1, ENTRY_BYTES, 5 * ENTRY_BYTES + ENTRY_BYTES // 2])
-def test_a_full_disk_ends_the_run_with_a_reason_and_what_was_passed_on_is_kept_whole(
+def test_a_full_disk_ends_the_run_with_a_reason_and_sent_records_stay_whole(
     tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)  # each number takes a process, and the ma
         pytest.param("subscribe", "a subscriber to weights", marks=pytest.mark.long),
     ],
 )
-def test_whatever_number_of_descriptors_is_left_it_opens_or_says_that_they_are_too_few(what: str, purpose: str) -> None:
+def test_with_any_number_of_free_descriptors_it_opens_or_reports_too_few(what: str, purpose: str) -> None:
     printed = printed_by([], "-m", "tests.limits.script_of_descriptors", what, *map(str, NUMBERS))
 
     outcomes = [printed[str(left)] for left in NUMBERS]

@@ -122,7 +122,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("chosen_by", ["XDG_RUNTIME_DIR", pytest.param("tempdir", marks=pytest.mark.long)])
-def test_a_read_only_folder_is_an_error_that_names_it_and_says_how_to_choose_another(
+def test_a_read_only_folder_is_an_error_with_its_path_and_the_remedy(
     tmp_path: Path, chosen_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)

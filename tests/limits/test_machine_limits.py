@@ -74,7 +74,7 @@ def test_without_memfd_records_travel_through_a_file_that_has_no_name() -> None:
     assert "arrived 20" in run(before=NO_MEMFD)
 
 
-def test_without_memfd_and_without_dev_shm_there_is_no_channel_and_the_error_says_so() -> None:
+def test_without_memfd_and_dev_shm_a_channel_is_an_error() -> None:
     printed = run(before=NO_MEMFD, within=NO_DEV_SHM)
     assert printed.startswith("OutOfSharedMemory expected a memfd or a file in /dev/shm, got neither")
     assert "allow memfd_create in this sandbox, or mount a tmpfs there" in printed
@@ -95,7 +95,7 @@ def small_shm() -> Sequence[str]:
     return small_disk(Path("/dev/shm"), "1m")  # noqa: S108 (covered by a file system of its own)
 
 
-def test_a_dev_shm_of_1_mib_is_an_error_for_who_needs_more_of_it_and_enough_for_who_needs_less(
+def test_a_dev_shm_of_1_mib_is_an_error_for_a_larger_segment_and_enough_for_a_smaller_one(
     small_shm: Sequence[str],
 ) -> None:
     printed = run(before=NO_MEMFD, prefix=small_shm)
@@ -117,7 +117,7 @@ def test_a_segment_that_does_not_fit_the_address_space_is_an_error_at_the_start(
     assert "ulimit -v" in printed
 
 
-def test_a_receiver_that_cannot_map_a_segment_tells_the_sender_why() -> None:
+def test_a_receiver_that_cannot_map_a_segment_sends_the_reason() -> None:
     """The sender's own mapping fits twice over; the receiver's, the third of this size, does not."""
     within = NO_ADDRESSES.replace("2**27", "3 * 2**26")
     printed = run(within=within, capacity_bytes=2**27)

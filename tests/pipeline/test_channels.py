@@ -163,7 +163,7 @@ async def test_bytes_go_back_when_they_are_wanted(transport: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("transport", REMOTE)
-async def test_who_looks_is_told_what_is_in_flight(transport: str) -> None:
+async def test_statistics_request_withheld_credit(transport: str) -> None:
     async with REMOTE[transport](capacity=8) as ends, ends.join() as outbox:
         await outbox.send(group())
         await ends.inbox.receive()

@@ -89,13 +89,13 @@ def test_a_bound_that_starves_a_stage_which_keeps_groups_is_found() -> None:
     assert "Narrow keeps 9 groups before it sends, and its senders have credit for 8" in problems
 
 
-def test_room_for_a_single_record_between_processes_starves_whoever_holds_it() -> None:
+def test_room_for_a_single_record_between_processes_starves_a_stage_that_holds_it() -> None:
     problems = complaint(source(Groups(1), on=processes(2)).then(Pass(), capacity=1).sink(Collect()))
 
     assert "Groups → Pass: expected a capacity of at least 2 between processes, got 1" in problems
 
 
-def test_room_for_a_single_group_between_processes_starves_whoever_holds_it() -> None:
+def test_room_for_a_single_group_between_processes_starves_a_stage_that_holds_it() -> None:
     problems = complaint(source(BigGroups(1), on=processes(1)).sink(Collect(), capacity_bytes=40_000))
 
     assert "raise capacity_bytes to twice as much" in problems
@@ -127,7 +127,7 @@ def test_a_stage_of_an_interactive_session_cannot_go_to_a_process(monkeypatch: p
     assert "LivesInMain: it is defined in an interactive session" in problems
 
 
-def test_what_is_no_record_does_not_travel_between_processes() -> None:
+def test_only_records_can_be_sent_between_processes() -> None:
     problems = complaint(source(Count(1), on=processes(1)).sink(Collect()))
 
     assert "Count: it runs in processes and sends int" in problems
@@ -273,7 +273,7 @@ def test_where_no_order_fits_the_types_between_are_named() -> None:
     assert "that receives TrainBatch and sends int" in problems
 
 
-def test_a_function_says_what_it_takes_and_returns() -> None:
+def test_the_record_types_of_a_function_are_read_from_its_annotations() -> None:
     async def forget(group: TrajectoryGroup) -> None: ...
 
     async def count(batch: TrainBatch) -> int:
@@ -291,7 +291,7 @@ def test_a_stage_without_annotations_passes() -> None:
     SCRIPT.then(Pack()).then(Keep()).then(Pass()).sink(Collect()).check()
 
 
-def test_a_stage_that_hands_on_what_it_receives_is_seen_through() -> None:
+def test_a_stage_that_sends_its_input_type_passes_on_the_type() -> None:
     problems = complaint(SCRIPT.then(Pack()).then(Tap()).then(Pass()).sink(Collect()))
 
     assert "Tap → Pass: Tap sends TrainBatch, and Pass receives TrajectoryGroup" in problems

@@ -77,7 +77,7 @@ def chain(samples: Says, reads: Reads, trains: Trains) -> Pipeline:
     return source(samples).then(reads).then(Pack()).sink(trains)
 
 
-def test_equal_tokenizers_are_fine_and_so_are_those_that_nobody_can_tell() -> None:
+def test_equal_and_unknown_tokenizers_are_accepted() -> None:
     chain(Says(tokenizer=Words()), Reads(Words()), Trains(trainer=Has(Words()))).check()
     chain(Says(tokenizer=Words()), Reads(object()), Trains()).check()
     chain(Says(tokenizer=TOKENIZER, policy=NoOpPolicy()), Reads(TOKENIZER), Trains()).check()
@@ -149,7 +149,7 @@ def test_senders_from_outside_are_expected_to_have_the_trainers_tokenizer() -> N
         (Says(tokenizer=Words()), Trains(), []),
     ],
 )
-def test_that_a_source_and_a_trainer_cannot_be_compared_is_told_in_one_line(
+def test_a_source_and_a_trainer_that_cannot_be_compared_are_logged_in_one_line(
     samples: Says, trains: Trains, untold: list[str]
 ) -> None:
     with structlog.testing.capture_logs() as logs:

@@ -13,7 +13,7 @@ from penstock.channels import MemoryReceiver, memory_channel
 from penstock.errors import PeerLost
 
 
-async def test_what_is_there_comes_at_once_in_order_and_no_more_than_wanted() -> None:
+async def test_waiting_records_are_received_at_once_in_order_and_up_to_the_limit() -> None:
     outbox, inbox = memory_channel[int](10)
     async with inbox:
         for number in range(7):
@@ -70,7 +70,7 @@ class LostBehindTheSecond(MemoryReceiver[int]):
         return super().receive_nowait()
 
 
-async def test_a_loss_is_told_once_and_after_the_records_before_it() -> None:
+async def test_a_loss_is_raised_once_and_after_the_records_before_it() -> None:
     outbox, plain = memory_channel[int](10)
     async with plain, LostBehindTheSecond(plain._queue) as inbox:
         for number in range(4):
@@ -84,7 +84,7 @@ async def test_a_loss_is_told_once_and_after_the_records_before_it() -> None:
         assert [handful async for handful in handfuls] == [[2, 3]]
 
 
-async def test_who_takes_and_never_waits_lets_others_run() -> None:
+async def test_a_receiver_that_never_waits_lets_other_tasks_run() -> None:
     outbox, inbox = memory_channel[int](10 * MAX_CHUNK)
     turns: list[int] = []
     taken = 0
@@ -106,7 +106,7 @@ async def test_who_takes_and_never_waits_lets_others_run() -> None:
     assert max(after - before for before, after in pairwise(turns)) <= MAX_CHUNK
 
 
-async def test_a_handful_that_is_sent_to_one_who_keeps_up_arrives_whole() -> None:
+async def test_records_sent_at_once_to_a_fast_receiver_arrive_together() -> None:
     outbox, inbox = memory_channel[int](MAX_CHUNK)
     handfuls = 5
     given: list[int] = []

@@ -40,7 +40,7 @@ def back(committed: CommittedPrompts) -> CommittedPrompts:
 
 
 @given(st.lists(st.tuples(GROUPS, MASKS), max_size=60), st.lists(GROUPS))
-def test_what_was_trained_is_known_exactly_also_after_a_checkpoint(
+def test_trained_prompts_are_known_exactly_also_after_a_checkpoint(
     trained: list[tuple[GroupId, int]], others: list[GroupId]
 ) -> None:
     committed, expected = CommittedPrompts(), dict[GroupId, int]()
@@ -78,7 +78,7 @@ def test_ranges_that_fill_in_any_order_and_are_broken_up_again_are_exact(
         assert dict(each) == {GroupId("env", str(number)): mask for number, mask in expected.items()}
 
 
-def test_a_copy_does_not_change_with_what_it_was_taken_from() -> None:
+def test_a_copy_does_not_change_with_its_original() -> None:
     committed = CommittedPrompts({GroupId("env", str(number)): 0b1 for number in range(2 * BLOCK + 5)})
     before = CommittedPrompts(committed)
 
@@ -104,7 +104,7 @@ def order_of_four_workers(count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("numbers", [range(20 * BLOCK), order_of_four_workers(20 * BLOCK)], ids=["order", "workers"])
-def test_prompts_in_a_row_take_the_room_of_one_range_whoever_was_first(numbers: Sequence[int]) -> None:
+def test_consecutive_prompts_take_the_space_of_one_range_in_any_order(numbers: Sequence[int]) -> None:
     committed = CommittedPrompts()
     for number in numbers:
         committed.add(GroupId("env", f"1.{number}"), 0b1111)

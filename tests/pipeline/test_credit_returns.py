@@ -30,7 +30,7 @@ def a_peer(kind: Callable[..., Peer], answers: CreditReturner) -> Peer:
     return kind(Connect(PROTOCOL_VERSION, "shm", "group", b"identity", "worker 0", 7), answers.schedule, 32)
 
 
-async def test_what_is_released_while_the_loop_looks_is_told_to_a_sender_that_waits_for_it() -> None:
+async def test_credit_released_by_another_thread_reaches_a_sender_that_waits() -> None:
     sent: list[Message] = []
     answers = CreditReturner(lambda _, message: sent.append(message))
     peer = a_peer(Watched, answers)
@@ -43,7 +43,7 @@ async def test_what_is_released_while_the_loop_looks_is_told_to_a_sender_that_wa
     assert sent == [CreditGrant(((0, 1, 1),))]
 
 
-async def test_a_sender_that_wants_nothing_is_told_nothing_until_much_is_owed() -> None:
+async def test_a_sender_that_requests_no_credit_receives_it_in_batches() -> None:
     sent: list[Message] = []
     answers = CreditReturner(lambda _, message: sent.append(message))
     peer = a_peer(Peer, answers)

@@ -198,7 +198,7 @@ async def test_when_a_publisher_closes_its_memory_on_a_device_is_sampled_from_no
             subscriber.refresh()
 
 
-def test_a_machine_without_a_driver_says_so() -> None:
+def test_a_machine_without_a_driver_is_an_error() -> None:
     if os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 (a device node)
         pytest.skip("this machine has one")
 

@@ -13,11 +13,11 @@ async def double(number: int) -> int:
     return 2 * number
 
 
-async def test_what_the_function_returns_is_sent() -> None:
+async def test_the_result_of_the_function_is_sent() -> None:
     assert await drive(each(double), [1, 2, 3]) == [2, 4, 6]
 
 
-async def test_a_function_that_returns_none_is_an_error_that_says_what_to_write() -> None:
+async def test_a_function_that_returns_none_is_an_error_with_the_remedy() -> None:
     async def forget(number: int) -> None:
         del number
 

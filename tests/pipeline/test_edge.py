@@ -34,7 +34,7 @@ async def test_behind_a_source_records_are_admitted_and_counted() -> None:
     assert ledger.in_flight == counter.trajectories == 4
 
 
-async def test_what_a_source_sends_twice_goes_once() -> None:
+async def test_a_record_that_a_source_sends_twice_is_sent_once() -> None:
     ledger = Ledger()
     counter = EdgeCounter(ledger)
     sender, receiver = memory_channel[TrajectoryGroup](8)
@@ -53,7 +53,7 @@ async def test_what_a_source_sends_twice_goes_once() -> None:
     assert ledger.balance().reasons["rejected"] == {"in flight already": 5}
 
 
-async def test_a_source_may_send_again_what_was_not_sent() -> None:
+async def test_a_source_may_send_a_record_again_whose_sending_failed() -> None:
     ledger, record = Ledger(), group(instance_id="a")
     sender, receiver = memory_channel[TrajectoryGroup](1)
 
@@ -71,7 +71,7 @@ async def test_a_source_may_send_again_what_was_not_sent() -> None:
     assert ledger.balance().admitted == ledger.in_flight == 4
 
 
-async def test_what_found_no_room_is_not_counted() -> None:
+async def test_a_refused_send_is_not_counted() -> None:
     counter = EdgeCounter()
     sender, receiver = memory_channel[object](1)
 

@@ -19,7 +19,7 @@ def test_several_exceptions_stay_together() -> None:
     assert single_exception(several) is several
 
 
-async def test_what_a_single_task_fails_of_comes_out_with_its_own_cause() -> None:
+async def test_the_exception_of_a_single_task_is_raised_with_its_own_cause() -> None:
     async def fail() -> None:
         raise ValueError("the failure") from KeyError("its cause")
 
@@ -30,7 +30,7 @@ async def test_what_a_single_task_fails_of_comes_out_with_its_own_cause() -> Non
     assert isinstance(failed.value.__cause__, KeyError)
 
 
-def test_workers_that_fail_at_once_are_told_as_the_first_with_the_others_noted() -> None:
+def test_of_errors_of_several_workers_the_first_is_returned_with_the_others_as_notes() -> None:
     first, other = KeyError("first"), KeyError("other\nin detail")
 
     first_error = first_exception(ExceptionGroup("a", [first, ExceptionGroup("b", [other])]), KeyError)

@@ -30,7 +30,7 @@ def test_the_message_lists_the_most_frequent_reasons() -> None:
         FailureStreak().check(67, 0, lambda: reasons)
 
 
-def test_reasons_that_tell_the_cause_come_before_those_that_gather_or_are_not_told_yet() -> None:
+def test_reasons_with_a_cause_come_before_collective_and_unreported_ones() -> None:
     reasons = {
         "reason not reported": 129,
         "other reasons": 64,

@@ -42,7 +42,7 @@ async def when_all_wait(pipeline: Pipeline) -> PipelineStatistics:
     return taken[0]
 
 
-async def test_what_the_source_sends_reaches_the_sink_through_every_stage() -> None:
+async def test_records_reach_the_sink_through_every_stage() -> None:
     sink = Collect()
 
     report = await source(Count(4)).then(Double()).then(Double()).sink(sink).run()
@@ -91,7 +91,7 @@ class First:
             await outbox.send(await inbox.receive())
 
 
-async def test_a_stage_that_returns_early_ends_its_stream_and_cancels_what_feeds_it() -> None:
+async def test_a_stage_that_returns_early_ends_its_stream_and_cancels_the_stages_before_it() -> None:
     sink = Collect()
 
     report = await source(Forever()).then(First(3)).then(Double()).sink(sink).run()
@@ -207,7 +207,7 @@ class Stall:
         await anyio.sleep_forever()
 
 
-async def test_what_is_in_flight_when_the_run_is_cancelled_is_counted_as_lost() -> None:
+async def test_trajectories_in_flight_when_the_run_is_cancelled_are_lost() -> None:
     pipeline = source(Groups(10)).sink(Stall())
 
     await when_all_wait(pipeline)
@@ -229,7 +229,7 @@ async def test_a_source_that_knows_no_ledger_has_its_groups_admitted() -> None:
     assert report.balance.ended["trained"] == 6
 
 
-async def test_what_a_stage_drops_ends_with_its_reason() -> None:
+async def test_dropped_records_end_with_the_reason_of_the_stage() -> None:
     report = await source(Groups(4)).then(DropOdd()).then(Pack()).sink(Train()).run()
 
     assert report.balance.reasons["filtered"] == {"odd": 4}
@@ -237,7 +237,7 @@ async def test_what_a_stage_drops_ends_with_its_reason() -> None:
     assert report.statistics.stages[1].dropped == {"filtered": 4}
 
 
-async def test_what_a_stage_swallows_is_lost_and_the_stage_is_named() -> None:
+async def test_records_that_a_stage_swallows_are_lost_and_the_stage_is_named() -> None:
     pipeline = source(Groups(4)).then(SwallowOdd()).then(Pack()).sink(Train())
 
     with pytest.raises(
@@ -406,7 +406,7 @@ async def test_broadcast_is_a_stage_with_a_channel_of_its_own() -> None:
 # -- what it says of itself ----------------------------------------------------------------------------------------
 
 
-async def test_statistics_say_what_each_stage_waits_for() -> None:
+async def test_statistics_name_the_wait_of_each_stage() -> None:
     statistics = await when_all_wait(source(Groups(10)).then(DropOdd()).sink(Stall(), capacity=1))
 
     assert [stage.waiting_for for stage in statistics.stages] == ["credit from DropOdd", "credit from Stall", ""]
@@ -414,7 +414,7 @@ async def test_statistics_say_what_each_stage_waits_for() -> None:
     assert all(stage.state == "running" for stage in statistics.stages)
 
 
-async def test_statistics_say_who_waits_for_records() -> None:
+async def test_statistics_name_the_stage_that_waits_for_records() -> None:
     class Idle:
         async def run(self, outbox: SendChannel[int]) -> None:  # noqa: ARG002 (it sends nothing)
             await anyio.sleep_forever()
@@ -431,7 +431,7 @@ def test_before_the_first_run_there_are_no_statistics() -> None:
     assert pipeline.report is None
 
 
-def test_equal_names_are_told_apart() -> None:
+def test_equal_names_get_numbers() -> None:
     pipeline = source(Count(1)).then(Double()).then(Double()).sink(Collect())
 
     assert repr(pipeline) == "<Pipeline Count → Double → Double 2 → Collect>"

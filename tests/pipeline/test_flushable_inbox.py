@@ -50,7 +50,7 @@ async def test_a_cancellation_ends_it_while_records_are_there_and_loses_none() -
         assert inbox.receive_nowait() == len(received)
 
 
-async def test_a_flush_comes_when_what_was_there_is_received_and_the_stream_goes_on() -> None:
+async def test_a_flush_comes_after_the_waiting_records_and_the_stream_continues() -> None:
     outbox, inbox = memory_channel[int](MANY)
     context = Context(Ledger(), Metrics())
 

@@ -193,7 +193,7 @@ def test_the_copies_that_a_stage_finds_count_as_admitted_and_rejected() -> None:
 # -- who listens -----------------------------------------------------------------------------------------------------
 
 
-def test_a_ledger_tells_of_checkpoints_while_somebody_hears() -> None:
+def test_a_ledger_announces_checkpoints_to_registered_callbacks() -> None:
     ledger, checkpoints = Ledger(), list[Mapping[GroupId, int]]()
 
     with ledger.on_checkpoint(checkpoints.append):
@@ -241,7 +241,7 @@ async def test_room_comes_when_trajectories_end() -> None:
     assert order == ["end one", "end another", "room"]
 
 
-def test_the_pace_is_the_mean_of_what_steps_train() -> None:
+def test_the_pace_is_the_mean_of_trained_groups_per_step() -> None:
     ledger = Ledger()
     assert ledger.trained_per_step is None
     for step, names in enumerate(("a", "bc", "defg"), start=1):
@@ -260,7 +260,7 @@ def test_a_group_from_a_stranger_is_admitted_where_it_arrives() -> None:
     assert outcomes == [(A, 0b11, "stale", 0)]
 
 
-def test_without_a_pipeline_whatever_ends_counts_as_admitted() -> None:
+def test_without_a_pipeline_ended_trajectories_count_as_admitted() -> None:
     ledger = Ledger(admits_on_end=True)
     ledger.end(group(), "filtered", "x")
     ledger.commit(TrainBatch.pack([group(instance_id="a")]), step=1)

@@ -77,7 +77,7 @@ def test_a_member_that_was_given_up_and_comes_again_is_sending() -> None:
     assert not one.all_done
 
 
-def test_a_sender_without_a_name_is_told_to_have_one() -> None:
+def test_a_sender_without_a_name_is_rejected_with_the_remedy() -> None:
     with pytest.raises(MemberNameRequired, match=r"2 members are counted by name, got one without .pid 7.: give"):
         members().join("", 7, 0)
 
@@ -104,7 +104,7 @@ def test_one_name_more_than_announced_is_refused_with_those_that_are_known() -> 
 
 
 @pytest.mark.parametrize("connected", [(), ("a",), ("b", "a")])
-def test_members_that_never_come_are_given_up_and_it_is_said_how_many_and_who_came(connected: tuple[str, ...]) -> None:
+def test_absent_members_are_an_error_with_their_number_and_the_connected_ones(connected: tuple[str, ...]) -> None:
     three = members(3)
     for name in connected:
         three.join(name, 1, 0)

@@ -36,7 +36,7 @@ async def test_clones_of_the_receiver_share_the_records() -> None:
 
 
 @pytest.mark.parametrize("capacity_bytes", [None, 1000])
-async def test_the_bytes_that_wait_are_told_whether_they_are_bounded_or_not(capacity_bytes: int | None) -> None:
+async def test_waiting_bytes_are_reported_with_and_without_a_bound(capacity_bytes: int | None) -> None:
     outbox, inbox = memory_channel[bytearray | memoryview](10, capacity_bytes)
     async with outbox, inbox:
         for record in (memoryview(bytes(30)), memoryview(bytes(12)), bytearray(5)):  # the last one has no nbytes

@@ -128,7 +128,7 @@ class Anything(nn.Module):
     ],
     ids=["default", "changed", "random", "list", "nested"],
 )
-def test_what_cannot_be_told_is_never_guessed(model: nn.Module, line: str) -> None:
+def test_an_unknown_argument_is_refused(model: nn.Module, line: str) -> None:
     (refusal,) = MetaMaterializer(model, "cpu").refusals
 
     assert re.search(line, refusal)
@@ -152,7 +152,7 @@ def test_everything_that_is_missing_is_listed_and_nothing_was_changed() -> None:
     assert model.get_buffer("0.inv_freq").is_meta
 
 
-def test_what_was_set_by_hand_is_left_alone() -> None:
+def test_a_table_that_was_set_by_hand_is_not_changed() -> None:
     model = on_meta(Forgetful, 8)
     mine: Tensor = torch.tensor([1.0, 0.5, 0.25, 0.125])
     model.inv_freq = mine

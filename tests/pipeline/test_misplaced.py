@@ -42,7 +42,7 @@ BEGIN: Any = source
 
 
 @pytest.mark.parametrize("on", [here, processes, 4, "here", None, np.int64(4), True])
-def test_what_is_no_placement_is_refused(on: object) -> None:
+def test_an_invalid_placement_is_refused(on: object) -> None:
     for place in (partial(BEGIN, Groups(1)), partial(FLOW.then, Pack())):
         with pytest.raises(InvalidPipeline, match=r"on: expected here\(\) or processes\(n\), got .*: write on="):
             place(on=on)
@@ -86,7 +86,7 @@ def test_a_placement_that_was_nearly_right_is_corrected(on: object, message: str
         (lambda: FLOW.then(Plain()), "write `async def run(self, inbox, outbox)`"),
     ],
 )
-def test_what_is_no_such_stage_is_refused_with_the_line_to_write(put: Any, message: str) -> None:
+def test_another_object_than_a_stage_is_refused_with_the_line_to_write(put: Any, message: str) -> None:
     with pytest.raises(InvalidPipeline) as refused:
         put()
 

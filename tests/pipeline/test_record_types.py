@@ -83,7 +83,7 @@ class Judge:
         (object(), None, None),
     ],
 )
-def test_what_a_stage_receives_and_sends_is_what_its_annotations_say(
+def test_the_record_types_of_a_stage_are_those_of_its_annotations(
     stage: object, received: object, sent: object
 ) -> None:
     known = record_types(stage)
@@ -96,7 +96,7 @@ def _known(record: object) -> object:
     return None if isinstance(record, TypeVar) and record is not T else record
 
 
-def test_a_generic_stage_says_what_it_was_made_for() -> None:
+def test_a_generic_stage_has_the_type_of_its_parameter() -> None:
     assert record_types(Tap[TrainBatch]()) == RecordTypes(TrainBatch, TrainBatch)
 
 
@@ -126,7 +126,7 @@ class Sized(Protocol):
         (Any, TrainBatch, False),
     ],
 )
-def test_only_what_certainly_does_not_fit_does_not_fit(sent: object, received: object, never: bool) -> None:  # noqa: FBT001
+def test_only_types_that_certainly_differ_do_not_fit(sent: object, received: object, never: bool) -> None:  # noqa: FBT001
     assert never_fits(sent, received) is never
 
 
@@ -142,7 +142,7 @@ def _runs_records(kind: type) -> bool:
 
 
 @pytest.mark.parametrize("kind", stages(), ids=lambda kind: kind.__name__)
-def test_every_stage_of_ours_says_what_it_receives_and_sends(kind: type) -> None:
+def test_every_built_in_stage_has_annotations_of_its_records(kind: type) -> None:
     known = record_types(type("Stage", (), {"run": vars(kind)["run"]})())
 
     ends = inspect.signature(kind.run).parameters  # type: ignore[attr-defined]

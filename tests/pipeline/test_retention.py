@@ -28,7 +28,7 @@ def test_a_repetition_that_is_saved_is_saved_for_all_that_is_kept_for_it_and_rep
     assert list(retention) == ["first", "second"]
 
 
-def test_a_checkpoint_saves_what_it_contains_and_what_was_dropped_and_not_what_was_trained_later() -> None:
+def test_a_checkpoint_saves_its_own_and_dropped_groups_and_not_later_ones() -> None:
     ledger, retention = Ledger(), Retention[str]()
     records = {name: group(instance_id=name) for name in ("saved", "trained later", "in flight", "dropped")}
     for name, record in records.items():

@@ -47,7 +47,7 @@ def write(segment: SegmentWriter, table: SlotTable, values: list[int], sequence:
     return Descriptor(sequence, 1, span.start, -(-nbytes // segment.slot_bytes), span.generation, nbytes)
 
 
-def test_what_is_written_is_read_without_a_copy(writer: SegmentWriter, reader: SegmentReader) -> None:
+def test_written_values_are_read_without_a_copy(writer: SegmentWriter, reader: SegmentReader) -> None:
     released: list[tuple[Descriptor, int]] = []
     descriptor = write(writer, SlotTable(SLOTS), [1, 2, 3])
 
@@ -139,7 +139,9 @@ def test_a_span_that_was_used_again_or_is_being_written_is_stale(writer: Segment
         reader.contents(old._replace(generation=2))
 
 
-def test_the_headers_tell_what_a_dead_sender_had_published(writer: SegmentWriter, reader: SegmentReader) -> None:
+def test_the_headers_contain_the_published_records_of_a_dead_sender(
+    writer: SegmentWriter, reader: SegmentReader
+) -> None:
     table = SlotTable(SLOTS)
     first, second, third = (write(writer, table, [n], sequence=n) for n in (1, 2, 3))
     writer.free(table.release(second.slot, second.generation))

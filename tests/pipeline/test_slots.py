@@ -79,7 +79,7 @@ def test_a_release_of_a_slot_that_begins_no_span_is_refused() -> None:
         table.release(1, 1)
 
 
-def test_an_illegal_transition_tells_the_story_of_the_slot() -> None:
+def test_an_illegal_transition_names_the_history_of_the_slot() -> None:
     table = SlotTable(2)
     span = published(table, 1, sequence=7)
 

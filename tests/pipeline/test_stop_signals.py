@@ -116,7 +116,7 @@ class Stop:
                 self.runs[0].stop("SIGTERM")
 
 
-async def test_a_stop_ends_the_sink_s_stream_whatever_waits_there() -> None:
+async def test_a_stop_ends_the_sinks_stream_with_records_in_it() -> None:
     sink = Stop([], [])
     run = Run(source(Forever()).sink(sink).nodes, Context())
     sink.runs.append(run)
@@ -176,12 +176,12 @@ async def test_a_run_that_is_stopped_before_it_began_opens_nothing() -> None:
     assert collect.received == []
 
 
-def test_the_exit_code_says_which_signal_it_was() -> None:
+def test_the_exit_code_is_that_of_the_signal() -> None:
     assert [RunStopped(number).code for number in SIGNALS] == [130, 143]
     assert str(RunStopped(signal.SIGTERM)) == "the run was stopped by SIGTERM"
 
 
-def test_groups_of_stopped_runs_alone_are_told_from_others() -> None:
+def test_groups_of_only_stopped_runs_are_recognised() -> None:
     stopped = BaseExceptionGroup("tasks", [BaseExceptionGroup("more tasks", [RunStopped(signal.SIGINT)])])
 
     assert all_of(stopped, RunStopped)

@@ -55,7 +55,7 @@ def test_a_worker_that_imports_its_parents_script_begins_no_run(monkeypatch: pyt
         worker.refuse_while_importing_main()
 
 
-def test_a_long_traceback_is_told_from_its_end() -> None:
+def test_a_long_traceback_is_cut_at_its_beginning() -> None:
     error = ValueError("x" * 2 * worker.LONGEST_TRACEBACK)
 
     text = worker._traceback(error)

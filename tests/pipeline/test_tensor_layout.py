@@ -67,7 +67,7 @@ class Model(nn.Module):
 FUSED = [FusedTensor("qk.*", ("q.*", "k.*"))]
 
 
-def test_a_header_says_everything_that_is_known_of_the_tensors() -> None:
+def test_a_header_describes_the_tensors_completely() -> None:
     layout = WritePlan(manifest_of(Model()), FUSED, {"float32": "bfloat16"}).layout
 
     parsed = TensorLayout.parse(layout.header[LENGTH.size :])

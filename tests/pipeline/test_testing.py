@@ -39,7 +39,7 @@ class Count:
             self.seen += len(record)
 
 
-async def test_a_driven_stage_gives_what_it_sent_its_books_and_its_metrics() -> None:
+async def test_driving_a_stage_returns_its_records_ledger_and_metrics() -> None:
     out = await drive(Double(), [group(rewards=[1, 3]), group(rewards=[-1, 0], instance_id="1")])
 
     assert [record.rewards.tolist() for record in out] == [[2.0, 6.0]]

@@ -98,9 +98,7 @@ def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-async def test_an_attached_model_that_was_built_on_the_meta_device_says_what_the_original_says(
-    kind: str, layout: str
-) -> None:
+async def test_an_attached_model_from_the_meta_device_predicts_like_the_original(kind: str, layout: str) -> None:
     original, model = built(config_of(kind, layout), "cpu"), built(config_of(kind, layout), "meta")
 
     async with attached(original, model):

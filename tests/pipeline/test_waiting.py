@@ -60,7 +60,7 @@ def test_a_clock_counts_only_while_something_is_waited_for() -> None:
     assert clock.waited_s == total
 
 
-async def test_whoever_cancels_at_the_head_lets_the_next_have_a_look() -> None:
+async def test_a_waiter_that_is_cancelled_at_the_head_wakes_the_next() -> None:
     """Credit that is too little for the first waiter may be enough for the second, which has to be woken."""
     waiters = Waiters()
     first = asyncio.create_task(waiters.wait())
@@ -86,7 +86,7 @@ async def test_a_woken_task_still_stands_in_line_until_it_runs() -> None:
     assert not waiters
 
 
-def test_what_the_workers_of_a_stage_have_waited_is_added_up_on_its_way_to_the_metrics() -> None:
+def test_the_waits_of_a_stages_workers_are_summed_in_the_metrics() -> None:
     run = Metrics()
     aggregator = WaitAggregator(run, "Sample")
 
@@ -103,7 +103,7 @@ def test_what_the_workers_of_a_stage_have_waited_is_added_up_on_its_way_to_the_m
     assert (emitted["timing_s/Sample/wait_input"], emitted["timing_s/Sample/wait_output"]) == aggregator.waited
 
 
-def test_what_a_stage_has_waited_is_told_since_the_last_step() -> None:
+def test_the_waits_of_a_stage_are_reported_since_the_last_step() -> None:
     metrics, waited = Metrics(), [1.0, 0.0]
 
     with report_waits(metrics, "Batcher", lambda: (waited[0], waited[1])):

@@ -130,7 +130,7 @@ async def test_what_cannot_be_computed_is_listed_with_the_other_differences(subs
     ]
 
 
-async def test_where_tensors_alone_are_given_nobody_can_compare_tables(subscribed: Subscribed) -> None:
+async def test_without_a_module_tables_are_not_compared(subscribed: Subscribed) -> None:
     async with subscribed(Model(1e4, 5e5).state_dict()) as subscriber:
         subscriber.attach(on_meta(3.0, 4.0))
     async with subscribed(Model(1e4, 5e5)) as subscriber:

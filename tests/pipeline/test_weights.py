@@ -171,7 +171,7 @@ def test_the_order_of_the_tensors_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("value", [3, "text", np.zeros(2, np.complex64), np.zeros(2, ">f4"), np.array([object()])])
-def test_what_is_no_tensor_of_numbers_is_refused_by_name(value: Any) -> None:
+def test_a_tensor_without_numbers_is_refused_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match=r"model\.extra: expected a tensor of bool"):
         specs_of({"model.extra": value})
 

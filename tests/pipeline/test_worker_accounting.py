@@ -67,19 +67,19 @@ def source() -> Iterator[Source]:
     made.close()
 
 
-def test_what_a_worker_samples_is_in_flight_before_it_arrives(source: Source) -> None:
+def test_samples_of_a_worker_are_in_flight_before_they_are_received(source: Source) -> None:
     source.account.admit(8)
 
     assert source.ledger.balance().in_flight == 8
 
 
-def test_what_arrives_is_in_these_books_and_counted_once(source: Source) -> None:
+def test_received_records_are_in_the_ledger_and_counted_once(source: Source) -> None:
     source.sends(group())
 
     assert source.ledger.balance().in_flight == source.ledger.in_flight == source.counter.trajectories == 2
 
 
-def test_of_what_arrives_twice_only_the_rest_goes_on(source: Source) -> None:
+def test_only_the_new_part_of_a_repeated_record_passes(source: Source) -> None:
     source.sends(group(repetition_ids=[0, 1]))
     source.account.admit(4)
 
@@ -93,7 +93,7 @@ def test_of_what_arrives_twice_only_the_rest_goes_on(source: Source) -> None:
 
 
 @pytest.mark.parametrize("drained_first", [True, False])
-def test_what_a_dead_worker_held_is_lost_when_all_it_sent_was_received(
+def test_records_of_a_dead_worker_are_lost_once_all_that_it_sent_was_received(
     source: Source,
     drained_first: bool,  # noqa: FBT001 (a parameter)
 ) -> None:
@@ -127,7 +127,7 @@ def _mapped_pages() -> int:
     return Path("/proc/self/maps").read_text().count("account")
 
 
-def test_why_trajectories_ended_in_a_worker_is_known_as_far_as_it_has_told(source: Source) -> None:
+def test_the_reasons_of_ends_in_a_worker_are_those_that_it_has_reported(source: Source) -> None:
     source.account.admit(5)
     source.account.end("failed", 3)
     source.account.end("filtered", 1)
@@ -179,7 +179,7 @@ class Middle:
         self.accounting.handed(WORKER, self.group)
 
 
-def test_what_comes_back_from_a_middle_worker_is_not_lost_with_it() -> None:
+def test_records_returned_by_a_middle_worker_are_not_lost_with_it() -> None:
     middle = Middle()
 
     middle.accounting.received(peer(), middle.group)
@@ -190,7 +190,7 @@ def test_what_comes_back_from_a_middle_worker_is_not_lost_with_it() -> None:
     assert middle.counter.trajectories == 3
 
 
-def test_what_a_middle_worker_dropped_ends_with_its_reason_and_the_rest_is_lost() -> None:
+def test_records_dropped_by_a_middle_worker_end_with_their_reason_and_the_rest_is_lost() -> None:
     middle = Middle()
 
     middle.accounting.observed(peer(), report(endings=[Ending(middle.group.id, [0, 2], "filtered", "too short")]))
@@ -202,7 +202,7 @@ def test_what_a_middle_worker_dropped_ends_with_its_reason_and_the_rest_is_lost(
     assert balance.reasons["lost"] == {KILLED: 1}
 
 
-def test_a_worker_cannot_end_what_it_was_not_handed() -> None:
+def test_a_worker_cannot_end_records_that_it_was_not_handed() -> None:
     middle = Middle()
     other = group(instance_id="other")
     middle.ledger.admit(other.id, [0, 1])
@@ -212,7 +212,7 @@ def test_a_worker_cannot_end_what_it_was_not_handed() -> None:
     assert middle.ledger.balance().ended["filtered"] == 0
 
 
-def test_what_could_not_be_handed_over_is_not_with_the_worker() -> None:
+def test_a_record_whose_sending_failed_is_not_counted_to_the_worker() -> None:
     middle = Middle()
 
     middle.accounting.returned(WORKER, middle.group)
@@ -264,7 +264,7 @@ class TestTwoProcesses:
             k: v for k, v in balance.ended.items() if v
         }
 
-    def test_the_books_balance_while_a_trajectory_crosses(self) -> None:
+    def test_the_ledger_balances_while_a_trajectory_is_in_transit(self) -> None:
         self.worker.admit(A, range(2))
         assert self.balanced() == {"admitted": 2, "in_flight": 2}
         self.hand_over("a")
@@ -272,7 +272,7 @@ class TestTwoProcesses:
         self.trainer.commit(TrainBatch.pack([group(instance_id="a")]), step=1)
         assert self.balanced() == {"admitted": 2, "in_flight": 0, "trained": 2}
 
-    def test_the_worker_hears_of_the_end_and_has_room_again(self) -> None:
+    def test_an_end_is_reported_to_the_worker_and_frees_its_allowance(self) -> None:
         self.worker.admit(A, range(2))
         self.hand_over("a")
         assert self.worker.in_flight == 2
@@ -281,7 +281,7 @@ class TestTwoProcesses:
         assert self.worker.step == 3
         assert self.worker.trained_per_step == 2
 
-    def test_the_workers_own_books_balance_when_its_trajectories_end_elsewhere(self) -> None:
+    def test_the_ledger_of_a_worker_balances_when_its_trajectories_end_elsewhere(self) -> None:
         self.worker.admit(A, range(2))
         self.hand_over("a")
 
@@ -303,7 +303,7 @@ class TestTwoProcesses:
         self.trainer.end(second, "stale", "old")
         assert (self.worker.in_flight, other.in_flight) == (0, 0)
 
-    def test_a_copy_leaves_the_account_of_its_worker_which_is_told_at_once(self) -> None:
+    def test_a_copy_is_removed_from_the_counters_of_its_worker_which_is_notified(self) -> None:
         self.trainer.hand_over(group(instance_id="a"))
         self.worker.admit(A, range(3))
 
@@ -314,7 +314,7 @@ class TestTwoProcesses:
         assert self.trainer.detach_counters(self.account, "killed") == 1
         assert self.balanced() == {"admitted": 5, "in_flight": 2, "rejected": 2, "lost": 1}
 
-    def test_a_worker_is_not_told_of_what_another_sampled_when_its_own_had_ended(self) -> None:
+    def test_a_worker_is_not_notified_of_trajectories_of_another_worker(self) -> None:
         outcomes: list[tuple[GroupId, int, EndState, int]] = []
         self.trainer.take_over(group(instance_id="a"), lambda *ended: outcomes.append(ended))
         again = group(instance_id="a").select(np.array([True, False]))
@@ -325,21 +325,21 @@ class TestTwoProcesses:
 
         assert outcomes == [(A, 0b01, "stale", 0)]
 
-    def test_what_a_worker_sends_twice_is_rejected_in_the_worker(self) -> None:
+    def test_a_record_that_a_worker_sends_twice_is_rejected_in_the_worker(self) -> None:
         record = group(instance_id="a")
         assert (self.worker.hand_over(record), self.worker.hand_over(record)) == (0, 0b11)
         self.hand_over("a")
 
         assert self.balanced() == {"admitted": 4, "in_flight": 2, "rejected": 2}
 
-    def test_what_ends_in_the_worker_counts_in_the_trainers_books(self) -> None:
+    def test_trajectories_that_end_in_the_worker_count_in_the_trainers_ledger(self) -> None:
         self.worker.admit(A, range(2))
         self.worker.end(group(instance_id="a").ids[:1], "failed", "the environment raised")
         assert self.balanced() == {"admitted": 2, "in_flight": 1, "failed": 1}
         assert self.trainer.balance().reasons["failed"] == {"reason not reported": 1}
 
     @pytest.mark.parametrize("handed_over", [True, False])
-    def test_what_a_dead_worker_held_is_lost_and_what_it_handed_over_goes_on(self, handed_over: bool) -> None:  # noqa: FBT001
+    def test_records_of_a_dead_worker_are_lost_and_those_it_sent_continue(self, handed_over: bool) -> None:  # noqa: FBT001
         self.worker.admit(A, range(2))
         self.worker.admit(B, range(3))
         if handed_over:
@@ -363,7 +363,7 @@ class TestTwoProcesses:
         assert successor.in_flight == 0
         assert successor.step == 7
 
-    def test_at_the_end_of_a_run_whatever_is_left_is_lost_by_name(self) -> None:
+    def test_at_the_end_of_a_run_the_remaining_trajectories_are_lost_by_name(self) -> None:
         self.worker.admit(A, range(2))
         self.worker.admit(B, range(2))
         self.hand_over("a")

@@ -76,7 +76,7 @@ async def line(process: Process) -> str:
 
 
 @pytest.mark.parametrize("url", KINDS)
-async def test_a_killed_sender_is_told_once_after_everything_it_had_sent(url: str) -> None:
+async def test_the_loss_of_a_killed_sender_is_raised_once_after_its_records(url: str) -> None:
     async with serve(url, TrajectoryGroup) as inbox, child(SENDER, inbox.url, 5, "waiting") as sender:
         assert await line(sender) == "sent"
         got = [await inbox.receive() for _ in range(5)]
@@ -113,7 +113,7 @@ async def test_a_bundle_that_was_not_complete_is_no_record_yet() -> None:
     assert [record.instance_id for record in got] == ["0", "1", "2", "3"]
 
 
-async def test_what_a_dead_sender_left_stays_readable_while_it_is_held() -> None:
+async def test_records_of_a_dead_sender_stay_readable_while_they_are_held() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox, child(SENDER, inbox.url, 1, "exits"):
         record = await inbox.receive()
         with pytest.raises(PeerLost):
@@ -141,7 +141,7 @@ async def test_the_others_go_on_when_one_sender_is_killed() -> None:
     assert len(got) == 4
 
 
-async def test_a_sender_that_waits_for_credit_hears_of_its_receivers_death() -> None:
+async def test_the_death_of_the_receiver_ends_a_wait_for_credit() -> None:
     async with child(RECEIVER) as receiver, connect(await line(receiver), TrajectoryGroup) as outbox:
         await outbox.send(group())
         receiver.send_signal(signal.SIGKILL)
@@ -150,7 +150,7 @@ async def test_a_sender_that_waits_for_credit_hears_of_its_receivers_death() -> 
 
 
 @pytest.mark.parametrize("url", ["shm:///nowhere/at/all", "tcp://127.0.0.1:1"])
-async def test_connecting_to_nobody_says_so(url: str) -> None:
+async def test_connecting_without_a_receiver_is_an_error(url: str) -> None:
     with pytest.raises(NobodyListens, match="is its process running"):
         async with connect(url, TrajectoryGroup):
             pass

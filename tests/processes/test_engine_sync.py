@@ -153,7 +153,7 @@ class Sleepless:
         pass
 
 
-async def test_what_the_body_raises_comes_out_although_the_engine_does_not_fall_asleep() -> None:
+async def test_an_exception_of_the_body_is_raised_although_the_engine_does_not_fall_asleep() -> None:
     async def fail(weights: WeightPublisher) -> NoReturn:
         async with weights.sync(Sleepless(weights, EngineFailed("no server"))):
             raise ValueError("mine")
@@ -375,7 +375,7 @@ class Numbers:
 
 
 @pytest.mark.parametrize("sampling", ["overlap", "pause"])
-async def test_a_run_trains_what_it_samples_at_a_server(tmp_path: Path, sampling: Literal["overlap", "pause"]) -> None:
+async def test_a_run_trains_samples_of_a_server(tmp_path: Path, sampling: Literal["overlap", "pause"]) -> None:
     trainer = Counts()
     with served(tmp_path, "vllm") as url:
         policy = HttpPolicy(url=url, model="bigram", server="vllm", versions="server")

@@ -91,7 +91,7 @@ async def test_a_receiver_that_went_before_it_took_the_segment_is_gone_and_no_br
             await complete_handshake(control_connection, control_connection.send(control.SegmentOffer(1, 4096, 4096)))
 
 
-async def test_what_a_receiver_said_before_it_went_is_heard() -> None:
+async def test_a_message_that_a_receiver_sent_before_it_closed_is_read() -> None:
     async with await connection_closed_after(control.Reject("OutOfSharedMemory", "no room")) as control_connection:
         with pytest.raises(OutOfSharedMemory, match="the receiver rejected this sender: no room"):
             await complete_handshake(control_connection, control_connection.send(control.SegmentOffer(1, 4096, 4096)))
@@ -136,7 +136,7 @@ async def test_a_sender_of_another_tokenizer_is_refused_with_both_identities(
 
 @pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
 @pytest.mark.parametrize(("here", "there"), [(OURS, Words("yes", "no")), (OURS, None), (None, THEIRS)])
-async def test_equal_tokenizers_are_let_in_and_so_is_who_does_not_say(
+async def test_equal_and_unknown_tokenizers_are_accepted_by_a_receiver(
     url: str, here: Words | None, there: Words | None
 ) -> None:
     async with serve(url, TrajectoryGroup, tokenizer=here) as inbox:
@@ -189,7 +189,7 @@ async def test_a_subscriber_of_another_user_is_refused(monkeypatch: pytest.Monke
                 pass
 
 
-async def test_a_publisher_that_accepts_and_says_nothing_is_not_waited_for_for_ever(
+async def test_a_publisher_that_accepts_and_sends_nothing_is_waited_for_until_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_subscriber, "DEFAULT_HEARTBEAT_TIMEOUT_S", 0.01)

@@ -66,7 +66,7 @@ async def test_a_sender_with_another_key_is_refused_at_once_and_the_others_go_on
         assert inbox.rejected == 1
 
 
-async def test_a_stranger_without_the_key_is_not_heard_and_is_counted() -> None:
+async def test_messages_without_the_key_are_ignored_and_counted() -> None:
     async with serving() as inbox:
         endpoint = inbox._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         strangers: list[zmq.Socket[bytes]] = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(2)]
@@ -83,7 +83,7 @@ async def test_a_stranger_without_the_key_is_not_heard_and_is_counted() -> None:
             stranger.close(linger=0)
 
 
-async def test_what_travels_cannot_be_read_and_what_was_said_cannot_be_said_again() -> None:
+async def test_messages_cannot_be_read_nor_replayed_by_others() -> None:
     secret = group(tokens=np.full(14, 0x41424344), env="a name that nobody should read")
     async with serving() as inbox:
         port = int(inbox.url.rpartition(":")[2])
@@ -149,7 +149,7 @@ def test_a_key_is_kept_where_only_its_owner_reads_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "00" * 31, "zz" * 32, "00" * 33])
-def test_what_is_no_key_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_key_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.key"
     path.touch(0o600)
     path.write_text(text)

@@ -196,7 +196,7 @@ async def test_a_sender_without_a_name_or_with_one_too_many_is_refused(url: str)
         assert inbox.rejected == 2
 
 
-async def test_a_lasting_sender_that_a_receiver_does_not_count_fails_at_once() -> None:
+async def test_a_replaying_sender_that_is_no_member_fails_at_once() -> None:
     async with serve("shm://", TrajectoryGroup, senders=1) as inbox:
         with pytest.raises(MemberNameRequired):
             async with connect_with_replay(inbox.url) as outbox:
@@ -283,7 +283,7 @@ async def test_a_member_that_is_restarted_with_records_unsaved_has_everything_tr
 
 
 @pytest.mark.parametrize("url", KINDS)
-async def test_a_run_whose_member_was_killed_and_stays_away_fails_and_says_which(url: str, tmp_path: Path) -> None:
+async def test_a_run_whose_killed_member_stays_absent_fails_and_names_it(url: str, tmp_path: Path) -> None:
     address, failed = tmp_path / "address", anyio.Event()
     pipeline = training(tmp_path, Trainer(), SourceChannel(url, address=address, senders=1, max_senders=2))
 
@@ -300,7 +300,7 @@ async def test_a_run_whose_member_was_killed_and_stays_away_fails_and_says_which
 
 
 @pytest.mark.parametrize("url", KINDS)
-async def test_a_run_of_which_a_member_never_comes_fails_and_says_who_came_and_how_many_are_missing(
+async def test_a_run_without_all_members_fails_with_the_connected_ones_and_the_number_of_missing_ones(
     url: str, tmp_path: Path
 ) -> None:
     address, failed = tmp_path / "address", anyio.Event()
@@ -348,7 +348,7 @@ async def only_close(address: str | Path, name: str | None = "a", **options: Any
 
 
 @pytest.mark.parametrize("url", KINDS)
-async def test_a_lasting_member_that_has_nothing_to_send_says_that_it_is_done(url: str) -> None:
+async def test_a_replaying_member_without_records_closes(url: str) -> None:
     async with serve(url, TrajectoryGroup, senders=1) as inbox, anyio.create_task_group() as tasks:
         tasks.start_soon(only_close, inbox.url)
         with anyio.fail_after(FAILSAFE_S), pytest.raises(anyio.EndOfStream):
@@ -383,9 +383,7 @@ async def saved_and_cut_off(outbox: ReplayingSender, inbox: RemoteReceiver[Traje
 
 
 @pytest.mark.parametrize("url", KINDS)
-async def test_a_lasting_member_that_ends_while_it_is_cut_off_connects_again_to_say_that_it_is_done(
-    url: str, tmp_path: Path
-) -> None:
+async def test_a_replaying_member_that_ends_while_disconnected_reconnects_to_close(url: str, tmp_path: Path) -> None:
     address, served = anyio.Path(tmp_path / "address"), anyio.Event()
 
     async def be_cut_off_and_end() -> None:
@@ -405,7 +403,7 @@ async def test_a_lasting_member_that_ends_while_it_is_cut_off_connects_again_to_
 
 
 @pytest.mark.parametrize("url", KINDS)
-async def test_a_lasting_member_that_cannot_say_that_it_is_done_tells_its_caller(url: str) -> None:
+async def test_a_replaying_member_that_cannot_close_raises(url: str) -> None:
     with pytest.raises((NobodyListens, PeerLost)) as raised:
         async with (
             serve(url, TrajectoryGroup, senders=1, listener=SavesAtOnce()) as inbox,
@@ -418,7 +416,7 @@ async def test_a_lasting_member_that_cannot_say_that_it_is_done_tells_its_caller
 
 
 @pytest.mark.parametrize("name", [None, "a"])
-async def test_a_lasting_sender_that_no_receiver_counts_leaves_when_all_is_saved(name: str | None) -> None:
+async def test_a_replaying_sender_without_members_closes_when_all_is_saved(name: str | None) -> None:
     async with (
         serve("shm://", TrajectoryGroup, listener=SavesAtOnce()) as inbox,
         connect_with_replay(inbox.url, name=name) as outbox,
@@ -452,7 +450,7 @@ async def disconnected_after_close(address: Path, records: list[TrajectoryGroup]
 
 
 @pytest.mark.parametrize("url", KINDS)
-async def test_a_member_that_was_cut_off_when_the_last_checkpoint_was_written_still_hears_of_it(
+async def test_a_member_that_was_disconnected_at_the_last_checkpoint_is_notified_later(
     url: str, tmp_path: Path
 ) -> None:
     trainer, address = SlowToSave(), tmp_path / "address"

@@ -145,14 +145,14 @@ async def test_ipv6_is_an_address_like_any_other() -> None:
         await arrives(inbox.url, inbox)
 
 
-async def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
+async def test_a_taken_port_is_an_error() -> None:
     async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
         with pytest.raises(OSError, match=r"expected to listen at 127\.0\.0\.1 port \d+, got Address already in use"):
             async with serve(inbox.url, TrajectoryGroup):
                 pass
 
 
-async def test_where_nobody_listens_the_reason_is_that_the_connection_was_refused() -> None:
+async def test_without_a_listener_the_reason_is_a_refused_connection() -> None:
     with mute() as port:
         pass
     with pytest.raises(NobodyListens, match=rf"at tcp://127.0.0.1:{port}, got .*[Cc]onnect.*: is its process running"):
@@ -160,7 +160,7 @@ async def test_where_nobody_listens_the_reason_is_that_the_connection_was_refuse
             pass
 
 
-async def test_what_accepts_and_says_nothing_is_silent_in_the_handshake() -> None:
+async def test_a_port_that_accepts_and_sends_nothing_times_out_in_the_handshake() -> None:
     with (
         mute() as port,
         pytest.raises(NobodyListens, match=r"got no answer for 0\.2 s: .* a program other than penstock"),
@@ -169,13 +169,13 @@ async def test_what_accepts_and_says_nothing_is_silent_in_the_handshake() -> Non
             pass
 
 
-async def test_what_answers_otherwise_and_hangs_up_has_ended_the_connection() -> None:
+async def test_another_service_that_answers_and_closes_ended_the_connection() -> None:
     with another_service() as port, pytest.raises(PeerClosed, match="ended the connection in the handshake"):
         async with connect(f"tcp://127.0.0.1:{port}", TrajectoryGroup):
             pass
 
 
-async def test_a_receiver_whose_event_loop_is_held_up_is_told_from_one_that_is_stopped() -> None:
+async def test_a_receiver_whose_event_loop_is_blocked_is_distinguished_from_a_stopped_one() -> None:
     with child(HELD_UP) as receiver, pytest.raises(NobodyListens, match=r"answers, so its event loop is blocked"):
         async with connect(await line(receiver), TrajectoryGroup, heartbeat_timeout_s=1):
             pass
@@ -186,7 +186,7 @@ async def test_when_connecting_returns_the_receiver_knows_the_sender() -> None:
         assert inbox.statistics().senders == 1
 
 
-async def test_what_a_killed_sender_had_sent_is_received_before_its_loss_is_told() -> None:
+async def test_the_records_of_a_killed_sender_are_received_before_its_loss_is_raised() -> None:
     for _ in range(5):
         async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
             with child(SENDER, inbox.url) as sender:

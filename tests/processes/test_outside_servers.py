@@ -132,7 +132,7 @@ async def test_a_port_that_accepts_will_do_as_a_sign_of_life(port: int, tmp_path
     assert opened.log == tmp_path / f"{Path(sys.executable).name}.log"
 
 
-async def test_a_server_that_is_not_ready_in_time_is_ended_and_the_last_answer_told(port: int, tmp_path: Path) -> None:
+async def test_a_server_that_is_not_ready_in_time_is_ended_with_its_last_answer(port: int, tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match=r"server \(pid \d+\) was not ready within 0.1 s: .*[Rr]efused"):
         async with recipe(port, tmp_path, "deaf", ready_timeout_s=0.1).open():
             pytest.fail("it never was ready")
@@ -144,7 +144,7 @@ async def test_a_server_that_ends_before_it_is_ready_is_not_waited_for(port: int
             pytest.fail("it never was ready")
 
 
-async def test_a_program_that_does_not_exist_is_told_as_such(port: int, tmp_path: Path) -> None:
+async def test_a_program_that_does_not_exist_is_named(port: int, tmp_path: Path) -> None:
     server = OutsideServer(command=["/nowhere/vllm", "serve"], ready=tcp_ready(port), logs=tmp_path)
 
     with pytest.raises(ServerFailed, match=r"vllm \(pid 0\) could not be started: No such file or directory"):
@@ -174,7 +174,7 @@ async def test_the_whole_family_ends_even_if_none_of_them_wants_to(port: int, tm
     assert server.exit_reason == "was killed by SIGKILL"
 
 
-async def test_whoever_answers_in_its_place_is_not_taken_for_it_and_left_alone(port: int, tmp_path: Path) -> None:
+async def test_another_server_at_its_port_is_detected_and_left_running(port: int, tmp_path: Path) -> None:
     with child(command(port)) as (stranger, _):
         await settled(port)
         with pytest.raises(ServerFailed, match="expected the probe to fail before server is started, it succeeded for"):
@@ -195,7 +195,7 @@ async def test_one_from_before_that_is_about_to_end_is_waited_for(port: int, tmp
                 assert pids_in(server.log.read_text()) == [server.pid]
 
 
-async def test_what_runs_the_same_program_is_none_of_our_business(port: int, tmp_path: Path) -> None:
+async def test_other_processes_of_the_same_program_are_left_running(port: int, tmp_path: Path) -> None:
     with child(command(port, "deaf")) as (stranger, _):
         async with recipe(port, tmp_path, "stubborn", stop_timeout_s=0.05).open():
             pass
@@ -212,7 +212,7 @@ async def test_a_server_that_dies_ends_the_body_and_shows_its_log(port: int, tmp
         await use()
 
 
-async def test_what_the_body_raises_because_the_server_died_is_told_as_the_servers_death(
+async def test_an_exception_of_the_body_after_the_servers_death_is_raised_as_that_death(
     port: int, tmp_path: Path
 ) -> None:
     async def use() -> None:
@@ -228,7 +228,7 @@ async def test_what_the_body_raises_because_the_server_died_is_told_as_the_serve
     assert isinstance(failed.value.__cause__, ConnectionError)
 
 
-async def test_what_the_body_raises_for_reasons_of_its_own_is_raised_as_it_is(port: int, tmp_path: Path) -> None:
+async def test_an_unrelated_exception_of_the_body_is_raised_unchanged(port: int, tmp_path: Path) -> None:
     ended: list[RunningServer] = []
 
     async def use() -> None:
@@ -270,7 +270,7 @@ anyio.run(main, int(sys.argv[1]), sys.argv[2])
 """
 
 
-async def test_killing_whoever_started_it_ends_the_whole_family(port: int, tmp_path: Path) -> None:
+async def test_killing_the_process_that_started_it_ends_the_process_tree(port: int, tmp_path: Path) -> None:
     arguments = [str(port), str(tmp_path), *command(port, "stubborn", "family")]
     with child([sys.executable, "-c", USER, *arguments]) as (user, output):
         assert output == b"ready\n"
@@ -280,7 +280,7 @@ async def test_killing_whoever_started_it_ends_the_whole_family(port: int, tmp_p
             assert len(family) == 4
 
 
-async def test_a_failure_ends_with_the_first_error_that_was_printed_and_not_with_what_followed_from_it(
+async def test_a_failure_ends_with_the_first_printed_error_and_not_with_its_consequences(
     port: int, tmp_path: Path
 ) -> None:
     earlier = "Traceback (most recent call last):\nKeyError: of a server that ran before\n"
@@ -317,7 +317,7 @@ async def test_a_keeper_that_is_asked_to_end_ends_its_server_first(port: int, tm
         await use()
 
 
-async def test_what_a_server_that_died_has_left_running_is_ended(port: int, tmp_path: Path) -> None:
+async def test_processes_that_a_dead_server_has_left_are_ended(port: int, tmp_path: Path) -> None:
     async def use() -> None:
         async with recipe(port, tmp_path, "family").open() as server:
             family.extend(stack.enter_context(watched(pids_in(server.log.read_text()))))

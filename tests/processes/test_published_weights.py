@@ -67,7 +67,7 @@ async def test_the_newest_version_is_read_from_memory_without_asking_anyone() ->
         assert subscriber.latest == 5
 
 
-async def test_refresh_copies_only_what_is_newer() -> None:
+async def test_refresh_copies_only_a_newer_version() -> None:
     model = tensors()
 
     async with pair() as (publisher, subscriber):
@@ -104,7 +104,7 @@ async def test_a_late_joiner_finds_the_newest_version() -> None:
             assert await subscriber.newer() == 4
 
 
-async def test_every_subscriber_hears_of_a_version() -> None:
+async def test_every_subscriber_is_notified_of_a_version() -> None:
     async with pair() as (publisher, a), WeightSubscriber(publisher.url, name="b") as b:
         await publisher.publish(tensors(), version=0)
 
@@ -126,7 +126,7 @@ async def test_a_model_that_does_not_fit_is_refused_with_every_difference() -> N
     ]
 
 
-async def test_refreshing_nothing_says_what_to_attach() -> None:
+async def test_refreshing_without_a_model_names_the_remedy() -> None:
     async with pair() as (_, subscriber):
         with pytest.raises(RuntimeError, match=r"call attach\(model\) first"):
             subscriber.refresh()
@@ -201,7 +201,7 @@ async def test_a_pause_waits_until_sampling_has_stopped() -> None:
     assert story == ["last token", "paused"]
 
 
-async def test_nobody_samples_during_a_pause_and_everybody_after_it() -> None:
+async def test_no_subscriber_samples_during_a_pause_and_all_do_after_it() -> None:
     story: list[str] = []
 
     async def sample(subscriber: WeightSubscriber) -> None:
@@ -339,7 +339,7 @@ async def test_a_killed_publisher_is_a_lost_peer_and_its_last_version_stays() ->
     assert (np.asarray(model["weight"]) == 1).all()
 
 
-async def test_sampling_that_waits_for_the_end_of_a_pause_hears_of_the_publishers_death() -> None:
+async def test_the_death_of_the_publisher_ends_a_wait_for_the_end_of_a_pause() -> None:
     paused = PUBLISHING.replace("await anyio.sleep_forever()", "async with publisher.paused(): await anyio.sleep(99)")
 
     with child(paused) as publisher:
@@ -410,7 +410,7 @@ async def test_an_error_in_the_body_arrives_as_it_was_raised() -> None:
 # -- the door ----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_door_is_private_and_gone_afterwards() -> None:
+async def test_the_control_socket_is_private_and_removed_afterwards() -> None:
     async with WeightPublisher(tensors()) as publisher:
         directory = Path(publisher.url.removeprefix("weights://"))
         modes = [stat.S_IMODE(path.stat().st_mode) for path in (directory, directory / "control")]
@@ -420,7 +420,7 @@ async def test_the_door_is_private_and_gone_afterwards() -> None:
 
 
 @pytest.mark.parametrize("url", ["weights:///nowhere", "weights:///tmp"])
-async def test_a_url_where_nobody_publishes_is_an_error_at_once(url: str) -> None:
+async def test_a_url_without_a_publisher_is_an_error_at_once(url: str) -> None:
     with pytest.raises(NobodyListens, match=f"expected a publisher at {url}"):
         async with WeightSubscriber(url):
             pass
@@ -433,7 +433,7 @@ async def test_another_scheme_is_refused() -> None:
 
 
 @pytest.mark.parametrize("noise", [b"", b"\x05\x00\x00\x00hello", b"\xff\xff\xff\xff", b"GET / HTTP/1.1\r\n\r\n"])
-async def test_noise_at_the_door_disturbs_nobody(noise: bytes) -> None:
+async def test_invalid_bytes_on_the_control_connection_affect_no_subscriber(noise: bytes) -> None:
     async with pair() as (publisher, subscriber):
         stranger = await anyio.connect_unix(publisher.url.removeprefix("weights://") + "/control")
         if noise:
@@ -443,7 +443,7 @@ async def test_noise_at_the_door_disturbs_nobody(noise: bytes) -> None:
         await stranger.aclose()
 
 
-async def test_a_publisher_that_closes_the_door_at_once_is_a_lost_peer(tmp_path: Path) -> None:
+async def test_a_publisher_that_closes_the_connection_at_once_is_a_lost_peer(tmp_path: Path) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(tmp_path / "control"))
     server.listen()
@@ -460,7 +460,7 @@ def close_after_accepting(server: socket.socket) -> None:
     server.accept()[0].close()
 
 
-async def test_what_is_used_outside_async_with_says_so() -> None:
+async def test_use_outside_async_with_is_an_error() -> None:
     subscriber = WeightSubscriber("weights:///nowhere")
 
     with pytest.raises(RuntimeError, match="use it within `async with`"):

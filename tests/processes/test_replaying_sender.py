@@ -61,7 +61,7 @@ def trained(folder: Path) -> Counter[int]:
 
 
 @pytest.mark.parametrize("transport", DEATHS)
-async def test_whatever_the_trainer_was_doing_when_it_was_killed_everything_is_trained_once(
+async def test_with_a_kill_at_any_moment_of_the_trainer_everything_is_trained_once(
     transport: str, tmp_path: Path
 ) -> None:
     url, found = (
@@ -140,7 +140,7 @@ async def test_a_record_that_is_too_large_fails_its_own_send_alone() -> None:
     assert not sender.unsaved
 
 
-async def test_more_than_may_be_kept_is_an_error_that_says_what_to_do() -> None:
+async def test_exceeding_the_replay_capacity_is_an_error_with_the_remedy() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
         with pytest.raises(ReplayBufferFull, match="write checkpoints more often"):
             await send_to(inbox.url, 0, capacity=2)

@@ -41,7 +41,7 @@ async def untrained(seed: int) -> list[int]:
         return [int(token) for token in completion.tokens]
 
 
-async def test_each_batch_is_sampled_with_the_newest_version_and_says_which() -> None:
+async def test_each_batch_is_sampled_with_the_newest_version_and_reports_it() -> None:
     async with WeightPublisher(TinyModel().state_dict()) as publisher:
         policy = TorchPolicy(partial(TinyModel, seed=7), EOS, weights=publisher.url)
         async with policy.open(Worker()) as engine:
@@ -98,7 +98,7 @@ async def test_a_pause_waits_for_the_batch_and_holds_the_next_until_it_ends() ->
 # -- an engine that is told ----------------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_is_told_samples_with_what_it_was_told_and_not_with_what_came_since() -> None:
+async def test_an_engine_samples_with_the_version_of_its_update_and_not_with_newer_ones() -> None:
     async with (
         WeightPublisher(TinyModel().state_dict()) as publisher,
         TorchPolicy(partial(TinyModel, seed=7), EOS).open(Worker()) as engine,
@@ -131,7 +131,7 @@ async def test_an_update_waits_for_its_version() -> None:
         await publisher.publish(TinyModel(seed=2).state_dict(), version=2)
 
 
-async def test_what_is_asked_during_a_pause_is_sampled_after_it_with_the_weights_that_came_meanwhile() -> None:
+async def test_requests_during_a_pause_are_sampled_after_it_with_the_newer_weights() -> None:
     sampled: list[Completion] = []
 
     async def ask(engine: Engine) -> None:
@@ -210,7 +210,7 @@ async def test_an_engine_that_sleeps_gives_memory_back_and_wakes_with_the_newest
     assert set(sampled.policy_versions.tolist()) == {2}
 
 
-async def test_an_engine_whose_weights_nobody_publishes_keeps_them_while_it_sleeps() -> None:
+async def test_an_engine_without_a_publisher_keeps_its_weights_while_it_sleeps() -> None:
     async with TorchPolicy(partial(TinyModel, seed=5), EOS).open(Worker()) as engine:
         await engine.sleep()
         await engine.wake_up()
@@ -358,7 +358,7 @@ async def test_a_batch_whose_weights_were_written_over_is_sampled_anew_as_a_whol
     assert set(sampled.policy_versions.tolist()) == {3}
 
 
-async def test_a_batch_that_is_written_over_again_and_again_ends_with_what_to_do() -> None:
+async def test_a_batch_that_is_overwritten_repeatedly_is_an_error_with_the_remedy() -> None:
     model = Stepwise()
 
     async with WeightPublisher(TinyModel().state_dict(), release_timeout_s=0) as publisher:

@@ -88,7 +88,7 @@ def test_workers_die_with_their_parent(stopped: bool) -> None:  # noqa: FBT001 (
     assert all_ended(workers)
 
 
-def test_a_script_without_a_guard_is_told_to_have_one() -> None:
+def test_a_script_without_a_guard_is_an_error_with_the_remedy() -> None:
     with script("unguarded") as running:
         _, errors = running.communicate()
 

@@ -189,7 +189,7 @@ def _holding(publisher: WeightPublisher) -> list[int]:
     return [subscription.holding for subscription in publisher._subscriptions if subscription.holding]
 
 
-async def test_whoever_does_not_sample_holds_up_nobody() -> None:
+async def test_a_subscriber_that_does_not_sample_delays_no_publisher() -> None:
     model = Model()
 
     async with WeightPublisher(filled(model, 0)) as publisher, WeightSubscriber(publisher.url) as subscriber:
@@ -202,7 +202,7 @@ async def test_whoever_does_not_sample_holds_up_nobody() -> None:
                         subscriber.refresh()
 
 
-async def test_what_was_sampled_while_the_publisher_lost_patience_is_void() -> None:
+async def test_samples_beyond_the_publishers_timeout_are_discarded() -> None:
     model = Model()
 
     async with (
@@ -243,7 +243,7 @@ SAMPLING = """
 """
 
 
-async def test_a_sampler_that_is_stopped_or_killed_in_a_batch_holds_up_nobody_for_ever() -> None:
+async def test_a_sampler_that_is_stopped_or_killed_in_a_batch_delays_others_for_a_bounded_time() -> None:
     model = nn.Linear(4, 4)
 
     async with WeightPublisher(filled(model, 0), release_timeout_s=0.05) as publisher:
@@ -287,7 +287,7 @@ PUBLISHING = """
 """
 
 
-async def test_the_weights_of_a_killed_publisher_stay_and_what_it_left_is_swept_by_those_who_survive(
+async def test_the_weights_of_a_killed_publisher_stay_and_its_files_are_removed_by_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where nobody else sweeps

@@ -114,7 +114,7 @@ def test_a_run_that_was_stopped_goes_on_in_its_folder_and_trains_everything_exac
     assert set(trained.values()) == {1}
 
 
-def test_a_stopped_run_says_what_it_came_to_and_how_to_resume(tmp_path: Path) -> None:
+def test_a_stopped_run_prints_its_summary_and_how_to_resume(tmp_path: Path) -> None:
     _, _, errors = stopped_in_step_3("run", signal.SIGTERM, tmp_path)
 
     assert "penstock: the run was stopped by SIGTERM" in errors
@@ -126,7 +126,7 @@ def test_a_stopped_run_says_what_it_came_to_and_how_to_resume(tmp_path: Path) ->
     assert "lost" not in errors
 
 
-def test_a_run_without_a_folder_says_that_there_is_no_checkpoint() -> None:
+def test_a_run_without_a_folder_reports_that_there_is_no_checkpoint() -> None:
     running, _, errors = stopped_in_step_3("run", signal.SIGINT, None)
 
     assert running.returncode == 130
@@ -223,7 +223,7 @@ def test_a_second_signal_ends_the_process_at_once(
 
 
 @pytest.mark.parametrize("moment", ["hanging step", "blocked stage"])
-def test_what_does_not_return_is_left_at_the_deadline(moment: str, tmp_path: Path) -> None:
+def test_a_call_that_does_not_return_is_abandoned_at_the_deadline(moment: str, tmp_path: Path) -> None:
     with script("run", moment, tmp_path) as running:
         read_until(running.stdout, moment)
         running.send_signal(signal.SIGTERM)

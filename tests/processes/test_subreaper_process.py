@@ -42,7 +42,7 @@ def test_a_keeper_that_cannot_be_started_leaves_no_descriptor_open(
         (["/absent"], "could not be started: No such file or directory"),
     ],
 )
-def test_the_last_words_of_a_keeper_say_how_the_command_ended(command: list[str], description: str) -> None:
+def test_the_end_of_the_command_is_described(command: list[str], description: str) -> None:
     kept = start_subreaper(command, 1.0)
 
     assert kept.popen.wait() == 0
@@ -53,5 +53,5 @@ def test_the_last_words_of_a_keeper_say_how_the_command_ended(command: list[str]
     assert describe_end(word, int(value)) == description
 
 
-def test_a_real_time_signal_is_told_by_its_number() -> None:
+def test_a_real_time_signal_is_named_by_its_number() -> None:
     assert describe_end("ended", signal.SIGRTMIN + 1) == f"was killed by signal {signal.SIGRTMIN + 1}"

@@ -43,7 +43,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-async def test_a_worker_that_dies_is_restarted_and_what_it_held_is_lost_with_the_reason(number: int) -> None:
+async def test_a_worker_that_dies_is_restarted_and_its_records_are_lost_with_the_reason(number: int) -> None:
     sink = Commit()
 
     report = await source(stages.SampleAndDie(20, signal=number), on=processes(2)).sink(sink).run()
@@ -159,7 +159,7 @@ async def test_a_worker_of_a_middle_stage_that_hangs_while_it_starts_ends_the_ru
     assert pipeline.report.balance.balanced
 
 
-async def test_statistics_tell_what_a_worker_does_that_has_not_started() -> None:
+async def test_statistics_contain_the_state_of_a_worker_that_has_not_started() -> None:
     pipeline = source(stages.HangWhenUnpickled(), on=processes(1)).sink(Commit())
 
     taken: list[StageStatistics] = []
@@ -194,7 +194,7 @@ async def test_a_sink_that_has_had_enough_stops_the_workers() -> None:
     assert not any(is_alive(worker.pid or 0) for worker in report.statistics.stages[0].workers)
 
 
-async def test_cancellation_stops_the_workers_and_says_what_was_in_flight() -> None:
+async def test_cancellation_stops_the_workers_and_reports_trajectories_in_flight() -> None:
     sink = Attentive()
     pipeline = source(stages.SampleForever(), on=processes(2)).sink(sink)
 

@@ -19,7 +19,7 @@ from penstock.errors import RecordsSwallowed
 # -- work ----------------------------------------------------------------------------------------------------------
 
 
-async def test_what_workers_sample_is_received_once_and_the_books_balance() -> None:
+async def test_samples_of_workers_are_received_once_and_the_ledger_balances() -> None:
     sink = Commit()
 
     report = await source(stages.Sample(100), on=processes(2)).sink(sink).run()
@@ -30,7 +30,7 @@ async def test_what_workers_sample_is_received_once_and_the_books_balance() -> N
     assert [worker.state for worker in report.statistics.stages[0].workers] == ["finished", "finished"]
 
 
-async def test_what_workers_send_twice_and_what_two_of_them_send_is_trained_once() -> None:
+async def test_records_that_workers_send_twice_are_trained_once() -> None:
     report = await source(stages.SampleTwice(10), on=processes(2)).then(Pack()).sink(Train()).run()
 
     assert report.stop_reason == "end of stream"
@@ -51,7 +51,7 @@ async def test_groups_whose_pieces_come_from_several_workers_are_trained_whole_a
     assert report.balance.admitted == 50
 
 
-async def test_a_worker_hears_how_its_trajectories_ended() -> None:
+async def test_the_ends_of_its_trajectories_are_reported_to_a_worker() -> None:
     report = await source(stages.SamplePaced(5), on=processes(1)).then(Pack()).sink(Train()).run()
 
     assert report.balance.ended["trained"] == 10
@@ -108,7 +108,7 @@ async def test_a_worker_imports_no_tensors_and_speaks_where_its_parent_does(capf
     assert "worker 1 speaks" in printed
 
 
-async def test_what_a_worker_forgets_is_lost_and_the_worker_is_named() -> None:
+async def test_records_that_a_worker_swallows_are_lost_and_the_worker_is_named() -> None:
     pipeline = source(stages.Forget(3), on=processes(1)).sink(Commit())
 
     with pytest.raises(RecordsSwallowed, match=r"Forget 1/1 \(pid \d+\) \(2 trajectories\)"):
@@ -166,7 +166,7 @@ async def test_a_middle_stage_in_processes_loses_and_duplicates_nothing() -> Non
     assert metrics.emit(1)["judged"] == 50
 
 
-async def test_what_middle_workers_held_when_they_were_killed_is_lost_and_the_run_goes_on() -> None:
+async def test_records_of_killed_middle_workers_are_lost_and_the_run_continues() -> None:
     sink = Commit()
     pipeline = source(stages.Sample(60)).then(stages.Judge(dies_once=True), on=processes(2), capacity=4).sink(sink)
 

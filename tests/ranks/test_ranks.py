@@ -57,7 +57,7 @@ def test_a_single_process_and_the_ranks_themselves_go_on_from_the_checkpoint(fou
 
 
 @pytest.mark.parametrize(("kind", "gone"), [("leader", 0), ("follower", 1)])
-def test_when_a_rank_dies_the_other_ends_and_says_which(folder: Path, kind: str, gone: int) -> None:
+def test_when_a_rank_dies_the_other_ends_and_names_it(folder: Path, kind: str, gone: int) -> None:
     text = (folder / f"{kind}-left").read_text()
 
     assert text.startswith(f"PeerLost: rank {gone} of 2 died")

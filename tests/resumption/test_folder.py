@@ -21,7 +21,7 @@ async def test_a_sink_that_keeps_no_checkpoints_cannot_be_gone_on_with(tmp_path:
         await source(Groups(1)).sink(Collect()).run(folder=tmp_path)
 
 
-async def test_a_trainer_that_cannot_go_on_is_told_what_it_lacks(tmp_path: Path) -> None:
+async def test_a_trainer_that_cannot_resume_is_an_error_with_the_missing_methods(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"expected .* keep\(state\) and resume\(checkpoint\)"):
         await source(Groups(1)).then(Pack()).sink(SinkTrainer(Foreign())).run(folder=tmp_path)
 

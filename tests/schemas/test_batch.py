@@ -257,7 +257,7 @@ def test_groups_with_another_number_of_teacher_candidates_are_refused() -> None:
         packer.add(group(completion_lengths=[1], teacher_ids=[[1]] * 3, teacher_logprobs=[[0]] * 3))
 
 
-def test_memory_that_teacher_candidates_would_take_and_nobody_has_is_refused_and_the_packer_goes_on() -> None:
+def test_candidates_that_exceed_the_memory_are_refused_and_the_packer_continues() -> None:
     packer = Packer(max_tokens=2**40)
 
     with pytest.raises(InvalidRecord, match=r"expected memory for a batch of 1099511627776 tokens, .* fewer .* than 9"):
@@ -341,7 +341,7 @@ def test_padding_fills_the_right_with_values_of_no_meaning() -> None:
 
 @fewer
 @given(many)
-def test_what_is_not_padding_is_the_batch(shapes: list[tuple[int, ...]]) -> None:
+def test_without_padding_a_padded_batch_equals_the_batch(shapes: list[tuple[int, ...]]) -> None:
     packed = TrainBatch.pack(rich(shape, i) for i, shape in enumerate(shapes))
 
     padded = packed.padded()
@@ -363,7 +363,10 @@ def test_a_sequence_longer_than_the_rectangle_is_refused() -> None:
 
 @fewer
 @given(many, st.booleans())
-def test_what_is_taken_apart_comes_together_bit_for_bit(shapes: list[tuple[int, ...]], versions_by_token: bool) -> None:  # noqa: FBT001 (drawn)
+def test_columns_and_header_are_assembled_again_bit_for_bit(
+    shapes: list[tuple[int, ...]],
+    versions_by_token: bool,  # noqa: FBT001 (drawn)
+) -> None:
     original = TrainBatch.pack(rich(s, i, versions_by_token=versions_by_token) for i, s in enumerate(shapes))
 
     again = TrainBatch.assemble(original.header(), original.columns())
@@ -372,14 +375,14 @@ def test_what_is_taken_apart_comes_together_bit_for_bit(shapes: list[tuple[int, 
     assert_same(pickle.loads(pickle.dumps(original)), original)  # noqa: S301 (our own bytes)
 
 
-def test_a_header_that_tells_of_other_sequences_than_the_columns_is_refused() -> None:
+def test_a_header_with_other_sequences_than_the_columns_is_refused() -> None:
     original, other = TrainBatch.pack([rich((3, 4))]), TrainBatch.pack([rich((3, 4)), rich((1, 2), 1)])
 
     with pytest.raises(InvalidRecord, match="header: expected groups of 4 sequences, got 2"):
         TrainBatch.assemble(original.header(), other.columns())
 
 
-def test_a_header_that_tells_of_less_than_no_sequences_is_refused() -> None:
+def test_a_header_with_a_negative_number_of_sequences_is_refused() -> None:
     packed = batch(groups=2)
     first, second = (group._asdict() for group in packed.groups)
     first["sequences"], second["sequences"] = -1, len(packed) + 1

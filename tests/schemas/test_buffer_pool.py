@@ -32,7 +32,7 @@ def test_memory_is_used_again_when_the_last_view_has_died() -> None:
     assert address(after) == first
 
 
-def test_what_is_written_item_by_item_is_what_the_array_shows() -> None:
+def test_values_written_item_by_item_are_in_the_array() -> None:
     block = BufferPool().block(100)
     for dtype, view in zip(DTYPES, block.typed, strict=True):
         view[3:5] = np.array([1, 0], dtype)
@@ -90,7 +90,7 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("hold", HOLDERS)
-def test_whoever_reads_a_batch_holds_it(hold: str) -> None:
+def test_a_reader_of_a_batch_holds_its_buffer(hold: str) -> None:
     packer = Packer(64)
 
     def packed(number: int) -> np.ndarray:

@@ -42,7 +42,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "reward.yaml"
 
 
-def test_a_mistake_is_reported_with_what_was_expected_what_came_and_the_path() -> None:
+def test_a_mistake_is_reported_with_the_expected_and_actual_value_and_the_path() -> None:
     good, bad = {"marker": "a", "reward": 1}, {"marker": "b", "reward": "0.1"}
 
     assert refusal({"format_markers": [good, bad]}) == (

@@ -48,7 +48,7 @@ MESSAGES: list[c.Message] = [
     ],
     ids=range(8),
 )
-def test_what_is_no_message_is_refused(junk: bytes) -> None:
+def test_an_invalid_message_is_refused(junk: bytes) -> None:
     with pytest.raises(ProtocolMismatch, match=f"expected a message of protocol version {c.PROTOCOL_VERSION}"):
         c.decode(junk)
 
@@ -68,7 +68,7 @@ def test_a_repetition_that_no_ledger_counts_is_refused(repetition: int) -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_of_a_sender_only_what_a_sender_says_is_heard(message: c.Message) -> None:
+def test_only_messages_of_a_sender_are_decoded_from_a_sender(message: c.Message) -> None:
     encoded = c.encode(message)
     assert c.decode(encoded) == message
     if isinstance(message, get_args(c.SenderMessage)):

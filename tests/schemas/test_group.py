@@ -132,14 +132,14 @@ def assert_same(left: TrajectoryGroup, right: TrajectoryGroup) -> None:
         ({"meta": {"n": 2**70}}, "meta: expected values that JSON can hold"),
     ],
 )
-def test_a_broken_column_is_refused_by_name_with_what_was_expected_and_what_came(
+def test_a_broken_column_is_refused_by_name_with_the_expected_and_actual_value(
     changed: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidRecord, match=message):
         built(**changed)
 
 
-def test_what_is_refused_is_named_by_its_group() -> None:
+def test_a_refused_group_is_named() -> None:
     with pytest.raises(InvalidRecord, match=r"^rewards: .* got nan at index 1 \(in test/0\)$"):
         built(rewards=[1.0, float("nan")])
 
@@ -175,7 +175,7 @@ def test_sequences_and_flat_columns_build_the_same_group() -> None:
 
 
 @pytest.mark.parametrize("given", [{"sequences": []}, {"tokens": [], "offsets": [0]}])
-def test_a_group_without_sequences_is_refused_with_what_to_do(given: dict[str, Any]) -> None:
+def test_a_group_without_sequences_is_refused_with_the_remedy(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidRecord, match=r"at least one sequence, got 0.*do not send it \(in e/0\)"):
         TrajectoryGroup.build(env="e", instance_id="0", loss_mask=[], rewards=[], **given)
 
@@ -229,7 +229,7 @@ def test_meta_is_the_groups_own() -> None:
 # -- asking ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_group_knows_who_it_is_and_how_large() -> None:
+def test_a_group_has_an_id_and_a_size() -> None:
     named = built(env="chain_sum", instance_id="17", repetition_ids=[4, 2])
 
     assert named.id == GroupId("chain_sum", "17")
@@ -363,7 +363,7 @@ fewer = settings(max_examples=50)
 
 @fewer
 @given(lengths=lengths, seed=st.integers(0, 2**32), versions_by_token=st.booleans())
-def test_what_is_taken_apart_comes_together_bit_for_bit(
+def test_columns_and_header_are_assembled_again_bit_for_bit(
     lengths: tuple[int, ...], seed: int, *, versions_by_token: bool
 ) -> None:
     original = complete(seed, lengths, versions_by_token=versions_by_token)

@@ -289,7 +289,7 @@ def usual(schema: Schema, record: TrajectoryGroup) -> None:
 @pytest.mark.parametrize("name", ["offsets", "tokens", "loss_mask", "rewards", "policy_versions", "behavior_logprobs"])
 @pytest.mark.parametrize("how", odd(np.zeros(1, np.int64)))
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "anew"])
-def test_an_odd_array_is_packed_for_what_it_says(name: str, how: str, alike: bool) -> None:  # noqa: FBT001 (a parameter)
+def test_an_unusual_array_is_packed_with_its_values(name: str, how: str, alike: bool) -> None:  # noqa: FBT001 (a parameter)
     contiguous = group(completion_lengths=[700, 900])
     record = msgspec.structs.replace(contiguous, **{name: odd(getattr(contiguous, name))[how]})
     usual(GROUP_SCHEMA, contiguous if alike else contiguous.with_advantages([1.0, 2.0]))
@@ -315,7 +315,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("name", [*(name for name, _, _ in FORM), "advantages"])
-def test_a_column_that_breaks_its_rule_is_refused_whatever_came_before(name: str, wrong: str) -> None:
+def test_a_column_that_breaks_its_rule_is_refused_after_any_other(name: str, wrong: str) -> None:
     contiguous = group().with_advantages([1.0, 2.0])
     usual(GROUP_SCHEMA, contiguous)
     broken = msgspec.structs.replace(contiguous, **{name: WRONG[wrong](getattr(contiguous, name))})
@@ -327,7 +327,7 @@ def test_a_column_that_breaks_its_rule_is_refused_whatever_came_before(name: str
             GROUP_SCHEMA.laid_out(broken)
 
 
-def test_columns_that_all_have_one_axis_more_are_refused_whatever_came_before() -> None:
+def test_columns_that_all_have_one_axis_more_are_refused_after_any_other() -> None:
     contiguous = group()
     usual(GROUP_SCHEMA, contiguous)
     folded = {name: column[:, None] for name, column in contiguous.columns().items()}
@@ -353,7 +353,7 @@ def test_columns_that_all_have_one_axis_more_are_refused_whatever_came_before() 
         ({"score": np.zeros(3, np.float32)}, r"score: expected shape \[S=2\], got \[3\]"),
     ],
 )
-def test_a_part_that_is_no_column_is_refused_in_words_whatever_came_before(parts: Any, message: str) -> None:
+def test_an_invalid_reward_part_is_refused_after_any_other_record(parts: Any, message: str) -> None:
     contiguous = group(reward_parts={"score": [1.0, 2.0]})
     usual(GROUP_SCHEMA, contiguous)
 
@@ -377,7 +377,7 @@ def test_parts_that_were_added_in_another_order_are_the_same_form() -> None:
     }
 
 
-def test_versions_by_token_of_as_many_tokens_as_sequences_are_taken_as_by_sequence_whatever_came_before() -> None:
+def test_as_many_token_versions_as_sequences_are_read_as_versions_of_sequences() -> None:
     def by_token(*lengths: int) -> TrajectoryGroup:
         rows = [list(range(length)) for length in lengths]
         versions = np.arange(sum(lengths))
@@ -406,7 +406,7 @@ def test_versions_by_token_of_as_many_tokens_as_sequences_are_taken_as_by_sequen
         {"reward_parts": {"score": [1.0, 2.0]}},
     ],
 )
-def test_types_are_checked_of_each_record_whatever_those_before_it_had(changes: dict[str, Any]) -> None:
+def test_types_are_checked_of_each_record_after_any_other(changes: dict[str, Any]) -> None:
     record = complete()
     GROUP_SCHEMA.check_types(record)
 

@@ -24,7 +24,7 @@ def test_a_group_that_was_never_summed_has_the_rounding_of_its_rewards_alone() -
     assert group(rewards=[1, 0]).reward_noise is None
 
 
-def test_what_was_added_to_a_reward_adds_its_rounding() -> None:
+def test_a_value_added_to_a_reward_adds_its_rounding() -> None:
     summed = group(rewards=[0.7, 0.3]).with_rewards([0.0, 1.3], parts={"penalty": [-0.7, 1.0]})
 
     again = summed.with_rewards([2.0, 1.3], parts={"bonus": [2.0, 0.0]})
@@ -61,7 +61,7 @@ def test_a_diagnostic_beside_a_part_that_was_added_adds_nothing() -> None:
     assert noise(noted) == pytest.approx([0.5 * NOISE, 1.5 * NOISE])
 
 
-def test_a_reward_that_was_replaced_keeps_nothing_of_what_it_was() -> None:
+def test_a_replaced_reward_keeps_nothing_of_the_old_one() -> None:
     huge = group(rewards=[0, 0]).with_rewards([-1e8, 1], parts={"score": [-1e8, 1]})
 
     replaced = huge.with_rewards(np.clip(huge.rewards, -1, 1))

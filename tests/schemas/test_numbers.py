@@ -13,14 +13,14 @@ from penstock.errors import InvalidConfig
 
 
 @pytest.mark.parametrize("value", [3, np.int8(3), np.uint64(3), np.array(3)])
-def test_what_counts_as_an_integer_becomes_an_int(value: object) -> None:
+def test_integral_values_become_ints(value: object) -> None:
     number = whole_number("capacity", value)
 
     assert (type(number), number) == (int, 3)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, 2.0, math.nan, True, np.True_, np.float64(3), "3", None, [3]])
-def test_a_count_that_is_none_is_refused_by_name_with_what_came(value: object) -> None:
+def test_an_invalid_count_is_refused_by_name_and_value(value: object) -> None:
     with pytest.raises(InvalidConfig) as refused:
         whole_number("capacity", value)
 
@@ -28,7 +28,7 @@ def test_a_count_that_is_none_is_refused_by_name_with_what_came(value: object) -
 
 
 @pytest.mark.parametrize("value", [3.0, np.float32(3), np.int64(3), Fraction(3)])
-def test_what_counts_as_a_number_becomes_a_float(value: object) -> None:
+def test_numeric_values_become_floats(value: object) -> None:
     number = finite_number("timeout_s", value)
 
     assert (type(number), number) == (float, 3.0)
@@ -39,14 +39,14 @@ def test_an_int_stays_one_and_reads_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, np.True_, "3", None, Decimal(3)])
-def test_a_number_that_is_none_is_refused_by_name_with_what_came(value: object) -> None:
+def test_an_invalid_number_is_refused_by_name_and_value(value: object) -> None:
     with pytest.raises(InvalidConfig) as refused:
         finite_number("timeout_s", value)
 
     assert str(refused.value) == f"timeout_s: expected a finite number above 0, got {value!r}"
 
 
-def test_zero_is_a_number_where_it_is_said_to_be_one() -> None:
+def test_zero_is_valid_where_it_is_permitted() -> None:
     assert finite_number("reconnect_timeout_s", 0, zero=True) == 0.0
     with pytest.raises(InvalidConfig, match="reconnect_timeout_s: expected a finite number of 0 or more, got -1"):
         finite_number("reconnect_timeout_s", -1, zero=True)
@@ -62,7 +62,7 @@ class Bounds:
         normalize_numbers(self, "wait_s")
 
 
-def test_only_a_field_that_is_said_to_be_optional_may_be_none() -> None:
+def test_only_an_optional_field_may_be_none() -> None:
     assert Bounds(records=None).records is None
     with pytest.raises(InvalidConfig, match=r"Bounds\.wait_s: expected a finite number above 0, got None"):
         Bounds(wait_s=None)  # type: ignore[arg-type]

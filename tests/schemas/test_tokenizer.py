@@ -40,7 +40,7 @@ def test_names_folders_and_revisions_make_no_other_tokenizer() -> None:
     check_tokenizers({"source": Own(), "teacher": Own(name_or_path="/models/own", revision="1f2e")})
 
 
-def test_what_one_side_does_not_know_is_not_compared() -> None:
+def test_parts_that_one_side_does_not_know_are_not_compared() -> None:
     check_tokenizers({"source": Own(chat_template="{{ messages }}"), "teacher": Bare(), "trainer": Own()})
 
 
@@ -54,7 +54,7 @@ def test_what_one_side_does_not_know_is_not_compared() -> None:
         (Own(tokens="abd.", chat_template="{{ other }}"), "vocabulary, chat template"),
     ],
 )
-def test_what_counts_is_compared_and_both_identities_are_told(other: Own, what: str) -> None:
+def test_relevant_parts_are_compared_and_both_identities_reported(other: Own, what: str) -> None:
     one = Own(chat_template="{{ messages }}", revision="77aa")
     other.name_or_path = "another"
 
@@ -67,7 +67,7 @@ def test_what_counts_is_compared_and_both_identities_are_told(other: Own, what: 
     assert first.startswith("own at 77aa: 4 tokens #")
 
 
-def test_every_pair_that_differs_is_told_of() -> None:
+def test_every_pair_that_differs_is_reported() -> None:
     parts = {"source": Own(), "teacher": Own(eos_id=1), "trainer": Own(eos_id=2)}
 
     with pytest.raises(TokenizersDiffer) as differ:

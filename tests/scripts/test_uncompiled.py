@@ -11,7 +11,7 @@ import pytest
 FOLDER = Path(__file__).parent.parent.parent / "scripts/uncompiled/pycosat"
 
 
-def test_it_imports_and_tells_how_to_get_the_real_one_when_called() -> None:
+def test_a_stand_in_can_be_imported_and_names_the_real_package_when_called() -> None:
     spec = importlib.util.spec_from_file_location("stand_in", FOLDER / "pycosat.py")
     assert spec
     assert spec.loader

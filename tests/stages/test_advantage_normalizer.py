@@ -108,7 +108,7 @@ async def test_a_batch_of_one_reward_gives_exactly_zero() -> None:
     assert [x for filled in out for x in per_sequence(filled)] == [0, 0, 0]
 
 
-async def test_what_is_left_at_the_end_of_the_stream_is_a_batch_too() -> None:
+async def test_the_rest_at_the_end_of_the_stream_is_a_batch_too() -> None:
     given = [of_rewards(0, 2, instance_id=str(i)) for i in range(3)]
 
     out = await drive(AdvantageNormalizer("batch", batch_groups=2), given)
@@ -229,7 +229,7 @@ async def test_groups_that_come_together_are_treated_as_if_each_had_come_alone(m
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_what_was_sent_is_not_held_while_the_next_group_is_long_in_coming(mode: Any) -> None:
+async def test_sent_records_are_not_held_while_the_stage_waits_for_the_next(mode: Any) -> None:
     await lets_go_of_what_it_sent(normalizer(mode), [of_rewards(0, 1, instance_id=str(i)) for i in range(4)])
 
 
@@ -250,7 +250,7 @@ async def test_advantages_of_tokens_are_clipped_and_counted_one_by_one() -> None
     assert out.metrics.emit(0)["advantages/clip_fraction"] == 2 / 4
 
 
-async def test_metrics_tell_what_became_of_the_rewards() -> None:
+async def test_metrics_describe_the_rewards() -> None:
     given = [
         group(rewards=[0, 3], completion_lengths=[1, 3]),
         group(rewards=[1, 1], completion_lengths=[1, 1], instance_id="1"),
@@ -299,7 +299,7 @@ async def test_a_group_of_empty_sequences_passes() -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AdvantageNormalizer(**arguments)
 

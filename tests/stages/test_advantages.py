@@ -126,7 +126,7 @@ def test_masked_sequences_are_zero_and_change_nothing_for_the_others(mode: Group
 
 @by_group
 @pytest.mark.parametrize("masked", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_masked_reaches_no_statistic_whatever_it_is(mode: GroupMode, masked: float) -> None:
+def test_masked_values_of_any_kind_reach_no_statistic(mode: GroupMode, masked: float) -> None:
     with_masked = of_groups(mode, [0, masked, 1], live=[True, False, True], lengths=[2, 0, 3])
 
     assert with_masked == of_groups(mode, [0, 7, 1], live=[True, False, True], lengths=[2, 0, 3])
@@ -206,7 +206,7 @@ def test_a_better_reward_never_has_a_smaller_advantage(mode: GroupMode, rewards:
     assert [a for _, a in sorted(zip(rewards, advantages, strict=True))] == sorted(advantages)
 
 
-def test_deviations_are_zero_exactly_where_nothing_can_be_told_apart() -> None:
+def test_deviations_are_exactly_zero_where_rewards_are_indistinguishable() -> None:
     rewards = np.array([1 / 3] * 7 + [0, 2, 5], np.float32)
 
     groups = Groups(rewards, np.ones(10, np.bool_), np.array([7, 2, 1]), rounding(rewards))
@@ -214,7 +214,7 @@ def test_deviations_are_zero_exactly_where_nothing_can_be_told_apart() -> None:
     assert groups.deviations.tolist() == [0, math.sqrt(2), 0]
 
 
-def test_noise_is_a_share_of_what_was_added_up() -> None:
+def test_noise_is_a_share_of_the_summed_values() -> None:
     """0.1 + 0.2 − 0.3 is 0, and so is the sum of what float32 makes of them."""
     sums = np.array([np.array([0.1, 0.2, -0.3], np.float32).sum(dtype=np.float64), 0.0])
 
@@ -255,7 +255,7 @@ def test_a_group_of_one_does_not_train_on_its_raw_reward() -> None:
     assert of_groups("grpo", [-3.5]) == [0]
 
 
-def test_nor_is_what_differs_beside_a_large_mean_taken_for_noise() -> None:
+def test_nor_are_differences_beside_a_large_mean_noise() -> None:
     """The repair that was proposed there: a least deviation of 1e-4 of the mean."""
     rewards = [10_000.0, 10_000.5] * 2
     repaired = atropos(rewards, least=1e-4 * 10_000)
@@ -296,12 +296,12 @@ def test_whitening_agrees_with_exact_rational_arithmetic(pairs: list[tuple[float
 
 
 @pytest.mark.parametrize("weights", [[0, 0, 0], [0, 1, 0], [1, 1, 0], [3, 2, 1]])
-def test_whitening_gives_exactly_zero_where_nothing_can_be_told_apart(weights: list[int]) -> None:
+def test_whitening_gives_exactly_zero_where_advantages_are_indistinguishable(weights: list[int]) -> None:
     assert white([1 / 3, 1 / 3, 1 / 3], weights) == [0, 0, 0]
     assert white([1.0, 1 + 1e-8, 1.0], weights, least=1e-7) == [0, 0, 0]
 
 
-def test_whitening_does_not_see_what_weighs_nothing() -> None:
+def test_whitening_ignores_values_of_weight_zero() -> None:
     for masked in (1e300, math.nan, math.inf):
         assert white([1, masked, 3], [1, 0, 1]) == white([1, 0, 3], [1, 0, 1])
 
@@ -349,7 +349,7 @@ def test_before_anything_was_seen_everything_is_exactly_zero() -> None:
     assert running.whitened(array([5]), np.array([True])).tolist() == [0]
 
 
-def test_noise_of_what_was_added_up_is_none_in_the_run_either() -> None:
+def test_rounding_of_sums_is_no_difference_in_a_run_either() -> None:
     running = RunningStatistics()
 
     running = running.including(array([0, 1e-8]), rounding(array([0.6, 0.6])))
@@ -370,7 +370,7 @@ def test_what_was_taken_stays_as_it_was_while_more_is_seen() -> None:
         taken.count = 4  # type: ignore[misc]
 
 
-def test_what_is_silent_is_left_as_it_is() -> None:
+def test_groups_without_zero_advantages_are_unchanged() -> None:
     once = zero_advantages(
         group(
             completion_lengths=[2, 2], advantages=[1.0] * 8, meta={"overrides": [{}, {"set_advantage_to_zero": True}]}

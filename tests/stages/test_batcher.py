@@ -107,13 +107,13 @@ async def test_groups_stay_whole_even_beyond_the_number_that_is_wanted() -> None
     assert [len(batch) for batch in out] == [4, 2]
 
 
-async def test_a_number_that_does_not_fit_the_tokens_ships_what_fits() -> None:
+async def test_a_number_of_groups_that_exceeds_the_tokens_is_cut() -> None:
     out = await drive(Batcher(max_tokens=25, sequences=100), of_tokens(10, 10, 10))
 
     assert names(out) == [["0", "1"], ["2"]]
 
 
-async def test_what_is_left_ships_at_the_end_of_the_stream() -> None:
+async def test_the_rest_is_sent_at_the_end_of_the_stream() -> None:
     out = await drive(Batcher(max_tokens=1000), of_tokens(10))
 
     assert names(out) == [["0"]]
@@ -246,7 +246,7 @@ async def test_where_there_are_advantages_they_decide_and_not_the_rewards() -> N
     assert out.ledger.balance().reasons["filtered"] == {"zero advantages": 3}
 
 
-async def test_a_group_that_a_teacher_spoke_of_is_kept_whatever_its_rewards() -> None:
+async def test_a_group_with_candidates_is_kept_with_any_rewards() -> None:
     flat = group(rewards=[1, 1], completion_lengths=[1, 1], prompt_length=1).with_advantages([0, 0])
 
     def with_teacher(ids: list[int]) -> TrajectoryGroup:
@@ -442,7 +442,7 @@ def test_no_batch_ever_trains_a_trajectory_older_than_the_bound(max_lag: int, tu
 # -- telling ---------------------------------------------------------------------------------------------------------
 
 
-async def test_metrics_tell_how_full_batches_are_and_what_padding_would_waste() -> None:
+async def test_metrics_describe_the_fill_of_batches_and_the_cost_of_padding() -> None:
     given = [group(completion_lengths=[2, 6], prompt_length=2, rewards=[0, 1])]
 
     out = await drive(Batcher(max_tokens=24), given)
@@ -462,7 +462,7 @@ def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> No
         Batcher(**{"max_tokens": 10, **arguments})
 
 
-async def test_in_a_synchronous_schedule_a_batch_does_not_tell_who_was_first() -> None:
+async def test_in_a_synchronous_schedule_a_batch_does_not_depend_on_the_order_of_arrival() -> None:
     received = [group(instance_id=name, policy_versions=[0, 0], rewards=[0, 1]) for name in "bca"]
 
     (batch,) = await drive(Batcher(max_tokens=999, max_lag=0), received)

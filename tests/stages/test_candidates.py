@@ -65,6 +65,6 @@ def test_rounding_above_zero_is_no_error() -> None:
         ),
     ],
 )
-def test_what_no_teacher_can_mean_is_refused(make: Callable[[], TeacherCandidates], message: str) -> None:
+def test_invalid_candidates_are_refused(make: Callable[[], TeacherCandidates], message: str) -> None:
     with pytest.raises(InvalidRecord, match=message):
         make().columns(TOKENS, width=2)

@@ -64,7 +64,7 @@ def test_kept_rows_keep_their_keys() -> None:
     assert repr(cache) == "<KVCache: 2 rows, 2 of 4 tokens>"
 
 
-def test_a_cache_that_is_full_says_how_full() -> None:
+def test_a_full_cache_is_an_error_with_its_capacity() -> None:
     cache = KVCache(layers=1, batch=1, heads=1, capacity=2, width=2)
 
     with pytest.raises(

@@ -45,7 +45,7 @@ def test_a_checkpoint_that_fails_half_way_is_not_there(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == before
 
 
-def test_what_a_killed_run_left_half_way_is_swept_by_the_next_checkpoint(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_run_are_removed_by_the_next_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".unfinished-1").mkdir()
     (tmp_path / ".unfinished-1" / "file").write_text("half")
 

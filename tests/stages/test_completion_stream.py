@@ -37,7 +37,7 @@ def test_a_long_event_in_small_pieces_is_read_once() -> None:
 
 
 @pytest.mark.parametrize("logprob", ["0.5", "-1e39", "1e400", "NaN"])
-def test_what_is_no_log_probability_is_refused(logprob: str) -> None:
+def test_an_invalid_log_probability_is_refused(logprob: str) -> None:
     body = b'{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [%b]}}]}' % logprob.encode()
 
     with pytest.raises(ProtocolMismatch, match="expected a part of a completion as JSON"):
@@ -95,7 +95,7 @@ def test_a_log_probability_that_is_missing_leaves_none_of_them(missing: object) 
         {"logprobs": {"tokens": ["token_id:"]}},
     ],
 )
-def test_what_is_no_token_id_is_refused(choice: dict[str, Any]) -> None:
+def test_an_invalid_token_id_is_refused(choice: dict[str, Any]) -> None:
     with pytest.raises(ProtocolMismatch, match=r"expected (a part of a completion|the ids of sampled tokens)"):
         taken(choice)
 
@@ -104,5 +104,5 @@ def test_ids_in_the_place_of_tokens_are_read_as_such() -> None:
     assert taken({"logprobs": {"tokens": ["token_id:5", "token_id:0"]}}).completion(0).tokens.tolist() == [5, 0]
 
 
-def test_a_stream_that_has_not_said_why_it_stopped_is_not_done() -> None:
+def test_a_stream_without_a_stop_reason_is_not_done() -> None:
     assert not taken({"token_ids": [5]}).done

@@ -91,7 +91,7 @@ def test_split_into_micro_batches_a_step_is_the_same() -> None:
         torch.testing.assert_close(tensor, same, atol=1e-6, rtol=0)
 
 
-def test_what_a_teacher_said_and_no_loss_heeds_is_seen_to_be_unused() -> None:
+def test_candidates_that_no_loss_uses_are_reported_unused() -> None:
     packed = taught(TinyModel(seed=1), advantages=np.ones(42, np.float32))
 
     metrics = trainer(TinyModel(), AdvantageWeighted()).step(packed)

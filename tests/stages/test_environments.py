@@ -326,14 +326,14 @@ class Unending(Sums):
         (Unending, "environment raised ValueError"),
     ],
 )
-async def test_whatever_goes_wrong_in_an_environment_is_the_environments_failure(
+async def test_any_exception_in_an_environment_is_an_environment_failure(
     make_env: Callable[[], Environment], reason: str
 ) -> None:
     with pytest.raises(EnvironmentFailed, match=reason):
         await rolled(make_env, "1")
 
 
-async def test_what_is_no_environment_is_refused_with_what_one_has() -> None:
+async def test_another_object_than_an_environment_is_refused_with_the_methods_of_one() -> None:
     with pytest.raises(InvalidPipeline, match=r"a scored data set.*step-wise.*outside.*got dict"):
         await rolled(dict)  # type: ignore[arg-type]
 
@@ -344,12 +344,12 @@ async def test_text_without_a_tokenizer_is_refused() -> None:
             pass
 
 
-async def test_an_environment_that_cannot_be_made_says_why() -> None:
+async def test_an_environment_that_cannot_be_made_raises_its_error() -> None:
     with pytest.raises(ZeroDivisionError):
         await rolled(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
 
 
-def test_the_kinds_are_told_apart_by_their_methods() -> None:
+def test_the_kinds_are_distinguished_by_their_methods() -> None:
     assert isinstance(Sums(), ScoredDataset)
     assert isinstance(Countdown(), StepEnvironment)
     assert isinstance(Recorded(), OutsideEnvironment)

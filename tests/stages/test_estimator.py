@@ -77,7 +77,7 @@ def test_the_reward_of_a_sequence_falls_on_its_last_token_that_trains() -> None:
     assert estimated("reinforce++", group, gamma=0.5) == [0, 4, 8, 0, 0, 0, 0, 4]
 
 
-def test_both_adds_to_what_the_last_token_earned() -> None:
+def test_both_adds_to_the_reward_of_the_last_token() -> None:
     group = of_turns(".xx", rewards=[8], token_rewards=[0, 1, 2])
 
     assert estimated("reinforce++", group, level="both", gamma=0.5) == [0, 6, 10]
@@ -146,7 +146,7 @@ def test_reinforce_agrees_with_exact_rational_arithmetic(rows: list[tuple[float,
 
 
 @pytest.mark.parametrize("mode", ["reinforce++", "gae"])
-def test_what_an_environment_answers_between_turns_takes_no_time(mode: Mode) -> None:
+def test_tokens_of_an_environment_between_turns_are_no_steps(mode: Mode) -> None:
     one, many = of_turns(".xxx", rewards=[8]), of_turns(".x..xx.", rewards=[8])
 
     at_once = estimated(mode, expecting(one, 0.5), gamma=0.5)
@@ -176,7 +176,7 @@ def test_a_group_in_which_nothing_differs_gets_exactly_zero_and_leaves_the_other
 # -- gae -------------------------------------------------------------------------------------------------------------
 
 
-def test_gae_is_what_came_less_what_was_expected() -> None:
+def test_gae_is_the_return_less_the_value() -> None:
     group = of_turns(".xx.x", rewards=[8], values=[99, 1, 2, 99, 4])
 
     assert estimated("gae", group) == [0, 7, 6, 0, 4]
@@ -184,7 +184,7 @@ def test_gae_is_what_came_less_what_was_expected() -> None:
     assert estimated("gae", group, gamma=0.5, gae_lambda=0.5) == [0, 0.25, 1, 0, 4]
 
 
-def test_what_a_critic_says_of_tokens_that_do_not_train_does_not_matter() -> None:
+def test_values_of_untrained_tokens_do_not_matter() -> None:
     given = np.array([np.nan, 1, np.inf, 2], np.float32)
     group = msgspec.structs.replace(of_turns(".x.x", rewards=[8]), values=given)
 
@@ -200,7 +200,7 @@ def test_a_critic_that_is_right_up_to_float_noise_leaves_nothing_to_whiten() -> 
     assert estimated("gae", group, whitens=True) == [0] * 9
 
 
-def test_noise_is_a_share_of_what_was_expected_too() -> None:
+def test_noise_is_a_share_of_the_critics_values_too() -> None:
     """Many small rewards make one large value, and that has the larger noise."""
     left = np.arange(64, 0, -1, dtype=np.float32)
     near = np.nextafter(left, np.where(left % 2, 0, 99).astype(np.float32))

@@ -43,7 +43,7 @@ async def test_a_traceback_is_logged_once_for_each_line_that_raises_and_then_cou
     assert [event["count"] for event in dropped if event["exc_info"] is not None] == [1]
 
 
-async def test_reasons_that_all_differ_are_told_apart_up_to_a_number() -> None:
+async def test_different_reasons_are_counted_separately_up_to_a_number() -> None:
     pipeline = source(sampling(AlwaysRaises)).sink(Commit())
 
     with structlog.testing.capture_logs(), pytest.raises(RolloutsFailed):

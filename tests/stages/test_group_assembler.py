@@ -168,7 +168,7 @@ async def test_of_meta_that_differs_that_of_the_lowest_repetition_counts() -> No
     assert out.meta == {"host": "a", "worker": 2}
 
 
-def test_what_waits_is_copied_so_that_its_slot_is_free() -> None:
+def test_waiting_pieces_are_copied_so_that_their_slots_are_free() -> None:
     assembling = Assembling(GroupAssembler(SIZE, stragglers="wait"))
     given = piece("a", 0)
     watched = weakref.ref(given.tokens)
@@ -210,7 +210,7 @@ def test_a_group_leaves_at_its_deadline_while_nothing_arrives() -> None:
     ("stragglers", "left", "reasons"),
     [("drop", [], {"filtered": {"incomplete at its deadline": 2}}), ("shrink", [("a", [0, 2])], {})],
 )
-def test_what_is_incomplete_at_its_deadline_is_dropped_or_goes_on_smaller(
+def test_an_incomplete_group_is_dropped_or_truncated_at_its_deadline(
     stragglers: Any, left: list[Any], reasons: dict[str, Any]
 ) -> None:
     assembling = Assembling(GroupAssembler(SIZE, deadline_s=60, stragglers=stragglers))
@@ -228,7 +228,7 @@ def test_what_is_incomplete_at_its_deadline_is_dropped_or_goes_on_smaller(
     assert assembling.ledger.in_flight == sum(len(repetitions) for _, repetitions in left)
 
 
-def test_who_waits_waits_for_ever() -> None:
+def test_with_wait_an_incomplete_group_waits_for_ever() -> None:
     assembling = Assembling(GroupAssembler(SIZE, stragglers="wait"))
 
     async def play() -> None:
@@ -293,7 +293,7 @@ async def test_bytes_are_bounded_as_groups_are() -> None:
     assert names(out) == [("b", [0, 1, 2]), ("c", [0, 1, 2])]
 
 
-async def test_a_group_too_large_for_the_stash_makes_nobody_else_leave() -> None:
+async def test_a_group_too_large_for_the_buffer_evicts_no_other() -> None:
     nbytes = piece("a", 0).nbytes
     large = group(instance_id="large", completion_lengths=[400])
     given = [piece("a", 0), large, piece("a", 1, 2)]
@@ -307,7 +307,7 @@ async def test_a_group_too_large_for_the_stash_makes_nobody_else_leave() -> None
 # -- what comes twice, late, or where it does not belong -------------------------------------------------------------
 
 
-def test_a_copy_of_what_waits_is_rejected_and_not_merged() -> None:
+def test_a_copy_of_a_waiting_piece_is_rejected_and_not_merged() -> None:
     assembling = Assembling(GroupAssembler(SIZE, stragglers="wait"))
 
     async def play() -> None:
@@ -423,7 +423,7 @@ def test_everything_that_happens_is_counted() -> None:
         ({"group_size": 2, "deadline_s": 9, "stragglers": "wait"}, "deadline_s: expected none with stragglers='wait'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GroupAssembler(**options)
 

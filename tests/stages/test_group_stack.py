@@ -97,7 +97,7 @@ def test_rewards_and_parts_go_back_to_their_groups() -> None:
     second.validate()
 
 
-def test_what_float32_cannot_hold_is_refused() -> None:
+def test_a_value_that_float32_cannot_represent_is_refused() -> None:
     handful = GroupStack([group(rewards=[0, 0])])
 
     with pytest.raises(InvalidRecord, match="test/0, repetition 1: rewards: expected finite values, got inf"):

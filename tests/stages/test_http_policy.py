@@ -303,7 +303,7 @@ async def test_a_source_samples_at_a_server(serve: Serve) -> None:
         ("unknown reason", ProtocolMismatch, "expected a finish_reason among stop, .*, got 'boredom'"),
     ],
 )
-async def test_trouble_is_told_for_what_it_is(
+async def test_each_failure_raises_its_own_error(
     serve: Serve, what: str, error: type[PenstockError], message: str
 ) -> None:
     async with engine(serve("vllm")) as opened:
@@ -311,7 +311,7 @@ async def test_trouble_is_told_for_what_it_is(
             await one(opened, trouble(what))
 
 
-async def test_a_server_that_says_nothing_is_not_waited_for_for_ever(serve: Serve) -> None:
+async def test_a_server_that_sends_nothing_is_waited_for_until_the_timeout(serve: Serve) -> None:
     async def ask(opened: Engine) -> None:
         with pytest.raises(EngineTimedOut, match=r"attempt 3 of 3: expected a response within 30 s"):
             await one(opened, trouble("silent"))
@@ -321,7 +321,7 @@ async def test_a_server_that_says_nothing_is_not_waited_for_for_ever(serve: Serv
         await until(serve("vllm"), "running", 0)
 
 
-async def test_a_server_that_is_not_there_is_told_as_such() -> None:
+async def test_an_absent_server_is_an_error() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         with pytest.raises(NobodyListens, match=r"/v1/models, attempt 3 of 3: expected a server, got no connection"):
@@ -329,7 +329,7 @@ async def test_a_server_that_is_not_there_is_told_as_such() -> None:
                 pytest.fail("nobody was there")
 
 
-async def test_what_fails_in_passing_is_tried_again_and_the_servers_wish_is_respected(serve: Serve) -> None:
+async def test_temporary_failures_are_retried_after_the_servers_retry_after(serve: Serve) -> None:
     async def busy(longest_s: float) -> float:
         backoff = Backoff(attempts=3, first_s=0.5, longest_s=longest_s)
         async with engine(serve("vllm"), backoff=backoff) as opened:
@@ -345,7 +345,7 @@ async def test_what_fails_in_passing_is_tried_again_and_the_servers_wish_is_resp
     assert context.metrics.emit(0)["rollout/retries"] == 4
 
 
-async def test_whoever_stops_listening_has_the_server_stop_sampling(serve: Serve) -> None:
+async def test_a_cancelled_request_stops_the_server_sampling(serve: Serve) -> None:
     async with engine(serve("vllm")) as opened:
         await requests_to(serve("vllm"))
         async with anyio.create_task_group() as tasks:
@@ -488,7 +488,7 @@ def unreadable(folder: Path) -> None:
         (unreadable, "expected an index of safetensors files, got .*index.json: Input data was truncated"),
     ],
 )
-async def test_a_torn_folder_is_refused_before_the_server_is_told_anything(
+async def test_a_torn_folder_is_refused_before_any_request(
     serve: Serve, tmp_path: Path, harm: Callable[[Path], None], message: str
 ) -> None:
     url = weights(tmp_path / "1", 1)
@@ -552,7 +552,7 @@ async def test_one_engine_that_fails_keeps_no_other_from_going_on(serve: Serve, 
         assert "awake" in repr(alive)
 
 
-async def test_a_pause_holds_what_is_asked_meanwhile(serve: Serve) -> None:
+async def test_a_pause_delays_requests_made_meanwhile(serve: Serve) -> None:
     completion: list[Completion] = []
 
     async def ask(opened: Engine) -> None:
@@ -590,7 +590,7 @@ async def test_a_server_sleeps_and_wakes_and_has_its_weights_before_it_samples(
     assert_logprobs(completion[0])
 
 
-async def test_a_server_that_says_afterwards_that_it_does_not_sleep_is_not_taken_to_sleep(serve: Serve) -> None:
+async def test_a_server_that_reports_itself_awake_after_sleep_counts_as_awake(serve: Serve) -> None:
     async with traits(serve("vllm"), may_sleep=False), engine(serve("vllm")) as opened:
         with pytest.raises(
             EngineRefused, match=r"expected is_sleeping from .*/is_sleeping after /sleep.*, got .*False"
@@ -601,7 +601,7 @@ async def test_a_server_that_says_afterwards_that_it_does_not_sleep_is_not_taken
         assert len((await one(opened)).tokens)
 
 
-async def test_a_server_that_sleeps_and_keeps_its_memory_is_told_of_once(
+async def test_a_server_that_sleeps_and_keeps_its_memory_is_logged_once(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with traits(serve("vllm"), gives_memory_back=False), engine(serve("vllm")) as opened:

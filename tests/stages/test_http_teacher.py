@@ -68,7 +68,7 @@ async def taught(url: str, *, model: str = "large", groups: int = 1) -> Driven[T
     return await drive(Teacher(teacher, Letters(), top_k=1, backoff=Backoff(attempts=2, first_s=0.001)), given)
 
 
-async def test_what_the_server_says_of_a_prompt_becomes_candidates() -> None:
+async def test_the_servers_prompt_logprobs_become_candidates() -> None:
     async with serving(as_vllm) as (url, questions):
         (out,) = await taught(url)
 
@@ -95,7 +95,7 @@ async def test_a_server_that_is_busy_is_asked_again() -> None:
     ],
     ids=["refused", "another server", "nothing", "too few"],
 )
-async def test_what_it_refuses_or_what_is_no_answer_is_a_failure_at_once(reply: Reply) -> None:
+async def test_a_refusal_or_an_invalid_answer_is_a_failure_at_once(reply: Reply) -> None:
     async with serving(reply) as (url, questions):
         out = await taught(url)
 

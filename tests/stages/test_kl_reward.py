@@ -93,6 +93,6 @@ async def test_a_group_that_lacks_log_probabilities_is_named(missing: str) -> No
         (lambda: KLReward(1, level="group"), "level: expected 'sequence' or 'token', got"),  # type: ignore[arg-type]
     ],
 )
-def test_what_makes_no_sense_is_refused(make: Callable[[], KLReward], message: str) -> None:
+def test_invalid_arguments_are_refused(make: Callable[[], KLReward], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

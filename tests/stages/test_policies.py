@@ -14,7 +14,7 @@ from penstock.torch import TorchPolicy
 METHODS = {"generate", "update_weights", "pause", "resume", "sleep", "wake_up"}
 
 
-async def test_a_policy_without_generation_refuses_to_sample_and_says_what_to_do() -> None:
+async def test_a_policy_without_generation_refuses_to_sample_with_the_remedy() -> None:
     policy: Policy = NoOpPolicy()
 
     async with policy.open(Worker()) as engine:

@@ -123,7 +123,7 @@ LONE = 0.75
         ("roll", "grpo", 0),
     ],
 )
-async def test_a_group_of_one_gets_what_its_library_gives_it(library: Any, mode: Any, expected: float) -> None:
+async def test_a_group_of_one_gets_the_advantage_of_its_library(library: Any, mode: Any, expected: float) -> None:
     one = TrajectoryGroup.build(env="e", instance_id="0", sequences=[[1, 2]], loss_mask=[[0, 1]], rewards=[LONE])
 
     (out,) = await drive(stage(library, mode), [one])
@@ -133,7 +133,7 @@ async def test_a_group_of_one_gets_what_its_library_gives_it(library: Any, mode:
 
 
 @pytest.mark.parametrize(("library", "mode"), [key for key in FORMULAS if key[1] != "gae"])
-async def test_what_float32_sums_would_add_to_equal_rewards_is_left_out(library: Any, mode: Any) -> None:
+async def test_rounding_of_float32_sums_adds_nothing_to_equal_rewards(library: Any, mode: Any) -> None:
     seven = TrajectoryGroup.build(
         env="e", instance_id="0", sequences=[[1, 2]] * 7, loss_mask=[[0, 1]] * 7, rewards=[1 / 3] * 7
     )
@@ -163,7 +163,7 @@ async def test_where_a_library_has_too_little_to_whiten_a_preset_gives_zero(
 
 
 @pytest.mark.parametrize(("library", "nonzero"), [("verl", True), ("skyrl", True), ("trl", True), ("roll", False)])
-async def test_a_deviation_that_counts_as_none_gives_zero_where_the_library_says_so(
+async def test_a_negligible_deviation_gives_zero_where_the_library_does(
     library: Any,
     nonzero: bool,  # noqa: FBT001 (a case)
 ) -> None:

@@ -70,7 +70,7 @@ def test_text_becomes_its_tokens_and_nothing_is_added_or_cut(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("entry", ["<end>", {"content": "<end>", "special": True}])
-def test_the_end_token_is_told_by_name_or_with_its_properties(tmp_path: Path, entry: object) -> None:
+def test_the_end_token_is_given_by_name_or_with_its_properties(tmp_path: Path, entry: object) -> None:
     assert PretrainedTokenizer(saved(tmp_path / "words", {"eos_token": entry})).eos_id == 7
 
 
@@ -114,7 +114,7 @@ def test_it_is_the_same_tokenizer_as_transformers_loads_and_saves(tmp_path: Path
     ]
 
 
-def test_a_folder_of_the_hubs_cache_tells_its_revision(tmp_path: Path) -> None:
+def test_the_name_of_a_folder_in_the_hubs_cache_contains_its_revision(tmp_path: Path) -> None:
     (tmp_path / "snapshots").mkdir()
 
     tokenizer = PretrainedTokenizer(saved(tmp_path / "snapshots" / "0f1e2d"))
@@ -131,7 +131,7 @@ def test_it_travels_to_workers_as_its_folder(tmp_path: Path) -> None:
     assert pickle.loads(pickled).encode("is ?") == [1, 4]  # noqa: S301 (our own bytes)
 
 
-def test_what_is_missing_is_told_with_its_path(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"nowhere/tokenizer.json: expected a tokenizer saved by"):
         PretrainedTokenizer(tmp_path / "nowhere")
     with pytest.raises(
@@ -141,7 +141,7 @@ def test_what_is_missing_is_told_with_its_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_what_is_broken_is_told_with_its_path(tmp_path: Path, name: str) -> None:
+def test_a_broken_file_is_named_with_its_path(tmp_path: Path, name: str) -> None:
     folder = saved(tmp_path / "words")
     (folder / name).write_text("{")
 

@@ -106,7 +106,7 @@ def test_a_yaml_file_without_code_shapes_the_reward(tmp_path: Path) -> None:
     assert out.rewards.tolist() == pytest.approx([1.2, 0.99])
 
 
-def test_a_mistake_in_the_file_is_told_with_its_path(tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_reported_with_its_path(tmp_path: Path) -> None:
     path = tmp_path / "reward.yaml"
     path.write_text("format_markers:\n- {marker: a, reward: 1}\n- {marker: b, reward: much}\n")
 
@@ -273,7 +273,7 @@ async def test_groups_that_come_together_are_treated_as_if_each_had_come_alone()
 
 
 @pytest.mark.parametrize("config", [{}, {"clip": [-1, 1]}, {"format_markers": [MARK]}])
-async def test_what_was_sent_is_not_held_while_the_next_group_is_long_in_coming(config: dict[str, Any]) -> None:
+async def test_sent_records_are_not_held_while_the_stage_waits_for_the_next(config: dict[str, Any]) -> None:
     await lets_go_of_what_it_sent(bridge(**config), [answering("<a>", instance_id=str(i)) for i in range(4)])
 
 

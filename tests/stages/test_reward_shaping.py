@@ -31,7 +31,7 @@ THINK = {"marker": "<think>", "closing": "</think>", "reward": 1}
 ANSWER = {"marker": "<answer>", "closing": "</answer>", "reward": 10}
 
 
-def test_a_marker_pays_once_however_often_it_is_said() -> None:
+def test_a_marker_pays_once_for_any_number_of_occurrences() -> None:
     assert pays([{"marker": "so", "reward": 0.5}], "so and so and so") == 0.5
 
 
@@ -39,7 +39,7 @@ def test_a_marker_that_is_counted_each_time_pays_each_time() -> None:
     assert pays([{"marker": "so", "reward": 0.5, "counted": "each"}], "so and so and so") == 1.5
 
 
-def test_a_marker_that_is_not_said_pays_nothing() -> None:
+def test_an_absent_marker_pays_nothing() -> None:
     assert pays([{"marker": "so", "reward": 0.5}], "") == 0
     assert pays([{"marker": "so", "reward": 0.5}]) == 0
 
@@ -111,7 +111,7 @@ def test_a_fallback_applies_to_failed_answers_and_stops_at_right_ones() -> None:
     assert (np.array(scores) + parts["a"] + parts["fallback"]).tolist() == [0.5, 1, 1, 2]
 
 
-def test_what_counts_as_right_can_be_said() -> None:
+def test_the_threshold_of_a_right_answer_can_be_set() -> None:
     config = RewardConfig(combine="fallback", right_from=0.5)
 
     parts = shaped([0.0, 0.5], config, [3.0, 3.0]).parts
@@ -120,7 +120,7 @@ def test_what_counts_as_right_can_be_said() -> None:
     assert parts["fallback"].tolist() == [-2.5, 0]
 
 
-def test_what_clipping_takes_is_a_part_of_its_own() -> None:
+def test_the_clipped_amount_is_a_part_of_the_reward() -> None:
     parts = shaped([0.0, 5.0], RewardConfig(clip=(-1, 2)), [-3.0, 0.0]).parts
 
     assert parts["clip"].tolist() == [2, -3]

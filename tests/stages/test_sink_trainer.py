@@ -216,7 +216,7 @@ async def test_the_weights_that_the_run_begins_with_are_published_once() -> None
     assert trainer.story == ["train 4", "publish 1"]
 
 
-async def test_external_generation_publishes_nothing_and_pauses_nobody() -> None:
+async def test_with_external_generation_nothing_is_published_or_paused() -> None:
     trainer = Recorder()
     sink = SinkTrainer(trainer, Recorded(trainer.story), external_generation=True, sampling="pause")
 
@@ -336,7 +336,7 @@ async def test_a_cancelled_run_gives_a_step_up_that_takes_too_long_and_commits_n
     assert [(entry["event"], entry["step"]) for entry in logs] == [("step_abandoned", 1)]
 
 
-async def test_a_step_that_nobody_cancels_may_take_longer_than_the_grace() -> None:
+async def test_a_step_that_is_not_cancelled_may_take_longer_than_the_timeout() -> None:
     trainer = Slow()
 
     async with running(SinkTrainer(trainer, cancel_timeout_s=0.0, max_steps=1), trainer) as (context, _):

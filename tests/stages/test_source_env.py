@@ -104,7 +104,7 @@ async def test_a_group_holds_all_completions_of_one_prompt() -> None:
     assert group.stop_reasons.tolist() == [StopReason.STOP] * 3
 
 
-async def test_in_several_turns_only_what_the_policy_sampled_trains() -> None:
+async def test_in_several_turns_only_the_policys_tokens_train() -> None:
     (group,) = await sampled(source(Game, FakePolicy(answer=lambda _: "yes"), group_size=1, seed=40, first_task=2))
 
     sequence, completions = "game 42?yes\0<yes>yes\0", "........yes\0.....yes\0"
@@ -115,7 +115,7 @@ async def test_in_several_turns_only_what_the_policy_sampled_trains() -> None:
     assert group.rewards.tolist() == [2]
 
 
-async def test_a_later_turn_is_prompted_with_everything_said_before() -> None:
+async def test_a_later_turn_is_prompted_with_all_earlier_turns() -> None:
     policy = FakePolicy(answer=lambda _: "yes")
 
     await sampled(source(Game, policy, group_size=1))
@@ -187,7 +187,7 @@ async def test_finished_rollouts_come_from_outside_where_the_policy_does_nothing
     assert sorted(int(group.tokens[0]) for group in driven) == [1, 2]
 
 
-async def test_behavior_logprobs_are_absent_where_whoever_sampled_does_not_say() -> None:
+async def test_behavior_logprobs_are_absent_where_the_engine_returns_none() -> None:
     class Outside:
         def rollout(self, task: int, repetition: int) -> RolloutResult:  # noqa: ARG002 (the protocol's)
             completion = completion_of("x")
@@ -221,7 +221,7 @@ def playing(answers: Sequence[str], **options: Any) -> SourceEnv:
     return source(Doubling, FakePolicy(answer=lambda _: next(left)), concurrency=1, **options)
 
 
-async def test_what_each_turn_earned_stands_on_its_last_token_and_the_sum_is_the_reward() -> None:
+async def test_the_reward_of_each_turn_is_on_its_last_token_and_the_sum_is_the_reward() -> None:
     answers = ["yes", "no", "yes", "no", "no", "yes"]
 
     (group,) = await sampled(playing(answers, group_size=2, turn_rewards=True))
@@ -232,7 +232,7 @@ async def test_what_each_turn_earned_stands_on_its_last_token_and_the_sum_is_the
     assert group.rewards.tolist() == [5, 4]
 
 
-async def test_what_turns_earned_becomes_discounted_advantages() -> None:
+async def test_turn_rewards_become_discounted_advantages() -> None:
     """The reward of a turn is half of itself a token earlier, and what the game says in between takes no time."""
     (sampled_group,) = await sampled(playing(["yes", "no", "yes"], group_size=1, turn_rewards=True))
     valued = msgspec.structs.replace(sampled_group, values=np.zeros(len(sampled_group.tokens), np.float32))
@@ -246,7 +246,7 @@ async def test_what_turns_earned_becomes_discounted_advantages() -> None:
     assert not out.advantages[~out.loss_mask].any()
 
 
-async def test_unasked_groups_tell_nothing_of_turns() -> None:
+async def test_without_turn_rewards_groups_contain_none() -> None:
     (group,) = await sampled(playing(["yes"] * 3, group_size=1))
 
     assert group.token_rewards is None
@@ -277,14 +277,14 @@ class Silence:
         return RolloutResult(turns=turns[repetition], reward=7.0, turn_rewards=self.turn_rewards)
 
 
-async def test_what_a_turn_without_tokens_earned_stays_with_its_sequence() -> None:
+async def test_the_reward_of_a_turn_without_tokens_stays_with_its_sequence() -> None:
     (group,) = await sampled(SourceEnv(Silence, NoOpPolicy(), group_size=2, groups=1, turn_rewards=True))
 
     assert group.token_rewards is not None
     assert group.token_rewards.tolist() == [0, 1, 6, 0, 0, 1, 0, 2, 0, 4]
 
 
-async def test_turns_that_were_asked_for_and_not_told_are_an_error() -> None:
+async def test_requested_turn_rewards_that_are_missing_are_an_error() -> None:
     with pytest.raises(InvalidRecord, match=r"turn_rewards: expected a reward for each turn, .* got none"):
         await sampled(SourceEnv(partial(Silence, None), NoOpPolicy(), group_size=2, groups=1, turn_rewards=True))
 
@@ -460,7 +460,7 @@ async def test_in_a_synchronous_schedule_it_goes_on_behind_the_last_prompt_that_
 @pytest.mark.parametrize(
     ("make_env", "name", "expected"), [(Sums, "", "Sums"), (partial(Sums), "", "Sums"), (Sums, "sums", "sums")]
 )
-def test_an_environment_is_named_after_what_makes_it_or_as_it_is_told(
+def test_an_environment_is_named_after_its_factory_or_by_an_option(
     make_env: Callable[[], Any], name: str, expected: str
 ) -> None:
     assert source(make_env, name=name).env_name == expected
@@ -588,7 +588,7 @@ async def test_max_lag_holds_back_what_would_be_trained_too_late() -> None:
 # -- beside the records --------------------------------------------------------------------------------------------
 
 
-async def test_a_source_tells_how_its_rollouts_went() -> None:
+async def test_a_source_reports_metrics_of_its_rollouts() -> None:
     driven = await sampled(source(Game, FakePolicy(answer=lambda _: "yes"), groups=2, max_completion_tokens=3))
 
     metrics = driven.metrics.emit(0)
@@ -601,7 +601,7 @@ async def test_a_source_tells_how_its_rollouts_went() -> None:
     assert metrics["timing_s/rollout"] >= 0
 
 
-async def test_what_failed_is_counted_and_logged_with_its_cause() -> None:
+async def test_failures_are_counted_and_logged_with_their_causes() -> None:
     with structlog.testing.capture_logs() as events:
         driven = await drive_source(source(Touchy, FakePolicy(answer=moody())))
 
@@ -630,6 +630,6 @@ def test_a_source_travels_to_workers() -> None:
         ({"max_lag": -1}, "SourceEnv.max_lag: expected a whole number of at least 0, got -1"),
     ],
 )
-def test_what_could_never_sample_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_options_that_could_never_sample_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
         source(**options)

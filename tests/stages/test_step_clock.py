@@ -20,7 +20,7 @@ def test_laps_of_one_name_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_device_a_lap_is_what_the_device_worked_not_what_the_host_waited() -> None:
+def test_on_a_device_a_lap_is_the_time_of_the_device_not_of_the_host() -> None:
     device = torch.device("cuda")
     large = torch.ones(4096, 4096, device=device)
     torch.cuda.synchronize()

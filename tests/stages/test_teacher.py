@@ -102,7 +102,7 @@ NONE = [-1, -1, -1]
 # -- what is filled ----------------------------------------------------------------------------------------------------
 
 
-def test_every_token_that_trains_gets_what_the_teacher_said_of_it() -> None:
+def test_every_trained_token_gets_the_candidates_of_the_teacher() -> None:
     (out,) = asked(Scripted(), [two()])
 
     assert ids(out) == [NONE, [11, 12, -1], [12, 13, -1], NONE, NONE, [22, 23, -1], [23, 24, -1]]
@@ -110,7 +110,7 @@ def test_every_token_that_trains_gets_what_the_teacher_said_of_it() -> None:
     assert out.teacher_logprobs[1].tolist() == [-0.5, -1.0, 0.0]
 
 
-def test_what_came_with_the_data_is_kept_and_what_trains_nothing_is_not_asked_about() -> None:
+def test_given_candidates_are_kept_and_untrained_sequences_are_not_requested() -> None:
     given = group(teacher_ids=np.full((14, 1), 3), teacher_logprobs=np.zeros((14, 1)))
     idle = group(completion_lengths=[2], loss_mask=np.zeros(4, bool))
     teacher = Scripted()
@@ -150,7 +150,7 @@ def test_so_many_sequences_are_asked_about_at_once_and_no_more(concurrency: int)
     assert teacher.most_at_once == concurrency
 
 
-async def test_while_nobody_takes_what_was_answered_no_more_is_asked() -> None:
+async def test_while_answers_are_not_received_no_more_requests_are_made() -> None:
     teacher = Scripted([0.0])
     outbox, answered = memory_channel[TrajectoryGroup](1)
     sender, inbox = memory_channel[TrajectoryGroup](10)
@@ -170,7 +170,7 @@ async def test_while_nobody_takes_what_was_answered_no_more_is_asked() -> None:
 
 
 @pytest.mark.parametrize("passing", [EngineFailed("busy"), NobodyListens("restarting"), 100.0], ids=repr)
-def test_what_fails_in_passing_is_asked_again(passing: Exception | float) -> None:
+def test_temporary_failures_are_retried(passing: Exception | float) -> None:
     teacher = Scripted([passing, next_of_each])
 
     out = asked(teacher, [group(completion_lengths=[2])], teacher_timeout_s=10, backoff=Backoff(attempts=2))
@@ -308,7 +308,7 @@ async def test_a_teacher_of_another_vocabulary_is_refused_at_the_start_with_both
     [{"top_k": 0}, {"concurrency": 0}, {"teacher_timeout_s": 0}, {"on_failure": "skip"}],
     ids=repr,
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any]) -> None:
     given: dict[str, Any] = {"top_k": 2} | options
 
     with pytest.raises(ValueError, match="expected"):

@@ -8,7 +8,7 @@ from anyio.lowlevel import checkpoint
 from penstock._stages.threads import Threads
 
 
-async def test_a_call_returns_what_the_function_returns_and_raises_what_it_raises() -> None:
+async def test_a_call_returns_the_result_and_raises_the_exception_of_the_function() -> None:
     threads = Threads(1)
 
     assert await threads.call(lambda: 3) == 3
@@ -68,7 +68,7 @@ async def test_an_abandoned_call_keeps_its_thread_until_it_returns() -> None:
     threads.close()
 
 
-async def test_a_call_that_nobody_waits_for_any_more_is_not_begun() -> None:
+async def test_a_call_whose_caller_was_cancelled_is_not_begun() -> None:
     threads, release = Threads(1), threading.Event()
     begun: list[str] = []
     threads.start(release.wait)

@@ -50,6 +50,6 @@ def test_a_share_may_be_empty() -> None:
     assert (len(nothing), len(nothing.tokens), nothing.groups) == (0, 0, ())
 
 
-def test_a_model_that_is_not_shared_is_refused_with_what_to_do() -> None:
+def test_a_model_that_is_not_shared_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="wrap it in DistributedDataParallel, or call fully_shard"):
         RankedTrainer(TorchTrainer(TinyModel(), optimizer=torch.optim.SGD))

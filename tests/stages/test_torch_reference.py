@@ -93,12 +93,12 @@ async def test_the_reference_does_not_train() -> None:
         ({"micro_batch_tokens": 0}, "micro_batch_tokens: expected a whole number of at least 1, got 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TorchReference(TinyModel, **options)
 
 
-async def test_what_came_with_the_data_is_kept() -> None:
+async def test_given_reference_logprobs_are_kept() -> None:
     given = group(completion_lengths=[2], prompt_length=1, ref_logprobs=[0, -1, -2])
 
     out = await drive(TorchReference(partial(TinyModel, vocabulary=VOCABULARY)), [given, made(1, [3])])
@@ -108,7 +108,7 @@ async def test_what_came_with_the_data_is_kept() -> None:
     assert out[1].ref_logprobs is not None
 
 
-async def test_at_the_temperatures_that_a_group_says_of_its_sequences() -> None:
+async def test_at_the_temperatures_in_the_meta_of_a_group() -> None:
     given = made(0, [9, 2, 3])
     tempered = msgspec.structs.replace(given, meta={"temperatures": [0.5, 1.0, 2.0]})
 

@@ -83,7 +83,7 @@ class Counted(TinyModel):
         return super().forward(tokens, positions=positions, attend=attend, cache=cache)
 
 
-async def test_what_is_asked_in_the_same_moment_is_scored_together() -> None:
+async def test_requests_of_one_moment_are_scored_together() -> None:
     model = Counted()
     model.calls = []
     async with TorchTeacher(lambda: model, TOKENIZER).open(Worker()) as engine, anyio.create_task_group() as tasks:
@@ -94,7 +94,7 @@ async def test_what_is_asked_in_the_same_moment_is_scored_together() -> None:
     assert model.calls[0] >= 3
 
 
-async def test_an_error_of_the_model_is_raised_to_whoever_asked_and_the_next_question_is_answered() -> None:
+async def test_an_error_of_the_model_is_raised_by_its_requests_and_by_no_later_ones() -> None:
     async with TorchTeacher(TinyModel, TOKENIZER).open(Worker()) as engine:
         with pytest.raises(IndexError):
             await engine.candidates(np.array([1, 99], np.int32), np.array([False, True]), 2)
@@ -104,7 +104,7 @@ async def test_an_error_of_the_model_is_raised_to_whoever_asked_and_the_next_que
     assert found.counts.tolist() in ([0, 2], [0, 3])
 
 
-async def test_somebody_who_gives_up_disturbs_nobody_else() -> None:
+async def test_a_cancelled_request_affects_no_other() -> None:
     question = (np.array([1, 2], np.int32), np.array([False, True]), 2)
     async with TorchTeacher(TinyModel, TOKENIZER).open(Worker()) as engine, anyio.create_task_group() as tasks:
         with anyio.move_on_after(0):

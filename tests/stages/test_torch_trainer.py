@@ -301,12 +301,12 @@ def test_a_batch_that_was_sampled_at_another_temperature_is_refused() -> None:
     assert trainer(TinyModel(vocabulary=2000), temperature=0.5).step(sampled_at(0.5))["grad_norm"] > 0
 
 
-def test_a_batch_without_advantages_says_what_to_put_before_the_trainer() -> None:
+def test_a_batch_without_advantages_is_an_error_with_the_remedy() -> None:
     with pytest.raises(InvalidRecord, match="put an AdvantageNormalizer before the trainer"):
         trainer().step(msgspec.structs.replace(made(), advantages=None))
 
 
-def test_without_behavior_log_probabilities_the_advantage_weighted_loss_trains_and_ppo_says_what_is_missing() -> None:
+def test_without_behavior_log_probabilities_the_advantage_weighted_loss_trains_and_ppo_raises() -> None:
     packed = made(behavior_logprobs=None)
 
     metrics = trainer().step(packed)
@@ -325,7 +325,7 @@ def test_tokens_have_advantages_of_their_own() -> None:
     assert trainer().step(packed)["loss"] != pytest.approx(trainer().step(evened)["loss"], rel=0.01)
 
 
-def test_steps_count_and_the_learning_rate_is_told() -> None:
+def test_steps_are_counted_and_the_learning_rate_reported() -> None:
     each = trainer()
 
     metrics = [each.step(made(seed)) for seed in range(3)]
@@ -518,7 +518,7 @@ def test_a_compiled_model_trains_as_it_does_uncompiled_under_its_own_names() -> 
     assert_same(compiled.weights(), plain.weights())
 
 
-def test_a_step_tells_where_its_time_went() -> None:
+def test_a_step_reports_its_timings() -> None:
     each, packed = trainer(micro_batch_tokens=24), made()
     began = time.perf_counter()
     metrics = each.step(packed)
@@ -542,7 +542,7 @@ def test_a_step_tells_where_its_time_went() -> None:
         ({"autocast": torch.float16}, "autocast: expected torch.bfloat16, got torch.float16"),
     ],
 )
-def test_what_would_train_backwards_or_not_at_all_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_would_train_backwards_or_not_at_all_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trainer(**options)
 

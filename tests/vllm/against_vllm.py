@@ -147,13 +147,13 @@ async def test_a_start_that_fails_ends_with_the_cause(tmp_path: Path) -> None:
     assert "SafetensorError: Error while deserializing header" in cause.splitlines()[0]
 
 
-async def test_it_is_known_for_vllm_and_says_what_its_model_says(url: str) -> None:
+async def test_the_server_is_detected_as_vllm_and_samples_its_model(url: str) -> None:
     async with opened(url) as engine:
         assert repr(engine).startswith("<HttpEngine vllm at ")
         assert_sampled_by(0, await greedy(engine))
 
 
-async def test_it_samples_with_weights_that_it_was_told_of_and_says_which(url: str, tmp_path: Path) -> None:
+async def test_it_samples_with_updated_weights_and_reports_their_version(url: str, tmp_path: Path) -> None:
     async with WeightFolder(tmp_path, model(1)) as folder, opened(url) as engine:
         await folder.publish(model(1).state_dict(), 7)
         await engine.update_weights(folder.url, folder.version)
@@ -164,7 +164,7 @@ async def test_it_samples_with_weights_that_it_was_told_of_and_says_which(url: s
     assert set(completion.policy_versions.tolist()) == {7}
 
 
-async def test_while_it_sleeps_nothing_is_sampled_and_that_it_keeps_its_memory_is_told(
+async def test_while_it_sleeps_nothing_is_sampled_and_kept_memory_is_logged(
     url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_engine, "SETTINGS_TIMEOUT_S", FAILSAFE_S)  # vLLM starts programs to answer

@@ -124,7 +124,7 @@ cases = pytest.mark.parametrize(("ours", "theirs"), CASES, ids=lambda each: geta
 
 
 @cases
-def test_a_mean_over_sequences_divides_by_what_the_library_divides_by(
+def test_a_mean_over_sequences_has_the_denominator_of_the_library(
     ours: Loss, theirs: Callable[[Tensor, Tensor], float]
 ) -> None:
     given, costs, mask = made()
@@ -133,7 +133,7 @@ def test_a_mean_over_sequences_divides_by_what_the_library_divides_by(
 
 
 @cases
-def test_micro_batches_add_up_whatever_the_mean_divides_by(
+def test_micro_batches_add_up_for_each_denominator_of_the_mean(
     ours: Loss, theirs: Callable[[Tensor, Tensor], float]
 ) -> None:
     given, costs, mask = made()
@@ -146,7 +146,7 @@ def test_micro_batches_add_up_whatever_the_mean_divides_by(
 @pytest.mark.parametrize(
     ("aggregation", "theirs"), [("seq-mean-token-mean", trl_grpo), ("seq-mean-token-sum-norm", trl_dr_grpo)]
 )
-def test_it_is_what_trl_accumulates(aggregation: Any, theirs: Callable[[Tensor, Tensor], float]) -> None:
+def test_it_equals_the_accumulation_of_trl(aggregation: Any, theirs: Callable[[Tensor, Tensor], float]) -> None:
     given, costs, mask = made()
 
     assert loss(aggregation, "all")(given).loss.item() == pytest.approx(

@@ -126,7 +126,7 @@ def test_neither_the_order_of_candidates_nor_where_padding_stands_matters(term: 
 
 @EVERY_MODE
 @EVERY_DIVERGENCE
-def test_a_policy_that_expects_what_its_teacher_does_costs_nothing_and_stays(term: Distillation, mode: Any) -> None:
+def test_a_policy_equal_to_its_teacher_has_zero_loss_and_gradient(term: Distillation, mode: Any) -> None:
     teacher = predictions(5, seed=1)
     logits = teacher.clone().requires_grad_()
 
@@ -162,7 +162,7 @@ def test_renormalised_a_token_with_one_candidate_is_not_used() -> None:
 
 
 @EVERY_DIVERGENCE
-def test_the_policy_is_compared_at_temperature_one_whatever_it_samples_at(term: Distillation) -> None:
+def test_the_policy_is_compared_at_temperature_one_for_any_sampling_temperature(term: Distillation) -> None:
     given = ragged()
     tempered = replace(given, predicted=torch.log_softmax(given.predicted / 0.6, -1), temperature=0.6)
 
@@ -245,7 +245,7 @@ def test_losses_and_gradients_of_micro_batches_add_up_to_those_of_the_batch(loss
     assert used == used_of_all > 0
 
 
-def test_beside_a_policy_loss_each_is_what_it_is_alone() -> None:
+def test_beside_a_policy_loss_each_loss_has_its_own_value() -> None:
     given = ragged(behavior_logprobs=torch.full((5,), -1.0).double())
 
     value, metrics = (PPOClip() + 0.5 * Distillation())(given)
@@ -338,7 +338,7 @@ def test_one_candidate_renormalised_is_refused_with_the_reason(ids: list[list[in
 
 
 @pytest.mark.parametrize("term", [Distillation(), SampledDistillation()], ids=repr)
-def test_a_batch_without_a_teacher_says_what_to_put_before_the_batcher(term: Loss) -> None:
+def test_a_batch_without_a_teacher_is_an_error_with_the_remedy(term: Loss) -> None:
     with pytest.raises(InvalidRecord, match="teacher_ids: expected a column, got none: put a Teacher"):
         term(scored(torch.zeros(1), torch.zeros(1)))
 
@@ -397,6 +397,6 @@ def test_a_candidate_beyond_the_policy_s_vocabulary_is_refused() -> None:
         (lambda: Distillation("jsd", beta=1.0), "beta: expected between 0 and 1, got 1.0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(make: Callable[[], Distillation], message: str) -> None:
+def test_invalid_arguments_are_refused(make: Callable[[], Distillation], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -39,7 +39,7 @@ def weights(weight: ImportanceWeight, ratios: list[list[float]]) -> list[float]:
     ],
     ids=repr,
 )
-def test_what_each_form_makes_of_the_ratios(weight: ImportanceWeight, expected: list[float]) -> None:
+def test_the_weights_of_each_form(weight: ImportanceWeight, expected: list[float]) -> None:
     assert weights(weight, [[0.5, 1.5, 4.0], [0.2]]) == pytest.approx(expected)
 
 
@@ -79,7 +79,7 @@ def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_what_that
     assert coupled.metrics["pg_clipfrac"].value() == 1
 
 
-def test_masked_tokens_still_count_in_what_the_mean_divides_by() -> None:
+def test_masked_tokens_still_count_in_the_denominator_of_the_mean() -> None:
     given = scored(torch.log(torch.tensor([1.5, 9.0])), torch.ones(2), behavior_logprobs=torch.zeros(2))
 
     loss = (AdvantageWeighted() * ImportanceWeight(high=2.0, beyond="mask"))(given).loss
@@ -87,7 +87,7 @@ def test_masked_tokens_still_count_in_what_the_mean_divides_by() -> None:
     assert loss.item() == pytest.approx(-1.5 * math.log(1.5) / 2)
 
 
-def test_metrics_tell_of_the_weights_before_they_are_bounded() -> None:
+def test_metrics_describe_the_weights_before_they_are_bounded() -> None:
     ratios = torch.tensor([0.2, 1.0, 1.0, 4.0], dtype=torch.float64)
     given = scored(ratios.log(), torch.ones(4), behavior_logprobs=torch.zeros(4))
 
@@ -116,7 +116,7 @@ def test_a_term_is_weighted_once() -> None:
         _ = AdvantageWeighted() * ImportanceWeight() * ImportanceWeight()  # type: ignore[operator]
 
 
-def test_a_weight_without_behavior_logprobs_says_what_to_do() -> None:
+def test_a_weight_without_behavior_logprobs_names_the_remedy() -> None:
     with pytest.raises(InvalidRecord, match="behavior_logprobs: expected a column, got none"):
         (AdvantageWeighted() * ImportanceWeight())(scored(torch.zeros(1), torch.zeros(1)))
 

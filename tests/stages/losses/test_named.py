@@ -121,9 +121,7 @@ def icepop(batch: list[list[Token]]) -> float:
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_a_loss_known_by_a_name_is_what_its_paper_says(
-    loss: Loss, formula: Callable[[list[list[Token]]], float]
-) -> None:
+def test_a_named_loss_agrees_with_its_paper(loss: Loss, formula: Callable[[list[list[Token]]], float]) -> None:
     given = random(seed=1, lengths=(3, 6, 1, 4, 0))
 
     assert loss(given).loss.item() == pytest.approx(formula(sequences(given)), rel=1e-12)

@@ -90,7 +90,7 @@ def test_without_a_dual_clip_a_bad_token_that_became_likelier_is_pushed_without_
     assert one_token(50.0, -1.0, PPOClip())[0] == pytest.approx(50)
 
 
-def test_clip_fractions_tell_at_which_bound_the_tokens_are() -> None:
+def test_clip_fractions_are_reported_for_each_bound() -> None:
     ratios, advantages = [1.0, 1.5, 0.5, 0.5, 4.0, 9.0, 9.0, 1.5], [1.0, 1, 1, -1, -1, 1, 1, -1]
 
     found = {name: metric(PPO, ratios, advantages, f"pg_clipfrac{name}") * 8 for name in ("", "/low", "/high", "/dual")}
@@ -174,7 +174,7 @@ def test_cispo_is_advantage_weighted_by_a_bounded_number(ratio: float, weight: f
     assert (loss, derivative) == pytest.approx((-weight * advantage * math.log(ratio), -weight * advantage))
 
 
-def test_cispo_tells_what_it_bounds_for_either_sign() -> None:
+def test_cispo_reports_clipped_tokens_of_either_sign() -> None:
     found = [metric(CISPO(0.5, 3.0), [0.1, 9, 9, 1], [1.0, 1, -1, 1], f"pg_clipfrac/{end}") for end in ("low", "high")]
 
     assert found == [0.25, 0.5]
@@ -184,7 +184,7 @@ def test_cispo_tells_what_it_bounds_for_either_sign() -> None:
 
 
 @pytest.mark.parametrize("loss", [PPOClip(), GSPO(old="behavior"), CISPO()], ids=repr)
-def test_a_ratio_without_behavior_logprobs_says_what_to_do(loss: Term) -> None:
+def test_a_ratio_without_behavior_logprobs_names_the_remedy(loss: Term) -> None:
     with pytest.raises(InvalidRecord, match="behavior_logprobs: expected a column, got none: have the sampler record"):
         loss(scored(torch.zeros(1), torch.zeros(1)))
 
