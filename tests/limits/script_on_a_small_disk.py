@@ -28,6 +28,8 @@ from penstock.losses import AdvantageWeighted
 from penstock.testing import group
 from penstock.torch import FolderSubscriber, TorchTrainer, WeightFolder
 
+torch.set_num_threads(1)  # a second one spins beside other tests, and gains nothing with tensors this small
+
 model = partial(TinyModel, vocabulary=1000, width=64)
 """Its weights take 750 KB, and Adam's state twice that."""
 
