@@ -52,7 +52,6 @@ def application(endpoints: Endpoints[G], config: ServerConfig, address: str) -> 
     middleware = [
         Middleware(AuthenticationMiddleware, backend=_Access(config.token), on_error=_denial),
         Middleware(RequestBodyLimitMiddleware, max_body_size=config.limits.request_bytes),
-        Middleware(GZipMiddleware, minimum_size=COMPRESSED_FROM_BYTES, compresslevel=COMPRESSION_LEVEL),
     ]
     if config.token is None:  # against pages whose host name resolves to this server; none knows a token
         hosts = ["localhost", "localhost.", "127.0.0.1", "[::1]", config.host, address]
@@ -82,8 +81,11 @@ def _routes(endpoints: Endpoints[G]) -> list[Route]:
     if endpoints.ingest is not None:
         listed.append(("GET", SHM_PATH, endpoints.shm))
     unavailable = endpoints.backend.unavailable
+    gzip = Middleware(GZipMiddleware, minimum_size=COMPRESSED_FROM_BYTES, compresslevel=COMPRESSION_LEVEL)
+    compressed = {"GET": [gzip]}  # answers to POST are short, and every compressor takes 300 KB
     routes = [
-        Route(path, _endpoint(handler, unavailable.get(path)), methods=[method]) for method, path, handler in listed
+        Route(path, _endpoint(handler, unavailable.get(path)), methods=[method], middleware=compressed.get(method))
+        for method, path, handler in listed
     ]
     for route in routes:
         route.methods = (route.methods or set()) - {"HEAD"}  # HEAD must change no state, and GET /batch does

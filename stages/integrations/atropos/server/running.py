@@ -51,6 +51,9 @@ KEEP_ALIVE_TIMEOUT_S = 75
 MAX_PIPELINED = 8
 """Requests that a connection may send ahead of their answers; no client of Atropos sends any."""
 
+READ_BYTES = 256 * 1024
+"""Bytes that are read from a socket at once, as many as asyncio reads."""
+
 ACCEPT_TURNS = 3
 """Turns of the loop between accepting a connection and its protocol: its task begins, its transport, its protocol."""
 
@@ -214,6 +217,9 @@ class _Connections:
     def __init__(self, limits: Limits, refusals: RequestRejections) -> None:
         self.limits = limits
         self.refusals = refusals
+        self.buffer = memoryview(bytearray(READ_BYTES))
+        """Holds what was read from one connection while it is parsed; made anew for each read, it would cost the
+        page faults of its memory."""
         self._by_address = Counter[str]()
 
     def open(self, address: str) -> str | None:
@@ -232,7 +238,7 @@ class _Connections:
         self._by_address += Counter()  # drops addresses without connections
 
 
-class _BoundedProtocol(HttpToolsProtocol):
+class _BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     """One connection. While no request is being answered, a timer runs: uvicorn's between requests, ours within one."""
 
     def __init__(self, connections: _Connections, **uvicorn_arguments: Any) -> None:
@@ -265,12 +271,20 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._address = None
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 (see asyncio.BufferedProtocol)
+        """Return the buffer that all connections share: each parses what it has read at once."""
+        return self._connections.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Parse what was read."""
+        self.data_received(self._connections.buffer[:nbytes])
+
+    def data_received(self, data: bytes | memoryview) -> None:
         """Parse, and check an incomplete request against the bounds."""
         if self.transport.is_closing():
             return
         self._overhead += len(data)
-        super().data_received(data)
+        super().data_received(data)  # type: ignore[arg-type]
         self._overhead = max(0, self._overhead)
         if self._overhead > self._limits.header_bytes or len(self.pipeline) > MAX_PIPELINED:
             reason = f"expected headers of at most {self._limits.header_bytes} bytes, got more"
