@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import anyio
 import msgspec
@@ -247,15 +247,6 @@ class _EnvPool:
             await self._caller.threads.wait_idle()
 
 
-class _Step(NamedTuple):
-    """The outcome of an action."""
-
-    observation: NDArray[np.int32]
-    reward: float
-    terminated: bool
-    truncated: bool
-
-
 class _PooledEnv:
     """One instance of a step-wise environment, used by one rollout at a time."""
 
@@ -311,13 +302,14 @@ class _EpisodeTasks:
         while (completion := await generate(turns)) is not None:
             turns.append(completion)
             action = _text(self._tokenizer, completion)
-            step: _Step = await env.call(partial(env.env.step, action), self._step_of)
-            rewards.append(step.reward)
-            if step.terminated or step.truncated:
-                cut = step.truncated or completion.stop_reason == StopReason.LENGTH
+            outcome = await env.call(partial(env.env.step, action), self._outcome_of)
+            observation, reward, terminated, truncated = outcome
+            rewards.append(reward)
+            if terminated or truncated:
+                cut = truncated or completion.stop_reason == StopReason.LENGTH
                 stop_reason = StopReason.LENGTH if cut else StopReason.STOP
                 break
-            turns.append(step.observation)
+            turns.append(observation)
         if len(turns) > 1 and not isinstance(turns[-1], Completion):
             turns.pop()  # no completion follows it
         return RolloutResult(turns=turns, reward=sum(rewards, 0.0), stop_reason=stop_reason, turn_rewards=rewards)
@@ -325,9 +317,9 @@ class _EpisodeTasks:
     def _prompt_of(self, started: Any) -> NDArray[np.int32]:
         return _prompt(self._tokenizer, started[0])
 
-    def _step_of(self, outcome: Any) -> _Step:
+    def _outcome_of(self, outcome: Any) -> tuple[NDArray[np.int32], float, bool, bool]:
         observation, reward, terminated, truncated, _ = outcome
-        return _Step(_tokens(self._tokenizer, observation), _reward(reward), bool(terminated), bool(truncated))
+        return _tokens(self._tokenizer, observation), _reward(reward), bool(terminated), bool(truncated)
 
 
 # -- rollouts from outside -----------------------------------------------------------------------------------------

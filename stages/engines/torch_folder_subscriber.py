@@ -72,7 +72,7 @@ class FolderSubscriber:
         """
         try:
             owner = await anyio.to_thread.run_sync(_decoded, self._folder / OWNER, Owner)
-            self._layout, self._owner = owner.layout(), owner
+            self._layout, self._owner = TensorLayout.parse(bytes(owner.header)), owner
         except (WeightsDamaged, ValueError) as error:
             raise NobodyListens(f"expected a publisher at {self.url}, got none: {error}") from None
         return self

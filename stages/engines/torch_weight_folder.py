@@ -32,7 +32,7 @@ from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import WeightsInUse
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..._pipeline.weights.engine_sync import Syncable, synced
-from ..._pipeline.weights.tensor_layout import LENGTH, TensorLayout, WritePlan
+from ..._pipeline.weights.tensor_layout import LENGTH, WritePlan
 from ..._pipeline.weights.weight_memory import bytes_of
 from ..._pipeline.weights.weight_specs import FusedTensor, Tensor, manifest_of
 from ..._pipeline.weights.weights import NO_VERSION
@@ -66,14 +66,6 @@ class Owner(msgspec.Struct, frozen=True):
     """The header of each version's file."""
     closed: bool = False
     """Whether it closed, so that no newer version follows."""
-
-    def layout(self) -> TensorLayout:
-        """Return the layout of each version's file.
-
-        Raises:
-            ValueError: the header is not one of published tensors.
-        """
-        return TensorLayout.parse(bytes(self.header))
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -92,26 +92,23 @@ class _TorchTeacherEngine:
         ids = np.full((len(packed.tokens), width), -1, np.int32)
         logprobs = np.zeros(ids.shape, np.float32)
         for places, targets, likelihood in scored_tokens(self._model, packed, self._micro_batch_tokens):
-            found = _likeliest(likelihood, targets, width - 1)
-            at = places[:, None], np.arange(found.ids.shape[1])
-            ids[at], logprobs[at] = found.ids.cpu().numpy(), found.logprobs.float().cpu().numpy()
+            found, likely = _likeliest(likelihood, targets, width - 1)
+            at = places[:, None], np.arange(found.shape[1])
+            ids[at], logprobs[at] = found.cpu().numpy(), likely.float().cpu().numpy()
         for request, first, last in zip(requests, packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
             known = ids[first:last] >= 0
             request.candidates = TeacherCandidates(known.sum(1), ids[first:last][known], logprobs[first:last][known])
 
 
-class _Likeliest(NamedTuple):
-    ids: Tensor
-    """[T, K] −1 where there is none."""
-    logprobs: Tensor
-    """[T, K]."""
+def _likeliest(found: Likelihood, targets: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the likeliest `top_k` tokens, with the token itself in the first column if it is none of them.
 
-
-def _likeliest(found: Likelihood, targets: Tensor, top_k: int) -> _Likeliest:
-    """Return the likeliest `top_k` tokens, with the token itself in the first column if it is none of them."""
+    Returns:
+        Ids and log-probabilities, [T, K] each; −1 where there is no id.
+    """
     likeliest = found.predicted.topk(min(top_k, found.predicted.shape[1]))
     among = (likeliest.indices == targets[:, None]).any(-1)
-    return _Likeliest(
+    return (
         torch.cat([targets.masked_fill(among, -1)[:, None], likeliest.indices], -1),
         torch.cat([found.logprobs[:, None], likeliest.values], -1),
     )
