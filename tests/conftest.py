@@ -40,7 +40,7 @@ def _nothing_blocks_the_event_loop() -> Iterator[None]:
     with blockbuster_ctx("penstock") as blockbuster:
         for function in blockbuster.functions.values():
             function.can_block_in("<frozen importlib._bootstrap>", "_find_and_load")
-            function.can_block_in("penstock/_pipeline/accounting/telemetry.py", "_write_line")
+            function.can_block_in("penstock/_pipeline/accounting/telemetry.py", "__call__")
             function.can_block_in("coverage/collector.py", "lock_data")  # the first time that a file is traced
         yield
 
