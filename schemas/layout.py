@@ -396,7 +396,7 @@ class Schema:
         """The values of all fields of a record that are columns, None included, in one step."""
         self._dtypes = tuple(rule.dtype for rule in rules.values())
         self._sent: dict[tuple[object, ...], ColumnLayout] = {}
-        self._usual: _LayoutCache | None = None
+        self._recent: _LayoutCache | None = None
         """The properties of the last record that differed from the one before it: most records are alike."""
         self._received: dict[bytes, ColumnLayout] = {}
 
@@ -430,7 +430,7 @@ class Schema:
         Raises:
             InvalidRecord: naming the first column that breaks its rule.
         """
-        return (self._usual and self._usual.match(record)) or self._laid_out_anew(record)
+        return (self._recent and self._recent.match(record)) or self._laid_out_anew(record)
 
     def _laid_out_anew(self, record: Columned) -> tuple[ColumnLayout, AxisSizes, Sequence[Array]]:
         columns = self.columns(record)
@@ -438,7 +438,7 @@ class Schema:
         if not form.contiguous(lengths, columns.values()):
             return form, lengths, self.contiguous(columns)
         absent = [name for name in self.rules if name not in columns]
-        self._usual = _LayoutCache(form, sorted(record.reward_parts), absent)
+        self._recent = _LayoutCache(form, sorted(record.reward_parts), absent)
         return form, lengths, tuple(columns.values())
 
     def measure(self, columns: Mapping[str, Array]) -> tuple[ColumnLayout, AxisSizes]:

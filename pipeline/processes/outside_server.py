@@ -152,7 +152,9 @@ class RunningServer:
             with anyio.move_on_after(within_s + SUBREAPER_TIMEOUT_S) as deadline:
                 await anyio.wait_readable(self._pidfd)
             if deadline.cancelled_caught:
-                log.warning("server_lingers", server=self.name, pid=self.pid, waited_s=within_s + SUBREAPER_TIMEOUT_S)
+                log.warning(
+                    "server_exit_timeout", server=self.name, pid=self.pid, waited_s=within_s + SUBREAPER_TIMEOUT_S
+                )
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
                 await anyio.wait_readable(self._pidfd)
             self._process.popen.poll()

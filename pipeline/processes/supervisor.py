@@ -78,9 +78,8 @@ class _Child:
         """The exception of its stage, if it raised one."""
         self.done = anyio.Event()
         """Set when the stage returned or raised: the process is about to end."""
-        self.serving = anyio.Event()
-        """Set when records may be sent to `url`."""
         self.url = ""
+        """The URL to which records may be sent, once a middle stage has started; empty before."""
         self.killed_because = ""
         """The reason for which it was killed without SIGTERM; empty where it was not."""
         self._popen = popen
@@ -131,7 +130,6 @@ class _Child:
                     self.started.set()
             case Serving(url):
                 self.url = url
-                self.serving.set()
                 self.started.set()
             case Finished():
                 self.finished = True
@@ -394,8 +392,9 @@ class Supervisor:
         child.signal(signal.SIGKILL)
 
     async def _feed(self, child: _Child, feed: Feed) -> None:
-        await child.serving.wait()
-        await feed(child.config.name, child.url)
+        await child.started.wait()
+        if child.url:
+            await feed(child.config.name, child.url)
 
     async def _stop(self, child: _Child) -> None:
         """End a process in every case, and set its final state."""

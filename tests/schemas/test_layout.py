@@ -281,9 +281,9 @@ def odd(column: Array) -> dict[str, Array]:
 
 def usual(schema: Schema, record: TrajectoryGroup) -> None:
     """Measure records like `record`, so that `schema` has their layout cached."""
-    schema._usual = None
+    schema._recent = None
     schema.laid_out(record)
-    assert schema._usual is not None
+    assert schema._recent is not None
 
 
 @pytest.mark.parametrize("name", ["offsets", "tokens", "loss_mask", "rewards", "policy_versions", "behavior_logprobs"])
