@@ -27,8 +27,6 @@ from .advantages.presets import OURS, PRESETS, Library
 from .advantages.zero_advantages import zero_advantages
 from .group_stack import GroupStack
 
-__all__ = ["AdvantageNormalizer"]
-
 GATHERING: tuple[Mode, ...] = ("batch", "reinforce++", "reinforce++-baseline")
 """Modes that compare across groups."""
 

@@ -35,8 +35,6 @@ from .advantages.formulas import Groups
 from .advantages.zero_advantages import zero_advantages
 from .group_stack import GroupStack
 
-__all__ = ["Batcher"]
-
 NOTHING_TO_TRAIN = "nothing to train"
 """Reason for dropping a group without a token that trains."""
 

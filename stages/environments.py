@@ -26,19 +26,6 @@ from .._schemas import InvalidRecord, StopReason
 from .engines.policies import Completion, Tokenizer
 from .threads import Threads
 
-__all__ = [
-    "Environment",
-    "EnvironmentFailed",
-    "GenerateFn",
-    "OutsideEnvironment",
-    "RolloutFn",
-    "RolloutResult",
-    "ScoredDataset",
-    "StepEnvironment",
-    "TaskFn",
-    "open_tasks",
-]
-
 CLOSE_TIMEOUT_S = 2.0
 """Bound on closing the environments at the end of a run; part of the 5 s in which Ctrl-C ends everything."""
 

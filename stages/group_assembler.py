@@ -26,8 +26,6 @@ from .._schemas import InvalidRecord, TrainBatch, TrajectoryGroup
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .group_buffer import Flush, GroupBuffer, Why
 
-__all__ = ["GroupAssembler"]
-
 log = get_logger("penstock.group_assembler")
 
 Stragglers: TypeAlias = Literal["drop", "shrink", "wait"]

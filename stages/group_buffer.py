@@ -22,8 +22,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from .._pipeline.accounting.repetition_sets import exclude, mask_of
 from .._schemas import GroupId, TrajectoryGroup
 
-__all__ = ["Flush", "GroupBuffer", "Why"]
-
 Why: TypeAlias = Literal["whole", "overdue", "evicted", "left over", "duplicate", "late", "beyond"]
 """The reason for which trajectories leave the buffer, or are refused.
 

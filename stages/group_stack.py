@@ -19,8 +19,6 @@ from .._schemas.columns import as_column, count_between, freeze
 from .._schemas.group import PART_PREFIX
 from .._schemas.noise import rounding
 
-__all__ = ["GroupStack"]
-
 Floats: TypeAlias = NDArray[np.float64]
 
 FIRST = np.zeros(1, np.int64)

@@ -29,8 +29,6 @@ from .._pipeline.util.blocking import enter_in_thread
 from .._schemas import GroupId, TrajectoryGroup
 from .._schemas.numbers import normalize_counts
 
-__all__ = ["Journal"]
-
 T = TypeVar("T")
 
 log = get_logger("penstock.journal")

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LOG_RATIO_BOUND", "KLEstimator", "kl_estimate"]
-
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 """An estimator of the list above."""
 

@@ -19,8 +19,6 @@ from .._schemas import InvalidRecord, TrajectoryGroup
 from .._schemas.columns import as_column, freeze
 from .kl_estimate import KLEstimator, kl_estimate
 
-__all__ = ["KLReward"]
-
 Floats: TypeAlias = NDArray[np.float64]
 
 

@@ -18,8 +18,6 @@ import anyio
 from .._pipeline.accounting.ledger import Ledger
 from .._pipeline.accounting.telemetry import get_logger
 
-__all__ = ["LagLimiter"]
-
 log = get_logger("penstock.pace")
 
 STALL_STEPS = 2.0

@@ -31,8 +31,6 @@ from .group_stack import GroupStack
 from .rewards.reward_functions import Calls, RewardFailure, RewardFunction, RewardInput
 from .rewards.reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
 
-__all__ = ["RewardBridge"]
-
 Turns: TypeAlias = list[list[str]]
 """The text of each completion, turn by turn."""
 

@@ -15,8 +15,6 @@ from .._schemas import InvalidRecord
 from .engines.policies import Completion
 from .environments import RolloutResult
 
-__all__ = ["columns_of", "sampled_anything", "tokens_of"]
-
 
 def columns_of(rollouts: Sequence[RolloutResult], *, turn_rewards: bool = False) -> dict[str, Any]:
     """Return the token columns of `rollouts`, one sequence each; loss and logprobs are on sampled tokens only.

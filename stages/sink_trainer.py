@@ -32,8 +32,6 @@ from .._schemas import GroupId, StopReason, TrainBatch
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .training.checkpoint import latest_checkpoint, remove_old_checkpoints
 
-__all__ = ["Checkpointed", "Resumable", "SinkTrainer", "Trainer", "WeightSink", "WeightedTrainer", "batch_metrics"]
-
 T = TypeVar("T")
 
 log = get_logger("penstock.sink_trainer")

@@ -35,8 +35,6 @@ from .._pipeline.util.waiting import Waiters
 from .._schemas import GroupId, TrajectoryGroup, tokenizer_identity
 from .._schemas.numbers import normalize_counts, normalize_numbers
 
-__all__ = ["SourceChannel"]
-
 log = get_logger("penstock.source_channel")
 
 ELSEWHERE = "set address to a path in another folder"

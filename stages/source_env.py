@@ -39,8 +39,6 @@ from .environments import Environment, EnvironmentFailed, RolloutFn, RolloutResu
 from .lag_limiter import LagLimiter
 from .rollout_columns import columns_of, sampled_anything, tokens_of
 
-__all__ = ["SourceEnv"]
-
 log = get_logger("penstock.source_env")
 
 R = TypeVar("R")

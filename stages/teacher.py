@@ -31,8 +31,6 @@ from .._schemas.tokenizer import check_tokenizers
 from .engines.backoff import Backoff, jitter
 from .teachers.candidates import TeacherCandidates
 
-__all__ = ["OnFailure", "Teacher", "TeacherEngine", "TeacherPolicy"]
-
 log = get_logger("penstock.teacher")
 
 OnFailure: TypeAlias = Literal["drop", "pass"]

@@ -19,8 +19,6 @@ from typing import Any
 
 from .._pipeline.util.waiting import Waiters
 
-__all__ = ["Threads"]
-
 
 class Threads:
     """At most `limit` threads, started as they are needed. Belongs to the event loop that calls it."""

@@ -20,8 +20,6 @@ from .formulas import Groups, Mode, RunningStatistics, dr_grpo, grpo, opo, rloo,
 from .presets import Preset
 from .returns import Steps, discounted_sums, generalized_advantages, last_places
 
-__all__ = ["BY_TOKEN", "Estimate", "Estimator", "RewardLevel"]
-
 RewardLevel: TypeAlias = Literal["sequence", "token", "both"]
 """The rewards that count: those of sequences, those of tokens, or their sum."""
 

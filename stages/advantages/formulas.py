@@ -32,18 +32,6 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "EPSILON",
-    "Groups",
-    "Mode",
-    "RunningStatistics",
-    "dr_grpo",
-    "grpo",
-    "opo",
-    "rloo",
-    "whitened",
-]
-
 Mode: TypeAlias = Literal[
     "none",
     "batch",

@@ -13,8 +13,6 @@ from typing import Literal, TypeAlias, get_args
 from .formulas import EPSILON, Mode
 from .returns import Observations
 
-__all__ = ["OURS", "PRESETS", "Library", "Preset"]
-
 Library: TypeAlias = Literal["verl", "skyrl", "trl", "roll"]
 """A library whose results can be computed."""
 

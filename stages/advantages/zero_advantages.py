@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from ..._schemas import TrajectoryGroup
 from ..._schemas.columns import freeze
 
-__all__ = ["zero_advantages"]
-
 
 def zero_advantages(group: TrajectoryGroup) -> TrajectoryGroup:
     """Return `group` with the overrides of its sender applied; itself where they change nothing."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from ..._pipeline.graph.context import Worker
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 
-__all__ = ["Backoff", "jitter"]
-
 
 @dataclass(frozen=True, slots=True)
 class Backoff:

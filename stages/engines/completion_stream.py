@@ -19,8 +19,6 @@ from ..._schemas import StopReason
 from .policies import Completion
 from .server_client import RequestFailed
 
-__all__ = ["Events", "StreamedCompletion"]
-
 LONGEST_EVENT = 64 * 2**20
 """Bound in bytes; more than any event of a completion."""
 

@@ -18,8 +18,6 @@ from ..._pipeline.util.exception_groups import first_exception
 from ..._pipeline.weights.engine_sync import Published
 from .policies import Engine
 
-__all__ = ["EnginePublisher", "PublishedWeights"]
-
 log = get_logger("penstock.engine_publisher")
 
 RESUME_TIMEOUT_S = 30.0

@@ -12,8 +12,6 @@ from typing import Literal, TypeAlias
 
 from ..._pipeline.util.waiting import Waiters
 
-__all__ = ["GenerationGate", "Reason"]
-
 Reason: TypeAlias = Literal["paused", "asleep", "updating", "no_weights"]
 """A reason to sample nothing now."""
 

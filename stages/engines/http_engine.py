@@ -36,8 +36,6 @@ from .policies import Completion, check_request
 from .server_client import RETRYABLE, RequestFailed, ServerClient, open_client
 from .weight_files import check_weight_files
 
-__all__ = ["HttpEngine", "check_model", "open_engine"]
-
 log = get_logger("penstock.http_policy")
 
 RESUME_TIMEOUT_S = 30.0

@@ -19,8 +19,6 @@ from .backoff import Backoff
 from .inference_servers import SERVERS, KnownServer, Server
 from .policies import Engine
 
-__all__ = ["HttpPolicy"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpPolicy:

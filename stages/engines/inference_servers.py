@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["PROBES", "SERVERS", "KnownServer", "Server", "ServerCall", "ServerRequests"]
-
 KnownServer: TypeAlias = Literal["vllm", "sglang", "openai"]
 """A kind of server; `openai` is any other with OpenAI's completions."""
 

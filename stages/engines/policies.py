@@ -20,17 +20,6 @@ from ..._pipeline.errors import PenstockError
 from ..._pipeline.graph.context import Worker
 from ..._schemas import StopReason
 
-__all__ = [
-    "Completion",
-    "Engine",
-    "GenerationIsOutside",
-    "NoOpEngine",
-    "NoOpPolicy",
-    "Policy",
-    "Tokenizer",
-    "check_request",
-]
-
 
 class GenerationIsOutside(PenstockError):
     """A completion was requested of a NoOpPolicy, in whose runs an external system samples."""

@@ -15,8 +15,6 @@ import msgspec
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.util.extras import extra
 
-__all__ = ["PretrainedTokenizer"]
-
 
 class PretrainedTokenizer:
     """A `Tokenizer` from a folder with `tokenizer.json` and `tokenizer_config.json`.

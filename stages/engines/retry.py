@@ -15,8 +15,6 @@ import anyio
 
 from .backoff import Backoff
 
-__all__ = ["UNLIMITED", "RetryDecision", "retry"]
-
 T = TypeVar("T")
 
 UNLIMITED = 2**62

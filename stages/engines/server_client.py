@@ -28,8 +28,6 @@ from ..._pipeline.graph.context import current
 from .backoff import Backoff
 from .retry import RetryDecision, retry
 
-__all__ = ["CONNECT_TIMEOUT_S", "RETRYABLE", "RequestFailed", "ServerClient", "open_client", "retry_after_s"]
-
 log = get_logger("penstock.server_client")
 
 CONNECT_TIMEOUT_S = 10.0

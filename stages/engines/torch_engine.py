@@ -33,8 +33,6 @@ from .policies import Completion, check_request
 from .torch_folder_subscriber import Subscriber, subscriber
 from .torch_sampling import SampledTokens, SamplingBatch, SamplingRequest
 
-__all__ = ["TorchEngine", "as_seed"]
-
 ATTEMPTS = 3
 """Attempts for a batch; more than one only if the publisher overwrites its weights after a timeout."""
 

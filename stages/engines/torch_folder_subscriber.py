@@ -32,8 +32,6 @@ from ..._pipeline.weights.weights import NO_VERSION
 from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from .torch_weight_folder import MANIFEST, OWNER, WEIGHTS, Manifest, Owner, is_published_into
 
-__all__ = ["FolderSubscriber", "Subscriber", "subscriber"]
-
 S = TypeVar("S", Manifest, Owner)
 
 CHUNK_BYTES = 4 * 2**20

@@ -19,8 +19,6 @@ from ..training.causal_model import CausalModel
 from .policies import Engine
 from .torch_engine import TorchEngine, as_seed
 
-__all__ = ["TorchPolicy", "WeightUpdates"]
-
 WeightUpdates: TypeAlias = Literal["between_batches", "in_flight"]
 """When newer weights are loaded: each batch is sampled with one version, or every token with the newest."""
 

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from ..training.causal_model import CausalModel, KVCache, causal_attend, positions_of
 
-__all__ = ["SampledTokens", "SamplingBatch", "SamplingRequest"]
-
 FINISHED_SHARE = 0.25
 """Share of finished rows above which a batch drops them: dropping copies the cache, keeping computes for nothing."""
 

@@ -38,8 +38,6 @@ from ..._pipeline.weights.weight_specs import FusedTensor, Tensor, manifest_of
 from ..._pipeline.weights.weights import NO_VERSION
 from ..training.checkpoint import FOLDER_SCHEME, remove_old_checkpoints, write_checkpoint
 
-__all__ = ["MANIFEST", "OWNER", "WEIGHTS", "Manifest", "Owner", "WeightFolder", "is_published_into"]
-
 log = get_logger("penstock.weights")
 
 E = TypeVar("E", bound=Syncable)

@@ -12,8 +12,6 @@ import msgspec
 from ..._pipeline.errors import EngineRefused
 from ..._pipeline.weights.tensor_layout import LENGTH, TensorEntry, header_bytes, parse_header
 
-__all__ = ["check_weight_files"]
-
 
 class _Index(msgspec.Struct):
     """The index of weights in several files: the file of each tensor."""

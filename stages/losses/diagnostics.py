@@ -8,8 +8,6 @@ from ..kl_estimate import kl_estimate
 from .metrics import Mean, Metric, weights_metrics
 from .scored import Scored, entropy_of
 
-__all__ = ["diagnostics"]
-
 ROWS_AT_ONCE = 1024
 """Tokens whose entropy is computed at once; it takes several times the memory of their distributions."""
 

@@ -29,8 +29,6 @@ from .policy import AdvantageWeighted, PolicyTerm
 from .scored import Scored, clamped
 from .terms import PerToken, Term
 
-__all__ = ["TOKENS_USED", "Distillation", "Divergence", "Rest", "SampledDistillation"]
-
 Divergence: TypeAlias = Literal["forward_kl", "reverse_kl", "jsd"]
 """KL(teacher ‖ policy), KL(policy ‖ teacher), or the generalised Jensen-Shannon divergence."""
 

@@ -8,8 +8,6 @@ from typing import ClassVar
 from .scored import Scored, entropy_of
 from .terms import PerToken, Term
 
-__all__ = ["Entropy"]
-
 
 @dataclass(frozen=True, slots=True)
 class Entropy(Term):

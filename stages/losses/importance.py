@@ -17,8 +17,6 @@ from .policy import PolicyTerm
 from .scored import Scored, clamped
 from .terms import PerToken, Term
 
-__all__ = ["Beyond", "ImportanceWeight", "Level", "Weighted"]
-
 Level: TypeAlias = Literal["token", "sequence"]
 """The ratio of a weight: the token's, or the product over the sequence's tokens that train."""
 

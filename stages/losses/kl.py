@@ -16,8 +16,6 @@ from ..kl_estimate import KLEstimator, kl_estimate
 from .scored import Scored
 from .terms import PerToken, Term
 
-__all__ = ["KL"]
-
 
 @dataclass(frozen=True, slots=True)
 class KL(Term):

@@ -16,8 +16,6 @@ from torch import Tensor
 from ..._schemas import InvalidRecord
 from .scored import Scored
 
-__all__ = ["EffectiveSamples", "Extreme", "Mean", "Metric", "TokensUsed", "check_used", "merge", "weights_metrics"]
-
 
 class Metric(Protocol):
     """The part of a metric that comes from one micro-batch or rank."""

@@ -20,8 +20,6 @@ from .metrics import Mean, Metric
 from .scored import OldPolicy, Scored, clamped
 from .terms import PerToken, Term
 
-__all__ = ["CISPO", "GSPO", "AdvantageWeighted", "PPOClip", "PolicyTerm"]
-
 
 class PolicyTerm(Term):
     """A term that can be weighted for samples of another policy: `term * ImportanceWeight()`."""

@@ -17,8 +17,6 @@ from torch import Tensor
 from ..._schemas import InvalidRecord
 from ..kl_estimate import LOG_RATIO_BOUND
 
-__all__ = ["OldPolicy", "Scored", "clamped", "entropy_of"]
-
 OldPolicy: TypeAlias = Literal["behavior", "proximal"]
 """The denominator of a ratio: the policy that sampled, or the policy when training on the batch began."""
 

@@ -18,8 +18,6 @@ from ..._schemas.numbers import normalize_counts
 from .metrics import Mean, Metric
 from .scored import Scored
 
-__all__ = ["Aggregated", "Aggregation", "Counted", "Loss", "LossTerm", "LossValue", "PerToken", "Sum", "Term"]
-
 Aggregation: TypeAlias = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """The aggregation of token values to one number, under the names of verl and ROLL: the mean over all tokens; the mean
 over sequences of their sums; of their means; of their sums divided by a constant."""

@@ -25,8 +25,6 @@ from ..._schemas import Trajectory
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..threads import Threads
 
-__all__ = ["Calls", "RewardFailure", "RewardFunction", "RewardInput"]
-
 log = get_logger("penstock.reward")
 
 

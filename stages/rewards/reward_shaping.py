@@ -25,17 +25,6 @@ from numpy.typing import NDArray
 from ..._schemas.config import Config, check_finite
 from ..._schemas.noise import rounding
 
-__all__ = [
-    "FormatMarker",
-    "LengthBounty",
-    "RewardConfig",
-    "Shaped",
-    "bounty_of_lengths",
-    "combined",
-    "failed",
-    "reward_of_format",
-]
-
 Floats: TypeAlias = NDArray[np.float64]
 
 TURN_SEPARATOR = "\0"

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from ..._schemas import InvalidRecord
 
-__all__ = ["TeacherCandidates"]
-
 ROUNDING = 1e-3
 """Tolerance above 0 for a log-probability, because engines may compute in bfloat16."""
 

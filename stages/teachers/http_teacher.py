@@ -26,8 +26,6 @@ from .candidates import TeacherCandidates
 if TYPE_CHECKING:
     from ..engines.server_client import ServerClient
 
-__all__ = ["HttpTeacher"]
-
 PATH = "/v1/completions"
 
 AT_START = Backoff(attempts=3)

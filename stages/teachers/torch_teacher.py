@@ -25,8 +25,6 @@ from ..training.micro_batches import Packed
 from ..training.scoring import Likelihood, scored_tokens
 from .candidates import TeacherCandidates
 
-__all__ = ["TorchTeacher"]
-
 
 @dataclass(frozen=True, slots=True)
 class TorchTeacher:

@@ -16,8 +16,6 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-__all__ = ["CausalModel", "KVCache", "causal_attend", "packed_attend", "positions_of"]
-
 
 class KVCache:
     """Keys and values of the tokens that a model has read, preallocated; every row is filled to the same `length`."""

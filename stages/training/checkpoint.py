@@ -15,8 +15,6 @@ from pathlib import Path
 
 from ..._pipeline.util.os_errors import explaining_os_errors
 
-__all__ = ["FOLDER_SCHEME", "latest_checkpoint", "remove_old_checkpoints", "step_of", "write_checkpoint"]
-
 FOLDER_SCHEME = "file://"
 """Scheme of the URL of a folder."""
 

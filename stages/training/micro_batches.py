@@ -25,8 +25,6 @@ from torch import Tensor
 from ..._schemas import Array, InvalidRecord, TrainBatch
 from ..._schemas.columns import count_between
 
-__all__ = ["MicroBatch", "Packed", "empty_micro_batch", "lay_out", "micro_batches"]
-
 Rows: TypeAlias = list[list[int]]
 """The sequences in each row."""
 

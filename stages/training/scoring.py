@@ -19,17 +19,6 @@ from ..._schemas.batch import PackedGroup
 from .causal_model import CausalModel, packed_attend
 from .micro_batches import MicroBatch, Packed, micro_batches
 
-__all__ = [
-    "TEMPERATURE",
-    "Likelihood",
-    "ScoredTokens",
-    "check_temperature",
-    "likelihood",
-    "own_temperatures",
-    "scored_tokens",
-]
-
-
 TEMPERATURE = "temperature"
 """A column of a micro-batch: the temperature at which each token is scored."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["StepClock"]
-
 
 class StepClock:
     """A clock that starts when it is made; `lap` ends a part."""

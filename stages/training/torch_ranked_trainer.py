@@ -20,8 +20,6 @@ from ..._schemas import GroupId, TokenizerIdentity, TrainBatch
 from .torch_ranks import decode_share, encode_share, owners
 from .torch_trainer import TorchTrainer
 
-__all__ = ["RankedTrainer"]
-
 R = TypeVar("R")
 
 STEP, GATHER, SAVE, RESUME, END, FAILED = range(6)

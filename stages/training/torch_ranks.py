@@ -27,8 +27,6 @@ from ..._pipeline.errors import PeerLost
 from ..._schemas import TrainBatch
 from ..losses.metrics import EffectiveSamples, Extreme, Mean, Metric, TokensUsed, merge
 
-__all__ = ["Ranks", "decode_share", "encode_share", "owners"]
-
 HEARTBEAT_S = 0.25
 """Interval of the heartbeats of a rank."""
 

@@ -22,8 +22,6 @@ from .causal_model import CausalModel
 from .micro_batches import Packed
 from .scoring import check_temperature, own_temperatures, scored_tokens
 
-__all__ = ["TorchReference"]
-
 
 @dataclass(frozen=True, slots=True)
 class TorchReference:

@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .causal_model import CausalModel
 
-__all__ = ["Trainable", "accumulating", "bare", "gathered", "is_shared", "spread", "spread_optimizer"]
-
 Trainable: TypeAlias = CausalModel | DistributedDataParallel
 
 

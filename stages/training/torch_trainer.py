@@ -46,8 +46,6 @@ from .step_clock import StepClock
 from .torch_ranks import Ranks
 from .torch_sharding import Trainable, accumulating, bare, gathered, is_shared, spread, spread_optimizer
 
-__all__ = ["OptimizerRecipe", "TorchTrainer"]
-
 OptimizerRecipe: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of a model's parameters: `partial(torch.optim.AdamW, lr=1e-5)`."""
 
