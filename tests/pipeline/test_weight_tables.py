@@ -11,20 +11,20 @@ import anyio
 import anyio.to_thread
 import pytest
 import torch
+import xxhash
 from torch import nn
 
-from penstock._pipeline.weights.weight_tables import published_tables
-from penstock._stages.engines.torch_folder_subscriber import Subscriber, subscriber
 from penstock.errors import WeightsMismatch
 from penstock.torch import FolderSubscriber, WeightFolder
-from penstock.weights import WeightPublisher
+from penstock.weights import WeightPublisher, WeightSubscriber
 
 Published: TypeAlias = nn.Module | dict[str, Any]
+Subscriber: TypeAlias = WeightSubscriber | FolderSubscriber
 Subscribed: TypeAlias = Callable[[Published], AbstractAsyncContextManager[Subscriber]]
 
 
 class Rotary(nn.Module):
-    """Frequencies of `theta`, which no state_dict holds."""
+    """Frequencies of `theta`, a buffer outside the state_dict."""
 
     def __init__(self, theta: float, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -54,21 +54,28 @@ def subscribed(request: pytest.FixtureRequest, tmp_path: Path) -> Subscribed:
 
     @asynccontextmanager
     async def opened(published: Published) -> AsyncIterator[Subscriber]:
-        by_memory = request.param == "memory"
-        publisher = WeightPublisher(published) if by_memory else WeightFolder(tmp_path / "weights", published)
-        async with publisher, subscriber(publisher.url) as reading:
-            yield reading
+        if request.param == "memory":
+            async with WeightPublisher(published) as publisher, WeightSubscriber(publisher.url) as subscriber:
+                yield subscriber
+        else:
+            async with WeightFolder(tmp_path / "weights", published) as folder, FolderSubscriber(folder.url) as reader:
+                yield reader
 
     return opened
 
 
 @pytest.mark.parametrize("make", [Model, on_meta])
-async def test_a_model_with_the_publishers_tables_is_let_in(subscribed: Subscribed, make: Callable[..., Model]) -> None:
+async def test_a_model_with_the_publishers_tables_is_attached(
+    subscribed: Subscribed, make: Callable[..., Model]
+) -> None:
     async with subscribed(Model(1e4, 5e5)) as subscriber:
         model = make(1e4, 5e5)
         subscriber.attach(model)
 
-    assert published_tables(model) == published_tables(Model(1e4, 5e5))
+    expected = dict(Model(1e4, 5e5).named_buffers())
+    assert {name: table.tolist() for name, table in model.named_buffers()} == {
+        name: table.tolist() for name, table in expected.items()
+    }
 
 
 @pytest.mark.parametrize(("make", "copied"), [(Model, False), (Model, True), (on_meta, False)])
@@ -76,7 +83,10 @@ async def test_another_table_is_refused_with_every_other_difference(
     subscribed: Subscribed, make: Callable[..., Model], *, copied: bool
 ) -> None:
     model = make(1e4, 1e4, width=3)
-    ours, theirs = (str(published_tables(Model(theta))[0]) for theta in (1e4, 5e5))
+    digests = [
+        xxhash.xxh3_128_hexdigest(Rotary(theta).get_buffer("inv_freq").numpy().tobytes()) for theta in (1e4, 5e5)
+    ]
+    ours, theirs = (f"float32 [4] of xxh3 {digest}" for digest in digests)
 
     async with subscribed(Model(1e4, 5e5)) as subscriber:
         with pytest.raises(WeightsMismatch) as caught:
@@ -159,19 +169,23 @@ def test_a_publisher_whose_tables_are_not_computed_is_refused() -> None:
     "table",
     [torch.tensor(3), torch.zeros(0), torch.ones(2, dtype=torch.complex64), torch.ones(3, 4).T, torch.tensor([True])],
 )
-def test_a_table_may_have_any_dtype_and_shape(table: torch.Tensor) -> None:
-    model = nn.Module()
-    model.register_buffer("table", table, persistent=False)
+async def test_a_table_may_have_any_dtype_and_shape(subscribed: Subscribed, table: torch.Tensor) -> None:
+    def with_table(table: torch.Tensor) -> Model:
+        model = Model()
+        model.register_buffer("table", table, persistent=False)
+        return model
 
-    (spec,) = published_tables(model)
+    async with subscribed(with_table(table)) as subscriber:
+        subscriber.attach(with_table(table.clone().contiguous()))
+        with pytest.raises(WeightsMismatch, match=r"table: expected .*, found"):
+            subscriber.attach(with_table(torch.full((5,), 7)))
 
-    model.register_buffer("table", table.clone().contiguous(), persistent=False)
-    assert published_tables(model) == (spec,)
 
+async def test_a_table_of_several_places_has_all_its_names(subscribed: Subscribed) -> None:
+    shared, layer = Rotary(1e4), nn.Linear(2, 2)
 
-def test_a_table_of_several_places_has_all_its_names() -> None:
-    shared = Rotary(1e4)
+    async with subscribed(nn.ModuleList([shared, shared, layer])) as subscriber:
+        with pytest.raises(WeightsMismatch) as refused:
+            subscriber.attach(nn.ModuleList([nn.Identity(), nn.Identity(), nn.Linear(2, 2)]))
 
-    tables = published_tables(nn.ModuleList([shared, shared]))
-
-    assert [table.name for table in tables] == ["0.inv_freq", "1.inv_freq"]
+    assert [line.split(":")[0].strip() for line in str(refused.value).splitlines()[1:]] == ["0.inv_freq", "1.inv_freq"]
