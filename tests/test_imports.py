@@ -195,7 +195,7 @@ def test_records_import_numpy_and_msgspec_only(path: Path) -> None:
         ("examples", "from benchmarks import transport"),
     ],
 )
-def test_an_arrow_that_runs_the_other_way_is_seen(layer: str, statement: str) -> None:
+def test_an_import_against_the_arrows_is_detected(layer: str, statement: str) -> None:
     package = package_of(ROOT / layer / "file.py")
 
     assert any(upward(layer, each) for each in imports(statement, package))
@@ -212,7 +212,7 @@ def test_an_arrow_that_runs_the_other_way_is_seen(layer: str, statement: str) ->
         ("examples", "import numpy"),
     ],
 )
-def test_an_arrow_that_runs_the_right_way_is_fine(layer: str, statement: str) -> None:
+def test_an_import_along_the_arrows_is_accepted(layer: str, statement: str) -> None:
     package = package_of(ROOT / layer / "file.py")
 
     assert not any(upward(layer, each) for each in imports(statement, package))

@@ -23,20 +23,24 @@ def test_a_success_by_any_worker_ends_a_row_of_failures() -> None:
         streak.check(*ledger.failures(), dict)
 
 
-def test_the_message_lists_the_most_frequent_reasons() -> None:
-    reasons = {"a": 60, "b": 3, "c": 2, "d": 1, "e": 1}
+UNREPORTED = {
+    "reason not reported": 129,
+    "other reasons": 64,
+    "no simulator for task 0": 1,
+    "no simulator for task 1": 2,
+}
 
-    with pytest.raises(RolloutsFailed, match=r"in all\): 60 × a, 3 × b, 2 × c, 2 more reasons\. Fix"):
-        FailureStreak().check(67, 0, lambda: reasons)
 
-
-def test_reasons_with_a_cause_come_before_collective_and_unreported_ones() -> None:
-    reasons = {
-        "reason not reported": 129,
-        "other reasons": 64,
-        "no simulator for task 0": 1,
-        "no simulator for task 1": 2,
-    }
-
-    with pytest.raises(RolloutsFailed, match=r"2 × no simulator for task 1, 1 × no simulator for task 0, 129 × reason"):
-        FailureStreak().check(196, 0, lambda: reasons)
+@pytest.mark.parametrize(
+    ("reasons", "message"),
+    [
+        ({"a": 60, "b": 3, "c": 2, "d": 1, "e": 1}, r"in all\): 60 × a, 3 × b, 2 × c, 2 more reasons\. Fix"),
+        (UNREPORTED, r"2 × no simulator for task 1, 1 × no simulator for task 0, 129 × reason"),
+    ],
+    ids=["by frequency", "causes first"],
+)
+def test_the_message_lists_the_most_frequent_reasons_those_with_a_cause_first(
+    reasons: dict[str, int], message: str
+) -> None:
+    with pytest.raises(RolloutsFailed, match=message):
+        FailureStreak().check(sum(reasons.values()), 0, lambda: reasons)

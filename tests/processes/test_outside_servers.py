@@ -132,15 +132,19 @@ async def test_a_port_that_accepts_will_do_as_a_sign_of_life(port: int, tmp_path
     assert opened.log == tmp_path / f"{Path(sys.executable).name}.log"
 
 
-async def test_a_server_that_is_not_ready_in_time_is_ended_with_its_last_answer(port: int, tmp_path: Path) -> None:
-    with pytest.raises(ServerFailed, match=r"server \(pid \d+\) was not ready within 0.1 s: .*[Rr]efused"):
-        async with recipe(port, tmp_path, "deaf", ready_timeout_s=0.1).open():
-            pytest.fail("it never was ready")
-
-
-async def test_a_server_that_ends_before_it_is_ready_is_not_waited_for(port: int, tmp_path: Path) -> None:
-    with pytest.raises(ServerFailed, match=r"(?s)server \(pid \d+\) exited with status 3\n.*no such model$"):
-        async with recipe(port, tmp_path, "doomed", ready_timeout_s=60).open():
+@pytest.mark.parametrize(
+    ("trait", "timeout_s", "message"),
+    [
+        ("deaf", 0.1, r"server \(pid \d+\) was not ready within 0.1 s: .*[Rr]efused"),
+        ("doomed", 60, r"(?s)server \(pid \d+\) exited with status 3\n.*no such model$"),
+    ],
+    ids=["not in time", "ended before"],
+)
+async def test_a_server_that_never_is_ready_fails_with_its_last_answer_or_its_end(
+    port: int, tmp_path: Path, trait: str, timeout_s: float, message: str
+) -> None:
+    with pytest.raises(ServerFailed, match=message):
+        async with recipe(port, tmp_path, trait, ready_timeout_s=timeout_s).open():
             pytest.fail("it never was ready")
 
 

@@ -149,14 +149,17 @@ def test_an_unknown_column_is_refused_with_the_names_that_exist() -> None:
         built(logprobs=[0.0] * 7)
 
 
-def test_a_missing_column_is_refused() -> None:
-    with pytest.raises(InvalidRecord, match="loss_mask: expected a column of bool, got none"):
-        msgspec.structs.replace(built(), loss_mask=None).validate()
-
-
-def test_a_column_that_is_no_array_is_refused() -> None:
-    with pytest.raises(InvalidRecord, match="rewards: expected a numpy array of float32, got list"):
-        msgspec.structs.replace(built(), rewards=[1.0, 0.0]).validate()
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"loss_mask": None}, "loss_mask: expected a column of bool, got none"),
+        ({"rewards": [1.0, 0.0]}, "rewards: expected a numpy array of float32, got list"),
+    ],
+    ids=["missing", "no array"],
+)
+def test_a_column_that_is_no_array_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRecord, match=message):
+        msgspec.structs.replace(built(), **changed).validate()
 
 
 # -- what is accepted ------------------------------------------------------------------------------------------------
@@ -307,18 +310,16 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         built().with_rewards([1.0, 2.0], parts={"format": [1.0]})
 
 
-def test_an_advantage_a_sequence_is_spread_over_its_loss_mask() -> None:
-    after = built().with_advantages([2.0, -1.0])
+@pytest.mark.parametrize(
+    ("given", "advantages"), [([2.0, -1.0], [0, 2, 2, 0, 0, -1, -1]), (np.arange(7.0), [0, 1, 2, 3, 4, 5, 6])]
+)
+def test_advantages_of_sequences_are_spread_over_the_loss_mask_and_those_of_tokens_kept(
+    given: Any, advantages: list[float]
+) -> None:
+    after = built().with_advantages(given)
 
     assert after.advantages is not None
-    assert after.advantages.tolist() == [0, 2, 2, 0, 0, -1, -1]
-
-
-def test_an_advantage_a_token_is_taken_as_it_is() -> None:
-    after = built().with_advantages(np.arange(7.0))
-
-    assert after.advantages is not None
-    assert after.advantages.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert after.advantages.tolist() == advantages
 
 
 @pytest.mark.parametrize("advantages", [[1.0] * 3, [float("nan"), 1.0], [[1.0] * 7]])

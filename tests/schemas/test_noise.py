@@ -33,10 +33,20 @@ def test_a_value_added_to_a_reward_adds_its_rounding() -> None:
     assert noise(again) == pytest.approx([3.4 * NOISE, 1.3 * NOISE])
 
 
-def test_a_score_among_the_parts_makes_them_all_that_there_is() -> None:
-    summed = group(rewards=[9, 9]).with_rewards([0.0, 0.5], parts={"score": [0.7, 0.5], "penalty": [-0.7, 0.0]})
+@pytest.mark.parametrize(
+    ("before", "rewards", "parts", "expected"),
+    [
+        ([9, 9], [0.0, 0.5], {"score": [0.7, 0.5], "penalty": [-0.7, 0.0]}, [1.4, 0.5]),
+        ([0, 1], [0.5, 1.5], {"bonus": [0.5, 0.5], "tokens": [3e7, 3e7]}, [0.5, 1.5]),
+    ],
+    ids=["with a score the parts are the reward", "a diagnostic adds nothing"],
+)
+def test_noise_is_that_of_the_parts_that_were_added(
+    before: list[float], rewards: list[float], parts: dict[str, list[float]], expected: list[float]
+) -> None:
+    summed = group(rewards=before).with_rewards(rewards, parts=parts)
 
-    assert noise(summed) == pytest.approx([1.4 * NOISE, 0.5 * NOISE])
+    assert noise(summed) == pytest.approx([share * NOISE for share in expected])
 
 
 def test_a_reward_that_a_bound_decided_has_the_rounding_of_the_bound() -> None:
@@ -53,12 +63,6 @@ def test_a_diagnostic_beside_a_reward_adds_nothing(diagnostics: list[float]) -> 
     noted = scored.with_rewards(scored.rewards, parts={f"of/{n}": [x, -x] for n, x in enumerate(diagnostics)})
 
     assert noise(noted) == noise(scored)
-
-
-def test_a_diagnostic_beside_a_part_that_was_added_adds_nothing() -> None:
-    noted = group(rewards=[0, 1]).with_rewards([0.5, 1.5], parts={"bonus": [0.5, 0.5], "tokens": [3e7, 3e7]})
-
-    assert noise(noted) == pytest.approx([0.5 * NOISE, 1.5 * NOISE])
 
 
 def test_a_replaced_reward_keeps_nothing_of_the_old_one() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -19,14 +20,6 @@ def test_integral_values_become_ints(value: object) -> None:
     assert (type(number), number) == (int, 3)
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, 2.0, math.nan, True, np.True_, np.float64(3), "3", None, [3]])
-def test_an_invalid_count_is_refused_by_name_and_value(value: object) -> None:
-    with pytest.raises(InvalidConfig) as refused:
-        whole_number("capacity", value)
-
-    assert str(refused.value) == f"capacity: expected a whole number of at least 1, got {value!r}"
-
-
 @pytest.mark.parametrize("value", [3.0, np.float32(3), np.int64(3), Fraction(3)])
 def test_numeric_values_become_floats(value: object) -> None:
     number = finite_number("timeout_s", value)
@@ -38,12 +31,24 @@ def test_an_int_stays_one_and_reads_as_it_was_written() -> None:
     assert str(finite_number("timeout_s", 7)) == "7"
 
 
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, np.True_, "3", None, Decimal(3)])
-def test_an_invalid_number_is_refused_by_name_and_value(value: object) -> None:
-    with pytest.raises(InvalidConfig) as refused:
-        finite_number("timeout_s", value)
+COUNTS: list[object] = [0, -1, 2.5, 2.0, math.nan, True, np.True_, np.float64(3), "3", None, [3]]
+NUMBERS: list[object] = [0, -1.0, math.nan, math.inf, True, np.True_, "3", None, Decimal(3)]
 
-    assert str(refused.value) == f"timeout_s: expected a finite number above 0, got {value!r}"
+
+@pytest.mark.parametrize(
+    ("check", "value", "expected"),
+    [
+        *((whole_number, value, "a whole number of at least 1") for value in COUNTS),
+        *((finite_number, value, "a finite number above 0") for value in NUMBERS),
+    ],
+)
+def test_an_invalid_number_is_refused_by_name_and_value(
+    check: Callable[[str, object], object], value: object, expected: str
+) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        check("an option", value)
+
+    assert str(refused.value) == f"an option: expected {expected}, got {value!r}"
 
 
 def test_zero_is_valid_where_it_is_permitted() -> None:

@@ -58,28 +58,20 @@ def test_of_several_checkpoints_of_a_step_that_a_kill_left_the_last_is_the_lates
     assert names_in(tmp_path) == ["step-00000001.12", "step-00000002"]
 
 
-def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
-    for step in (8, 9, 10):
-        write("whole", tmp_path, step)
+@pytest.mark.parametrize(
+    ("before", "step", "keep", "left"),
+    [((8, 9, 10), 11, 2, [10, 11]), ((), 8, 3, [8]), ((8, 9), 3, 1, [3, 9])],
+    ids=["newest", "fewer", "just written"],
+)
+def test_the_newest_checkpoints_and_the_one_just_written_are_kept(
+    tmp_path: Path, before: tuple[int, ...], step: int, keep: int, left: list[int]
+) -> None:
+    for earlier in before:
+        write("whole", tmp_path, earlier)
 
-    train(tmp_path, 11, keep=2)
+    train(tmp_path, step, keep=keep)
 
-    assert names_in(tmp_path) == ["step-00000010", "step-00000011"]
-
-
-def test_fewer_than_are_to_be_kept_are_not_removed(tmp_path: Path) -> None:
-    train(tmp_path, 8, keep=3)
-
-    assert names_in(tmp_path) == ["step-00000008"]
-
-
-def test_the_checkpoint_that_was_just_written_is_kept_also_beside_others_of_higher_steps(tmp_path: Path) -> None:
-    for step in (8, 9):
-        write("whole", tmp_path, step)
-
-    train(tmp_path, 3, keep=1)
-
-    assert names_in(tmp_path) == ["step-00000003", "step-00000009"]
+    assert names_in(tmp_path) == [f"step-{number:08d}" for number in left]
 
 
 def test_an_interrupted_removal_leaves_no_incomplete_checkpoint(

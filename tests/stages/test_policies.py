@@ -11,7 +11,7 @@ from penstock import Worker
 from penstock.policies import Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy
 from penstock.torch import TorchPolicy
 
-METHODS = {"generate", "update_weights", "pause", "resume", "sleep", "wake_up"}
+METHODS = {name for name in vars(Engine) if not name.startswith("_")}
 
 
 async def test_a_policy_without_generation_refuses_to_sample_with_the_remedy() -> None:
@@ -34,10 +34,6 @@ async def test_an_engine_without_generation_accepts_every_other_call() -> None:
 
 def test_a_policy_without_generation_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(NoOpPolicy())) == NoOpPolicy()  # noqa: S301 (our own bytes)
-
-
-def test_the_protocol_contains_every_method_of_an_engine() -> None:
-    assert {name for name in vars(Engine) if not name.startswith("_")} == METHODS
 
 
 def assert_methods(engine: object) -> None:

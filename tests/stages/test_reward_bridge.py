@@ -136,25 +136,22 @@ def test_a_bridge_can_be_sent_to_its_process() -> None:
     assert pickle.loads(pickle.dumps(stage)).config == stage.config  # noqa: S301 (our own bytes)
 
 
-# -- only what the policy said ---------------------------------------------------------------------------------------
+# -- only the policy's tokens -----------------------------------------------------------------------------------------
 
 
-async def test_a_marker_in_the_prompt_pays_nothing() -> None:
-    (out,) = await drive(bridge(format_markers=[MARK]), [answering("no", "<a>", prompt="Say <a>!")])
+@pytest.mark.parametrize(
+    ("given", "rewards"),
+    [
+        (answering("no", "<a>", prompt="Say <a>!"), [0, 0.5]),
+        (answering(["go", "<a>", "on"], ["go", "", "<a>"]), [0, 0.5]),
+        (answering(["<", "x", "a>"]), [0]),
+    ],
+    ids=["in the prompt", "in an observation", "around an observation"],
+)
+async def test_a_marker_outside_the_policys_tokens_pays_nothing(given: TrajectoryGroup, rewards: list[float]) -> None:
+    (out,) = await drive(bridge(format_markers=[MARK]), [given])
 
-    assert out.rewards.tolist() == [0, 0.5]
-
-
-async def test_a_marker_in_an_observation_pays_nothing() -> None:
-    (out,) = await drive(bridge(format_markers=[MARK]), [answering(["go", "<a>", "on"], ["go", "", "<a>"])])
-
-    assert out.rewards.tolist() == [0, 0.5]
-
-
-async def test_a_marker_around_an_observation_is_no_marker() -> None:
-    (out,) = await drive(bridge(format_markers=[MARK]), [answering(["<", "x", "a>"])])
-
-    assert out.rewards.tolist() == [0]
+    assert out.rewards.tolist() == rewards
 
 
 async def test_only_sampled_tokens_are_decoded_and_no_end_of_sequence() -> None:

@@ -35,17 +35,18 @@ def test_a_marker_pays_once_for_any_number_of_occurrences() -> None:
     assert pays([{"marker": "so", "reward": 0.5}], "so and so and so") == 0.5
 
 
-def test_a_marker_that_is_counted_each_time_pays_each_time() -> None:
-    assert pays([{"marker": "so", "reward": 0.5, "counted": "each"}], "so and so and so") == 1.5
+@pytest.mark.parametrize(
+    ("marker", "reward", "text", "paid"), [("so", 0.5, "so and so and so", 1.5), ("aa", 1, "aaaa a aaa", 3)]
+)
+def test_a_marker_that_is_counted_each_time_pays_for_each_occurrence_without_overlap(
+    marker: str, reward: float, text: str, paid: float
+) -> None:
+    assert pays([{"marker": marker, "reward": reward, "counted": "each"}], text) == paid
 
 
 def test_an_absent_marker_pays_nothing() -> None:
     assert pays([{"marker": "so", "reward": 0.5}], "") == 0
     assert pays([{"marker": "so", "reward": 0.5}]) == 0
-
-
-def test_occurrences_do_not_overlap() -> None:
-    assert pays([{"marker": "aa", "reward": 1, "counted": "each"}], "aaaa a aaa") == 3
 
 
 def test_a_marker_without_its_closing_pays_nothing() -> None:

@@ -245,12 +245,13 @@ async def test_sampling_goes_on_when_a_step_fails() -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_checkpoint_is_written_every_so_often_and_at_the_end() -> None:
+@pytest.mark.parametrize(("every", "saved"), [(2, ["save kept 4", "save kept 6"]), (3, ["save kept 6"])])
+async def test_a_checkpoint_is_written_every_so_many_steps_and_once_at_the_end(every: int, saved: list[str]) -> None:
     trainer = Recorder()
 
-    await drive_sink(SinkTrainer(trainer, checkpoints="kept", checkpoint_every=2), batches(3))
+    await drive_sink(SinkTrainer(trainer, checkpoints="kept", checkpoint_every=every), batches(3))
 
-    assert [entry for entry in trainer.story if "save" in entry] == ["save kept 4", "save kept 6"]
+    assert [entry for entry in trainer.story if "save" in entry] == saved
 
 
 async def test_old_checkpoints_are_removed_when_a_new_one_is_written(tmp_path: Path) -> None:
@@ -272,14 +273,6 @@ async def test_old_checkpoints_are_removed_when_a_new_one_is_written(tmp_path: P
         "step-00000002 step-00000003",
     ]
     assert trainer.names_in(tmp_path) == "step-00000003 step-00000004"
-
-
-async def test_a_checkpoint_that_was_just_written_is_not_written_again_at_the_end() -> None:
-    trainer = Recorder()
-
-    await drive_sink(SinkTrainer(trainer, checkpoints="kept", checkpoint_every=3), batches(3))
-
-    assert [entry for entry in trainer.story if "save" in entry] == ["save kept 6"]
 
 
 async def test_a_resumed_trainer_takes_the_ledger_and_the_version_with_it() -> None:
