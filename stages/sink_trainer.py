@@ -18,7 +18,6 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 import anyio
 import anyio.to_thread
 import numpy as np
-from anyio.abc import TaskStatus
 
 from .._pipeline.accounting.committed_prompts import CommittedPrompts
 from .._pipeline.accounting.ledger import Ledger
@@ -28,6 +27,8 @@ from .._pipeline.durability.resumption import ResumePoint, Snapshot, Stateful
 from .._pipeline.graph.context import current
 from .._pipeline.graph.flush import FlushableInbox
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from .._pipeline.util.exception_groups import unwrap_single
+from .._pipeline.weights.shielded import limit_once_cancelled
 from .._schemas import GroupId, StopReason, TrainBatch
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .training.checkpoint import latest_checkpoint, remove_old_checkpoints
@@ -324,28 +325,15 @@ async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:
 
 async def _uninterrupted(work: Callable[[], Awaitable[None]], cancel_timeout_s: float, step: int) -> None:
     """Finish `work` even if the caller is cancelled, but within `cancel_timeout_s` from then on."""
-    failure: list[Exception] = []
     shield = anyio.CancelScope(shield=True)
-
-    async def set_deadline(*, task_status: TaskStatus[None]) -> None:
-        task_status.started()
-        try:
-            await anyio.sleep_forever()
-        finally:
-            shield.deadline = anyio.current_time() + cancel_timeout_s
-
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(set_deadline)
-        with shield:
-            try:
+    with unwrap_single():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(limit_once_cancelled, shield, cancel_timeout_s)
+            with shield:
                 await work()
-            except Exception as error:  # noqa: BLE001 (raised below, outside of the task group)
-                failure.append(error)
-        if shield.cancelled_caught:
-            log.warning("step_abandoned", step=step, waited_s=cancel_timeout_s)
-        tasks.cancel_scope.cancel()
-    if failure:
-        raise failure[0]
+            if shield.cancelled_caught:
+                log.warning("step_abandoned", step=step, waited_s=cancel_timeout_s)
+            tasks.cancel_scope.cancel()
 
 
 def batch_metrics(batch: TrainBatch, current_version: int) -> dict[str, float]:

@@ -40,7 +40,7 @@ async def shielded(
     try:
         with unwrap_single():
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_limit, scope, cancel_timeout_s)
+                tasks.start_soon(limit_once_cancelled, scope, cancel_timeout_s)
                 with scope:
                     await work()
                 tasks.cancel_scope.cancel()
@@ -51,7 +51,7 @@ async def shielded(
             )
 
 
-async def _limit(scope: anyio.CancelScope, timeout_s: float) -> None:
+async def limit_once_cancelled(scope: anyio.CancelScope, timeout_s: float) -> None:
     """Limit `scope` to `timeout_s` once the caller is cancelled: this task, unlike the work, is not shielded."""
     try:
         await anyio.sleep_forever()
