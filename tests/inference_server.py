@@ -57,7 +57,7 @@ def logprobs_of(logits: NDArray[np.float32], temperature: float) -> NDArray[np.f
 
 
 class Server:
-    """One model and everybody's completions."""
+    """The model and all running completions."""
 
     def __init__(self, kind: str, folder: str) -> None:
         self.kind = kind
@@ -119,7 +119,7 @@ class Server:
         await send(started)
         await send({"type": "http.response.body", "body": encoded})
 
-    # -- what whoever trains asks for ----------------------------------------------------------------------------------
+    # -- requests of a trainer -----------------------------------------------------------------------------------------
 
     async def control(self, path: str, asked: dict[str, Any], send: Send) -> None:
         known = {"vllm": self.as_vllm, "sglang": self.as_sglang}.get(self.kind)
@@ -273,7 +273,7 @@ async def main(port: int, kind: str, folder: str) -> None:
     listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY for no other
     listener.bind(("127.0.0.1", port))
     listener.listen()
-    print(listener.getsockname()[1], flush=True)  # noqa: T201 (to whoever started it)
+    print(listener.getsockname()[1], flush=True)  # noqa: T201 (for the process that started it)
     await uvicorn.Server(config).serve([listener])
 
 

@@ -25,7 +25,7 @@ PIPELINE_FOLDERS = (
 """The parts of pipeline/, each of which may import what stands before it, and itself."""
 
 OURS_AT_TOP_LEVEL = {"schemas", "pipeline", "stages"}
-"""Import names that exist in a checkout only: nobody who installed penstock has them."""
+"""Import names that exist in a checkout only, and not in an installation."""
 
 FOREIGN_TO_SCHEMAS = {"numpy", "msgspec", "yaml"}
 """Packages that records and configuration may use."""

@@ -33,7 +33,7 @@ MOMENTS = [
     pytest.param("stepped", 8, marks=pytest.mark.long),
     ("saving", 1),  # committed, in no checkpoint
     ("half saved", 3),
-    pytest.param("saved", 1, marks=pytest.mark.long),  # in a checkpoint that nobody has heard of
+    pytest.param("saved", 1, marks=pytest.mark.long),  # in a checkpoint that was not announced
     ("saved", 4),
     ("deleting", 1),  # in a checkpoint, and still in the journal
     pytest.param("deleted", 2, marks=pytest.mark.long),

@@ -87,7 +87,7 @@ class Counting:
 
 
 class Run:
-    """A journal within a run, fed by hand; `ledger` are the run's books."""
+    """A journal within a run, fed by the test, with the run's ledger."""
 
     def __init__(self, folder: Path, ledger: Ledger | None = None, **options: Any) -> None:
         self.ledger = Ledger() if ledger is None else ledger
@@ -207,7 +207,7 @@ async def test_a_record_of_both_the_journal_and_its_source_is_trained_once(tmp_p
 async def test_a_record_that_its_source_sent_first_is_not_offered_again(tmp_path: Path) -> None:
     await drive(Journal(tmp_path), RECORDS[:3])
 
-    out = await drive(Journal(tmp_path), RECORDS[:5])  # all of it is in the books before the journal is read
+    out = await drive(Journal(tmp_path), RECORDS[:5])  # all of it is in the ledger before the journal is read
 
     assert names(out) == [0, 1, 2, 3, 4]
     assert out.ledger.balance().in_flight == 10

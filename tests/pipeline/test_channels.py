@@ -46,7 +46,7 @@ class RemoteEnds:
         return connect(self.url, TrajectoryGroup, name=f"member {self.joined}", key=self.key)
 
     async def lose(self, outbox: SendChannel[TrajectoryGroup]) -> bool:
-        """Let go of all that it holds, as the kernel does of a process that is killed, without a goodbye."""
+        """Close all its sockets, as the kernel does for a killed process, without Close."""
         assert isinstance(outbox, RemoteSender)
         self.joined -= 1
         outbox._closed = True
@@ -233,7 +233,7 @@ async def test_columns_need_not_lie_as_they_travel(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", REMOTE)
 async def test_columns_may_begin_at_any_address(transport: str) -> None:
-    """As those do that are views into bytes of somebody else; the record before was aligned."""
+    """A view into foreign bytes may begin anywhere; the record before was aligned."""
     usual = group(completion_lengths=[700, 700])
     raw = np.zeros(usual.tokens.nbytes + 1, np.uint8)
     shifted = raw[1:].view(np.int32)
@@ -259,7 +259,7 @@ async def test_columns_may_begin_at_any_address(transport: str) -> None:
 async def test_a_record_that_is_changed_before_it_was_copied_ends_the_connection(
     change: Callable[[np.ndarray[Any, Any]], None], ends: str
 ) -> None:
-    """Its sender has not yielded since: both ends are told, and nobody gets what was made of it, or waits for it."""
+    """Its sender has not yielded since: both ends raise, and the changed record is never received or waited for."""
     usual = group(completion_lengths=[700, 700])
     column = np.array(usual.tokens)
     changed = msgspec.structs.replace(usual, tokens=column)

@@ -219,7 +219,7 @@ async def test_trajectories_in_flight_when_the_run_is_cancelled_are_lost() -> No
     assert report.balance.in_flight == 0
 
 
-# -- the books -----------------------------------------------------------------------------------------------------
+# -- the ledger ----------------------------------------------------------------------------------------------------
 
 
 async def test_a_source_that_knows_no_ledger_has_its_groups_admitted() -> None:

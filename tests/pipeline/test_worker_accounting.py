@@ -40,7 +40,7 @@ def report(
 
 
 class Source:
-    """A source's worker as the books see it: it writes its page, and what it sends is received."""
+    """A source's worker as the accounting sees it: it writes its page, and its records are received."""
 
     def __init__(self) -> None:
         self.ledger, self.metrics, self.counter = Ledger(), Metrics(), EdgeCounter()
@@ -168,7 +168,7 @@ def test_a_sender_that_is_no_worker_is_admitted_here(source: Source) -> None:
 
 
 class Middle:
-    """A middle stage's worker as the books see it."""
+    """A middle stage's worker as the accounting sees it."""
 
     def __init__(self) -> None:
         self.ledger, self.counter = Ledger(), EdgeCounter()
@@ -289,7 +289,7 @@ class TestTwoProcesses:
 
         assert self.worker.balance().ended["stale"] == 2
         assert self.worker.balance().balanced
-        assert not self.worker.balance().reasons["stale"]  # told in the trainer's books, once
+        assert not self.worker.balance().reasons["stale"]  # counted once, in the trainer's ledger
 
     def test_workers_that_share_a_prompt_each_hear_of_what_they_sampled(self) -> None:
         other = Ledger(SharedCounters(bytearray(COUNTERS_BYTES)))

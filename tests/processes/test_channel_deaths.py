@@ -237,7 +237,7 @@ async def test_ctrl_c_in_the_moment_of_closing_leaves_nothing_open(url: str, who
     async def receive(begun: asyncio.Future[RemoteReceiver[TrajectoryGroup]]) -> None:
         async with serve(url, TrajectoryGroup, name="the receiver") as inbox:
             begun.set_result(inbox)
-            with suppress(PeerLost):  # whoever is cut off while it leaves may leave before all is through
+            with suppress(PeerLost):  # an end that is disconnected while it closes may close before all is received
                 await inbox.receive()
             await _cancelled_or_lost(who == "receiver", may_end)
 

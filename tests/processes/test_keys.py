@@ -1,4 +1,4 @@
-"""Beyond this host nobody without the key is let in, is heard, or can read."""
+"""Beyond this host a peer without the key is rejected, and can read nothing."""
 
 import socket
 import threading
@@ -84,7 +84,7 @@ async def test_messages_without_the_key_are_ignored_and_counted() -> None:
 
 
 async def test_messages_cannot_be_read_nor_replayed_by_others() -> None:
-    secret = group(tokens=np.full(14, 0x41424344), env="a name that nobody should read")
+    secret = group(tokens=np.full(14, 0x41424344), env="a name that is to be secret")
     async with serving() as inbox:
         port = int(inbox.url.rpartition(":")[2])
         with overhearing("127.0.0.2", port) as overheard:  # no other port is passed on

@@ -372,7 +372,7 @@ class SavesAtOnce:
 
 
 async def saved_and_cut_off(outbox: ReplayingSender, inbox: RemoteReceiver[TrajectoryGroup]) -> None:
-    """Send a record, and return when it is saved and the connection has ended, without a goodbye."""
+    """Send a record, and return when it is saved and the connection has ended, without Close."""
     await outbox.send(group(completion_lengths=[2]))
     await inbox.receive()
     while outbox.unsaved:  # noqa: ASYNC110 (a sender tells of no record that it is saved)

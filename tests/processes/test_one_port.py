@@ -28,7 +28,7 @@ HELD_UP = """
     async def main():
         async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
             print(inbox.url, flush=True)
-            ctypes.PyDLL(None).sleep(60)  # nobody else gets the interpreter meanwhile
+            ctypes.PyDLL(None).sleep(60)  # holds the interpreter lock
 
     anyio.run(main)
 """

@@ -52,7 +52,7 @@ def recipe(
 
 
 async def settled(port: int) -> None:
-    """Return when somebody answers."""
+    """Return when a server answers."""
     with anyio.fail_after(FAILSAFE_S):
         while True:
             with suppress(OSError):
@@ -183,7 +183,7 @@ async def test_another_server_at_its_port_is_detected_and_left_running(port: int
         await settled(port)
         with pytest.raises(ServerFailed, match="expected the probe to fail before server is started, it succeeded for"):
             async with recipe(port, tmp_path, stop_timeout_s=0.05).open():
-                pytest.fail("somebody else was there")
+                pytest.fail("expected another server")
 
         assert stranger.poll() is None
         assert not (tmp_path / "server.log").exists()
@@ -258,7 +258,7 @@ async def test_a_cancelled_body_ends_the_server_too(port: int, tmp_path: Path) -
     assert ended[0].exit_reason == "exited with status 0"
 
 
-# -- who dies ------------------------------------------------------------------------------------------------------
+# -- deaths --------------------------------------------------------------------------------------------------------
 
 USER = """
 import sys, anyio

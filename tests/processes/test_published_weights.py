@@ -1,4 +1,4 @@
-"""Weights over a real door: publisher and subscribers in one process, and in processes that are killed."""
+"""Weights over real sockets: publisher and subscribers in one process, and in processes that are killed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_before_the_first_version_there_is_nothing_to_load() -> None:
 
 async def test_the_newest_version_is_read_from_memory_without_asking_anyone() -> None:
     async with pair() as (publisher, subscriber):
-        publisher._opened().write(tensors(), 5)  # no await: nobody can have said anything
+        publisher._opened().write(tensors(), 5)  # no await: no message was sent meanwhile
 
         assert subscriber.latest == 5
 
@@ -267,7 +267,7 @@ async def test_a_subscriber_that_does_not_stop_is_named_and_the_pause_given_up()
             pass
 
 
-# -- who dies, who leaves ----------------------------------------------------------------------------------------------
+# -- processes that die or close ---------------------------------------------------------------------------------------
 
 SAMPLING = """
     import sys, anyio
@@ -355,7 +355,7 @@ async def test_the_death_of_the_publisher_ends_a_wait_for_the_end_of_a_pause() -
 async def test_a_killed_publisher_leaves_a_directory_that_the_next_one_sweeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where nobody else sweeps
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # a folder that no other process cleans
     with child(PUBLISHING) as publisher:
         directory = Path((await line(publisher)).removeprefix("weights://"))
     assert exists(directory)
@@ -407,7 +407,7 @@ async def test_an_error_in_the_body_arrives_as_it_was_raised() -> None:
             raise ZeroDivisionError
 
 
-# -- the door ----------------------------------------------------------------------------------------------------------
+# -- the control socket ------------------------------------------------------------------------------------------------
 
 
 async def test_the_control_socket_is_private_and_removed_afterwards() -> None:

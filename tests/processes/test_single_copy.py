@@ -1,4 +1,4 @@
-"""Models whose tensors are views of what is published: one copy, never a mixture, also where somebody is stuck."""
+"""Models whose tensors are views of published weights: one copy, never a mixture, also beside a stuck process."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ PUBLISHING = """
 async def test_the_weights_of_a_killed_publisher_stay_and_its_files_are_removed_by_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where nobody else sweeps
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # a folder that no other process cleans
     model = nn.Linear(4, 4, bias=False)
 
     with child(PUBLISHING) as publisher:

@@ -1,4 +1,4 @@
-"""From an optimizer step to a sampler's model, over a real segment and a real door."""
+"""From an optimizer step to a sampler's model, over a real segment and a real socket."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def die(rank: int, folder: Path, kind: str) -> None:
                 ranked.step(made(seed))
     except Exception as error:  # noqa: BLE001 (whatever it is told)
         (folder / f"{kind}-left").write_text(f"{type(error).__name__}: {error}")
-        os._exit(0)  # whoever is left cannot take leave of the process group
+        os._exit(0)  # a remaining rank cannot leave the process group
 
 
 class Stopping(RankedTrainer):

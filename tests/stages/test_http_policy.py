@@ -322,11 +322,11 @@ async def test_a_server_that_sends_nothing_is_waited_for_until_the_timeout(serve
 
 
 async def test_an_absent_server_is_an_error() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
         with pytest.raises(NobodyListens, match=r"/v1/models, attempt 3 of 3: expected a server, got no connection"):
-            async with engine(f"http://127.0.0.1:{nobody.getsockname()[1]}"):
-                pytest.fail("nobody was there")
+            async with engine(f"http://127.0.0.1:{unused.getsockname()[1]}"):
+                pytest.fail("expected no server")
 
 
 async def test_temporary_failures_are_retried_after_the_servers_retry_after(serve: Serve) -> None:
@@ -395,7 +395,7 @@ def test_the_recipe_travels_to_workers_and_keeps_its_secret() -> None:
     assert "sesame" not in repr(recipe)
 
 
-# -- whoever trains ------------------------------------------------------------------------------------------------
+# -- weights and pauses --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -497,7 +497,7 @@ async def test_no_more_rollouts_run_at_once_than_allowed(group_size: int, concur
 
 
 async def reached(condition: Callable[[], bool]) -> None:
-    """Let everybody work until `condition` holds, and then for as long as they could go on."""
+    """Let all tasks run until `condition` holds, and then until they are blocked."""
     while not condition():
         await checkpoint()
     for _ in range(50):
@@ -528,7 +528,7 @@ async def test_in_a_synchronous_schedule_groups_come_in_waves_and_in_order() -> 
             return {"question": "?" * (9 - index), "answer": ""}
 
     class Patient(FakePolicy):
-        """Is asked by everybody before it answers, the last first."""
+        """Receives all requests before it answers them, the last first."""
 
         async def generate(self, prompts: Any, **options: Any) -> Any:
             assert len(asked) % 3 == 0
