@@ -1,4 +1,4 @@
-"""What holds for every test: nothing blocks the event loop, real processes leave nothing, who hangs says why."""
+"""Rules for every test: nothing blocks the event loop, processes leave nothing, a test that hangs prints its waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer 
 from penstock._pipeline.channels.zmq_context import zmq_context
 
 REAPING_S = FAILSAFE_S
-"""How long ZeroMQ may take to close a socket that was closed here: a thread of its own does that."""
+"""Bound on the closing of a socket by a thread of ZeroMQ."""
 
 settings.register_profile("search", database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)
@@ -33,7 +33,7 @@ settings.load_profile("same")
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_blocks_the_event_loop() -> Iterator[None]:
-    """Any blocking call (sleep, file, socket, lock) from penstock's code under a running loop raises BlockingError.
+    """Raise BlockingError for any blocking call (sleep, file, socket, lock) from penstock's code under a running loop.
 
     An import may block, the first time. So may a line of metrics, once a step: it goes to the kernel's cache.
     """
@@ -47,27 +47,27 @@ def _nothing_blocks_the_event_loop() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _the_key_of_this_user_is_not_touched(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Channels on loopback, those of child processes too, use a key that is made for this run of the tests."""
+    """Have channels on loopback, those of child processes too, use a key that is made for this run of the tests."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c_is_heard() -> None:
-    """A shell has what it starts in the background ignore SIGINT, and so would all that tests start."""
+    """Restore the handler of SIGINT, which processes ignore that a shell starts in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _logging_is_as_a_script_finds_it() -> Iterator[None]:
-    """structlog counts as configured once its own `capture_logs` was used, and then caplog sees nothing more."""
+    """Reset structlog, which counts as configured after `capture_logs`, so that caplog would receive nothing."""
     yield
     structlog.reset_defaults()
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test under tests/processes ends with the children, descriptors and /dev/shm files it began with."""
+    """Assert that a test under tests/processes leaves no child, no descriptor and no file in /dev/shm."""
     if "processes" not in request.path.parts:
         yield
         return
@@ -83,13 +83,13 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """An editable installation of a copy of this checkout."""
+    """Return an editable installation of a copy of this checkout."""
     return install_editable(tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Models as small as those of tests are slower on two threads than on one, above all beside other work."""
+    """Use one thread of torch: small models are slower on two, above all beside other work."""
     import torch  # noqa: PLC0415 (most tests need none)
 
     threads = torch.get_num_threads()
@@ -109,7 +109,7 @@ def _most_processes_run_as_for_their_users(request: pytest.FixtureRequest) -> It
 
 
 def _left_beyond(before: set[str]) -> set[str]:
-    """What is held beyond `before`, when ZeroMQ has had time to close its sockets: a thread of its own does that."""
+    """Return the resources beyond `before`, after a thread of ZeroMQ has had time to close its sockets."""
     deadline = time.monotonic() + REAPING_S
     while (left := _holdings() - before) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -117,12 +117,12 @@ def _left_beyond(before: set[str]) -> set[str]:
 
 
 def _holdings() -> set[str]:
-    """What this process holds of the machine, in words."""
+    """Return the resources that this process holds, in words."""
     return _children() | _descriptors() | _named_memory()
 
 
 def _children() -> set[str]:
-    """Processes whose parent this is, zombies included."""
+    """Return the child processes of this one, zombies included."""
     return {f"child process {pid}" for pid in children_of(os.getpid())}
 
 
@@ -136,5 +136,5 @@ def _descriptors() -> set[str]:
 
 
 def _named_memory() -> set[str]:
-    """Files in /dev/shm that bear our name; others on this machine may come and go."""
+    """Return the files of penstock in /dev/shm."""
     return {str(path) for path in Path("/dev/shm").glob("*penstock*")}  # noqa: S108 (looked at, not written)

@@ -1,4 +1,4 @@
-"""A policy that says what it is told to, and a tokenizer of one id a letter: what the tests of sources sample with."""
+"""A policy with given answers, and a tokenizer of one id for each letter, for tests of sources."""
 
 from __future__ import annotations
 

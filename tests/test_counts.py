@@ -33,7 +33,7 @@ PUBLIC = SimpleNamespace(**dict(public_names()))
 
 
 class Idle:
-    """A trainer, a teacher's policy, a tokenizer: what is asked for and never used."""
+    """A trainer, a teacher's policy and a tokenizer, for arguments that are never used."""
 
     tokenizer = None
 

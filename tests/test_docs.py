@@ -1,4 +1,4 @@
-"""Every public name is documented where it stands and mentioned where people read; examples in docstrings run."""
+"""Every public name has a docstring and is mentioned in the pages; examples in docstrings run."""
 
 from __future__ import annotations
 

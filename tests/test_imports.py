@@ -16,13 +16,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = ["schemas", "pipeline", "stages", "stages/integrations", "src/penstock", "benchmarks", "chaos", "examples"]
-"""Each may import what stands before it, and itself. Benchmarks and examples do not know each other."""
+"""Each may import those before it, and itself. Benchmarks and examples do not import each other."""
 
 PIPELINE_FOLDERS = (
     *("errors", "util", "accounting", "channels", "graph"),
     *("processes", "weights", "durability", "runtime", "testing"),
 )
-"""The parts of pipeline/, each of which may import what stands before it, and itself."""
+"""The parts of pipeline/, each of which may import those before it, and itself."""
 
 OURS_AT_TOP_LEVEL = {"schemas", "pipeline", "stages"}
 """Import names that exist in a checkout only, and not in an installation."""

@@ -28,7 +28,7 @@ TELLING_S = 0.5
 """Seconds for scripts to print what they wait for; they do not report the end of it."""
 
 TELLING = ("Pipeline", "MemorySender", "MemoryReceiver", "RemoteSender", "RemoteReceiver")
-"""Classes of penstock whose `statistics()` say what is waited for."""
+"""Classes of penstock whose `statistics()` contain waits."""
 
 
 def waits() -> str:
@@ -70,7 +70,7 @@ def tell_when_asked() -> None:
 
 
 def _ask_scripts() -> None:
-    """Have those below this process that tell when asked print their waits."""
+    """Ask the scripts below this process to print their waits."""
     asked = [pid for pid in _below(os.getpid()) if _heeds_sigusr1(pid)]
     for pid in asked:
         with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The chaos run in short, and that it would see what it looks for."""
+"""A short chaos run, and tests of its checks."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         try:
             yield demo
         finally:
-            demo.kill()  # what it should not need; its workers die with it
+            demo.kill()  # not needed; its workers die with it
 
 
 def read_until(demo: subprocess.Popen[str], marker: str) -> None:

@@ -1,4 +1,4 @@
-"""Every example runs as its reader would run it, and prints what its README says."""
+"""Every example runs as its reader would run it, and prints the output in its README."""
 
 from __future__ import annotations
 

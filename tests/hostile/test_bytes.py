@@ -197,7 +197,7 @@ def test_lengths_that_overflow_are_an_error_never_a_read(
 
 
 def test_contents_that_fill_another_span_than_theirs_are_refused(published: Published) -> None:
-    """Also where offsets, columns and header agree with them: behind the span lies what is another's."""
+    """Also where offsets, columns and header agree with them: the bytes after the span are another record's."""
     true = BundleHeader.decode(published.groups._segment.contents(published.bundle))
     longer = true.parts[0].tokens + 1000
     contents = encode_contents((*true[:3], (true.parts[0]._replace(tokens=longer), *true.parts[1:])))

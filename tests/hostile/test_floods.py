@@ -1,4 +1,4 @@
-"""Those who do not belong come in numbers: memory and file descriptors stay bounded, and the others go on."""
+"""Many strangers connect: memory and file descriptors stay bounded, and other senders continue."""
 
 import socket
 import subprocess
@@ -82,7 +82,7 @@ async def test_a_frame_that_no_sender_would_send_is_not_taken_in() -> None:
         with a_stranger(inbox) as stranger:
             stranger.send(bytes(65 * 2**20))
             stranger.send(b"\xc1")
-            await until_rejected(inbox, 1)  # ZeroMQ hung up on the stranger, who came again with the rest
+            await until_rejected(inbox, 1)  # ZeroMQ closed the stranger's connection, which reconnected with the rest
             await still_works(inbox)
         assert inbox.rejected == 1
 

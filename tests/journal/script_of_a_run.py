@@ -1,4 +1,4 @@
-"""A run with journal and checkpoints that kills itself, by SIGKILL, at the moment it is told; or runs to its end.
+"""A run with journal and checkpoints that kills itself by SIGKILL at a given moment, or runs to its end.
 
     python script_of_a_run.py FOLDER FIRST LAST MOMENT NTH
 

@@ -1,4 +1,4 @@
-"""Journal as a stage: what it passes on it has written, and what it has written it offers again until it has ended."""
+"""Journal as a stage: it writes a record before it sends it, and sends it again in a later run until it has ended."""
 
 from __future__ import annotations
 

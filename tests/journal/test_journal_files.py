@@ -217,7 +217,7 @@ def test_a_full_disk_ends_the_run_with_a_reason_and_sent_records_stay_whole(
     tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # what was traced could not be written either
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # traces could not be written either
 
     ran = subprocess.run([sys.executable, "-c", FULL, tmp_path, str(room)], capture_output=True, text=True, check=True)
 
@@ -230,5 +230,5 @@ def test_a_full_disk_ends_the_run_with_a_reason_and_sent_records_stay_whole(
         readings = list(map(files.read, files.volumes))
     kept = [n for reading in readings for n in names(reading.records)]
     assert [reading for reading in readings if reading.damage or reading.torn] == []
-    assert kept == list(range(len(kept)))  # what was written at once with what did not fit is not there either
+    assert kept == list(range(len(kept)))  # records of the same write are not in the file either
     assert {f"passed {n}" for n in kept} >= set(passed)

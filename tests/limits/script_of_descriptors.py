@@ -31,7 +31,7 @@ TENSORS = {"weight": np.zeros(4, np.float32)}
 ENOUGH = 100
 
 HUNG_S = 30
-"""A child that takes longer is ended by SIGALRM, and that is what it is reported by."""
+"""End a child that takes longer by SIGALRM, which is in its exit status."""
 
 
 def leave(count: int) -> None:

@@ -1,4 +1,4 @@
-"""A full disk, or one that is read-only, is an error that names the path; what was written before stays whole."""
+"""A full or read-only disk is an error with the path; earlier files stay whole."""
 
 from __future__ import annotations
 

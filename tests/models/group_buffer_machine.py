@@ -39,7 +39,7 @@ COPIED = "a waiting piece is a copy"
 ASSEMBLY_RULES = (WHOLE, DUE, ROOM, LEFT_OVER, COPIES, LATE, BEYOND, IN_ORDER, ONCE, BOUNDED, COPIED)
 
 RULE_OF: dict[Why, str] = {
-    "overdue": DUE,  # first: what comes of a group that should have left is refused for another reason
+    "overdue": DUE,  # first: a piece of a group that should have left is refused for another reason
     "beyond": BEYOND,
     "duplicate": COPIES,
     "late": LATE,

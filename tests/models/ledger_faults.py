@@ -73,7 +73,7 @@ class SendsCopies(Ledger):
 
 
 class CopiesAreTheWorkers(Ledger):
-    """A copy is refused, and left in the counters of the worker that it came from."""
+    """A copy is refused, and left in the counters of its worker."""
 
     def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
         refused = super().take_over(record, origin, counters)

@@ -289,7 +289,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self._refused(ONE_END, self.trainer.end, [*here, elsewhere], "filtered")
         self._refused(ONE_COMMIT, self.trainer.commit, _batch([*here, elsewhere]), self.trainer.step + 1)
         self._refused(ONE_END, any_of(self._alive(), pick).ledger.end, [never], "stale")
-        any_of(self._alive(), pick).ledger.settle(never.group, 0b11, "trained", 0)  # it hears of its predecessor's
+        any_of(self._alive(), pick).ledger.settle(
+            never.group, 0b11, "trained", 0
+        )  # it is notified of its predecessor's
         trained = any_of(sorted(self._trained()), pick)
         self._refused(ONE_COMMIT, self.trainer.admit, trained.group, [trained.repetition_id])
         if here:

@@ -87,7 +87,7 @@ class WaitingMachine(RuleBasedStateMachine):
         at_the_head = number == self.queue[0]
         self.tasks[number].cancel()
         self.queue.remove(number)
-        if at_the_head:  # what was too little for it may do for the next
+        if at_the_head:  # credit that is too little for it may be enough for the next
             self._wake()
         self.go_on()
 

@@ -69,7 +69,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class DropOdd:
-    """Drops every second group and says so."""
+    """Drops every second group with `drop`."""
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         async for record in inbox:
@@ -81,7 +81,7 @@ class DropOdd:
 
 @dataclass(frozen=True)
 class SwallowOdd:
-    """Forgets every second group and says nothing."""
+    """Forgets every second group without `drop`."""
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         async for record in inbox:
@@ -100,7 +100,7 @@ class ForgetAwait:
 
 @dataclass(frozen=True)
 class DropAll:
-    """Drops every group and says so."""
+    """Drops every group with `drop`."""
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:  # noqa: ARG002 (the protocol's)
         async for record in inbox:

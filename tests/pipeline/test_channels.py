@@ -147,7 +147,7 @@ async def test_credit_goes_back_by_halves_or_when_none_is_left(transport: str, m
 
 @pytest.mark.parametrize("transport", REMOTE)
 async def test_bytes_go_back_when_they_are_wanted(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A receiver knows of how many records its senders are short, not of how many bytes: they say so."""
+    """A receiver counts the records of its senders and not their bytes, so a sender requests credit."""
     granted = releases(monkeypatch)
     large = group(completion_lengths=[1000])
     async with REMOTE[transport](capacity=8, capacity_bytes=2 * large.nbytes + 8192) as ends, ends.join() as outbox:
@@ -297,7 +297,7 @@ async def test_a_record_that_is_changed_before_it_was_copied_ends_the_connection
 async def test_a_record_that_breaks_its_schema_is_refused_where_it_is_sent(
     transport: str, changed: dict[str, Any], message: str
 ) -> None:
-    """Its sender learns of it and goes on; the receiver never sees it, and no credit is lost."""
+    """Its sender raises and continues; the receiver never gets it, and no credit is lost."""
     good = group(completion_lengths=[3, 4])
     bad = msgspec.structs.replace(good, **changed)
 

@@ -250,7 +250,7 @@ class Tap(Generic[T]):
 
 
 SCRIPT: Any = source(Groups(1))
-"""A chain without types: no checker refuses what comes after it."""
+"""A chain without types: no type checker refuses a stage after it."""
 
 
 def test_a_batcher_before_the_normalizer_is_refused_with_the_order_to_write() -> None:

@@ -59,7 +59,7 @@ async def test_an_iteration_that_is_cancelled_has_taken_nothing() -> None:
 
 
 class LostBehindTheSecond(MemoryReceiver[int]):
-    """A channel whose sender is found dead behind the second record; another one goes on sending."""
+    """A channel of which one sender dies after the second record, and another one continues."""
 
     ended = False
 

@@ -15,7 +15,7 @@ RECORD = Descriptor(sequence=1, records=1, slot=0, slots=1, generation=1, nbytes
 
 
 class Watched(Peer):
-    """A peer whose last record is let go of just after the loop has counted what was, as another thread may do."""
+    """A peer whose last record is released just after the loop has counted the releases, as another thread may do."""
 
     late: Descriptor | None = RECORD
 

@@ -82,7 +82,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     monkeypatch.setattr(module, "driver", lambda: fake)
     yield fake
     if fake.mapped:
-        gc.collect()  # an exception that was raised may keep what it saw
+        gc.collect()  # a raised exception may hold references
     assert not fake.mapped, "expected all that was mapped to be released"
 
 

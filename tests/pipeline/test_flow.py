@@ -403,7 +403,7 @@ async def test_broadcast_is_a_stage_with_a_channel_of_its_own() -> None:
     assert sink.received == log.received == [0, 1, 2, 3, 4]
 
 
-# -- what it says of itself ----------------------------------------------------------------------------------------
+# -- descriptions and statistics -----------------------------------------------------------------------------------
 
 
 async def test_statistics_name_the_wait_of_each_stage() -> None:

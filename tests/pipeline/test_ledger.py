@@ -108,7 +108,7 @@ def test_what_a_checkpoint_keeps_is_not_trained_again_by_the_run_that_resumes_it
         after.admit(A, [0])
 
 
-# -- what is delivered twice -----------------------------------------------------------------------------------------
+# -- repeated deliveries ---------------------------------------------------------------------------------------------
 
 
 def test_of_two_deliveries_the_first_goes_on_and_the_copy_is_rejected_in_flight_already() -> None:
@@ -190,7 +190,7 @@ def test_the_copies_that_a_stage_finds_count_as_admitted_and_rejected() -> None:
     assert ledger.in_flight == 2
 
 
-# -- who listens -----------------------------------------------------------------------------------------------------
+# -- callbacks -------------------------------------------------------------------------------------------------------
 
 
 def test_a_ledger_announces_checkpoints_to_registered_callbacks() -> None:

@@ -92,7 +92,7 @@ def test_the_record_types_of_a_stage_are_those_of_its_annotations(
 
 
 def _known(record: object) -> object:
-    """Return None for a type variable of `Each` or `Flow`, which says nothing."""
+    """Return None for a type variable of `Each` or `Flow`, which is unknown."""
     return None if isinstance(record, TypeVar) and record is not T else record
 
 

@@ -104,7 +104,7 @@ async def test_a_process_needs_time_to_stop() -> None:
 
 @dataclass(frozen=True)
 class Stop:
-    """Stops the run at its third record, and takes what else comes."""
+    """Stops the run at its third record, and receives the rest."""
 
     runs: list[Run]
     received: list[int]

@@ -28,7 +28,7 @@ def planned(tensors: dict[str, Tensor], **how: object) -> WritePlan:
 
 
 def wire_type(published: dict[str, Tensor], model: dict[str, Tensor], **how: object) -> None:
-    """Publish, and read into `model`; `fused` is what the reader says, the rest the publisher."""
+    """Publish, and read into `model`; `fused` is the reader's, the rest the publisher's."""
     split = how.pop("split", ())
     plan = planned(published, **how)
     writer = WeightWriter(plan)

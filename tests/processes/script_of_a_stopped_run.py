@@ -52,7 +52,7 @@ def reached(moment: str) -> None:
 
 
 class Trainer:
-    """Keeps what it trained in a file, and checkpoints in JSON."""
+    """Writes trained ids to a file, and checkpoints as JSON."""
 
     def __init__(self, folder: Path | None) -> None:
         self.steps = 0
@@ -107,7 +107,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Numbered(Sample):
-    """Sends every group under the same name in every run, and then waits, if it is told to."""
+    """Sends every group under the same name in every run, and then waits if the moment is one of waiting."""
 
     waits: bool = False
 

@@ -1,4 +1,4 @@
-"""A run that trains what two lasting senders send, and kills itself, by SIGKILL, at the moment it is told.
+"""A run that trains records of two replaying senders, and kills itself by SIGKILL at a given moment.
 
     python script_of_a_trainer.py FOLDER URL MOMENT NTH
 

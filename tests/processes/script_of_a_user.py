@@ -1,6 +1,6 @@
 """A pipeline script as a user writes one; the tests run it, interrupt it, and kill it.
 
-Its stages live in `__main__`. It tells the process ids of its workers when both work.
+Its stages live in `__main__`. It prints the process ids of its workers when both work.
 """
 
 from __future__ import annotations

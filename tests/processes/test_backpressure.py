@@ -1,4 +1,4 @@
-"""A trainer that stands still stops its sources, within the budget, and nothing is lost or too old when it goes on."""
+"""A blocked trainer stops its sources within the bounds, and nothing is lost or too old when it continues."""
 
 from __future__ import annotations
 

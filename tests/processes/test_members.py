@@ -70,7 +70,7 @@ async def member(url: str, name: str, first: int, count: int, end: str) -> Async
 
 
 async def killed(url: str, name: str, first: int, count: int, inbox: RemoteReceiver[TrajectoryGroup]) -> list[str]:
-    """Run a member until what it sent has come, kill it, and return that."""
+    """Run a member until its records are received, kill it, and return the records."""
     async with member(url, name, first, count, "stays") as process:
         got = [(await inbox.receive()).instance_id for _ in range(count)]
         process.send_signal(signal.SIGKILL)
@@ -222,7 +222,7 @@ anyio.run(main, pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.ar
 
 
 class Trainer:
-    """Notes which prompts it was trained on; a checkpoint of it holds what was committed."""
+    """Records the trained prompts; its checkpoint contains the committed ones."""
 
     def __init__(self) -> None:
         self.trained: Counter[GroupId] = Counter()
@@ -439,7 +439,7 @@ class SlowToSave(Trainer):
 
 
 async def disconnected_after_close(address: Path, records: list[TrajectoryGroup]) -> None:
-    """Send `records` as an `connect_with_replay` of the name "a" does whose connection ends before it hears that they
+    """Send `records` as a replaying sender named "a" whose connection ends before it is notified that they
     are saved."""
     while not await anyio.Path(address).exists():  # noqa: ASYNC110 (a file is no event)
         await anyio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Over tcp one port carries everything, and a connection that cannot be made says what is wrong with it."""
+"""Over tcp one port carries everything, and a failed connection is an error with its reason."""
 
 from __future__ import annotations
 

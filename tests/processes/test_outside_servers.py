@@ -352,7 +352,7 @@ class AskingSource:
 
 @dataclass
 class Noting:
-    """Notes the names of what it receives."""
+    """Records the names of received groups."""
 
     names: list[str] = field(default_factory=list)
 

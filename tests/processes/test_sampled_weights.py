@@ -95,7 +95,7 @@ async def test_a_pause_waits_for_the_batch_and_holds_the_next_until_it_ends() ->
     assert set(sampled[0].policy_versions.tolist()) == {1}
 
 
-# -- an engine that is told ----------------------------------------------------------------------------------------
+# -- explicit updates ----------------------------------------------------------------------------------------------
 
 
 async def test_an_engine_samples_with_the_version_of_its_update_and_not_with_newer_ones() -> None:

@@ -30,7 +30,7 @@ def script(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             yield running
         except BaseException:
             for pid in [*children_of(running.pid), running.pid]:
-                os.kill(pid, signal.SIGABRT)  # each tells where its threads stand
+                os.kill(pid, signal.SIGABRT)  # each prints the stacks of its threads
             sys.stderr.write(running.communicate()[1])
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Processes that a subreaper starts: what is left where they cannot be started, and how their end is told."""
+"""Processes that a subreaper starts: cleanup after a failed start, and the description of their end."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class SampleOneEach:
         worker = current().worker
         for number in range(self.count):
             if worker.index == 1 and not worker.restart and number == self.count // 2:
-                await anyio.lowlevel.checkpoint()  # what was sent in a tick is published with it
+                await anyio.lowlevel.checkpoint()  # records of one tick are published together
                 os.kill(os.getpid(), signal.SIGKILL)
             name = str(number)
             await outbox.send(group(instance_id=name, completion_lengths=[3], repetition_ids=[worker.index]))
@@ -71,7 +71,7 @@ class SampleAndDie(Sample):
             return await super().run(outbox)
         for number in range(self.after):
             await outbox.send(group(instance_id=f"doomed {number}.{context.worker.restart}"))
-        await anyio.lowlevel.checkpoint()  # what was sent in a tick is published with it
+        await anyio.lowlevel.checkpoint()  # records of one tick are published together
         context.ledger.admit(group(instance_id=f"unsent.{context.worker.restart}").id, [0, 1])
         if self.signal:
             os.kill(os.getpid(), self.signal)
@@ -92,7 +92,7 @@ class SampleForever:
 
 @dataclass(frozen=True)
 class SampleVersioned:
-    """Never ends by itself; what it samples says which weights were the newest that it had heard of."""
+    """Never ends by itself; its samples have the newest version of the weights that it knows."""
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         context, number = current(), 0

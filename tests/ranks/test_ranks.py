@@ -1,4 +1,4 @@
-"""Two ranks train as one process does, whatever they share; and when one dies the other says which."""
+"""Two ranks train as one process does, with each way of sharing; when one dies, the other names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of a synchronous schedule, kept in a folder, that kills itself by SIGKILL at the moment it is told.
+"""A run of a synchronous schedule in a folder, which kills itself by SIGKILL at a given moment.
 
     python -m tests.resumption.script_of_a_run FOLDER
 
@@ -133,7 +133,7 @@ def remove_in_two_steps(kill_point: KillPoint) -> None:
 
     def remove_first_file(path: Path, **options: Any) -> None:
         if path.name.endswith("-removed"):
-            for file in [*path.iterdir()][:1]:  # none where a kill came just before the folder itself went
+            for file in [*path.iterdir()][:1]:  # none after a kill just before the folder was removed
                 file.unlink()
             kill_point.at("half removed")
         rmtree(path, **options)

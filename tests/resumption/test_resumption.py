@@ -1,4 +1,4 @@
-"""A run is killed by SIGKILL and started again in its folder: what it comes to is, bit for bit, what it would have."""
+"""A run is killed by SIGKILL and started again in its folder: its results are those of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def assert_same(left: TrajectoryGroup, right: TrajectoryGroup) -> None:
         assert column.tobytes() == theirs[name].tobytes()
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- invalid groups --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_column_that_is_no_array_is_refused(changed: dict[str, Any], message: 
         msgspec.structs.replace(built(), **changed).validate()
 
 
-# -- what is accepted ------------------------------------------------------------------------------------------------
+# -- valid groups ----------------------------------------------------------------------------------------------------
 
 
 def test_sequences_and_flat_columns_build_the_same_group() -> None:

@@ -1,4 +1,4 @@
-"""A record is read from what lies in its span: its form is believed only if it fits the schema."""
+"""A record is read from its span: the layout in it is used only if it fits the schema."""
 
 from collections.abc import Callable
 from typing import Any

@@ -11,7 +11,7 @@ from penstock import TrajectoryGroup
 from penstock.testing import group
 
 NOISE = 4 * float(np.finfo(np.float32).eps)
-"""The share of what was added up by which rounding may have moved a sum of float32."""
+"""The relative rounding error of a sum of float32."""
 
 
 def noise(of: TrajectoryGroup) -> list[float]:

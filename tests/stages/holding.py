@@ -12,7 +12,7 @@ __all__ = ["lets_go_of_what_it_sent"]
 
 
 async def lets_go_of_what_it_sent(stage: Stage[TrajectoryGroup, TrajectoryGroup], given: list[TrajectoryGroup]) -> None:
-    """Hand `given` to `stage`, take what it sends, and see that nothing holds their tokens; empties `given`."""
+    """Send `given` to `stage`, receive its records, and assert that nothing holds their tokens; empties `given`."""
     count = len(given)
     feed, inbox = memory_channel[TrajectoryGroup](count)
     outbox, collected = memory_channel[TrajectoryGroup](count)

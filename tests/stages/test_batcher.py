@@ -46,7 +46,7 @@ class Training:
             tasks.cancel_scope.cancel()
 
     async def feed(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Send groups, and let the batcher do what it can with them."""
+        """Send groups, and run the batcher until it waits."""
         for fed in groups:
             self.context.ledger.admit(fed.id, fed.repetition_ids.tolist())
             await self._feed.send(fed)
@@ -183,7 +183,7 @@ async def test_a_group_that_makes_a_batch_ship_is_copied_before_the_wait_for_cre
             tasks.cancel_scope.cancel()
 
 
-# -- what is refused or dropped --------------------------------------------------------------------------------------
+# -- refused and dropped groups --------------------------------------------------------------------------------------
 
 
 async def test_a_group_that_can_never_fit_is_an_error_with_the_sizes() -> None:
@@ -281,7 +281,7 @@ SILENCED = {"overrides": [{}, {"set_advantage_to_zero": True}]}
 async def test_a_sequence_that_its_sender_silenced_trains_nothing_whether_or_not_anybody_compared_it(
     normalizer: AdvantageNormalizer | None, advantages: list[float] | None
 ) -> None:
-    """Without a normalizer, Distillation would train it, and any loss if its advantage came with the data."""
+    """Without a normalizer, Distillation would train it, and any loss if the data contains its advantages."""
     groups = [group(completion_lengths=[2, 2], rewards=[0, 1], advantages=advantages, meta=SILENCED)]
     if normalizer is not None:
         groups = await drive(normalizer, groups)

@@ -20,7 +20,7 @@ def made(values: list[Any]) -> NDArray[Any]:
 
 
 def test_candidates_of_any_number_and_order_become_columns_of_one_width() -> None:
-    """The first token has none, the second its own beyond the likeliest, in whatever order they came."""
+    """The first token has none, the second its own beyond the likeliest, in any order."""
     candidates = TeacherCandidates.of([None, {9: -0.5, 6: -7.0, 3: -1.0}, {7: -0.1}])
 
     ids, logprobs = candidates.columns(TOKENS, width=3)

@@ -70,7 +70,7 @@ class Sums:
 
 @dataclass
 class Countdown:
-    """Says how many turns are left; every turn gains what is said."""
+    """Shows the number of remaining turns; the reward of a turn is the number in the answer."""
 
     turns: int = 3
     cut: bool = False
@@ -294,7 +294,7 @@ async def test_a_rollout_from_outside_is_checked_before_it_is_believed(rollout: 
     assert re.search(cause, str(failed.value.__cause__))
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- invalid environments ------------------------------------------------------------------------------------------
 
 
 class Silent(Sums):

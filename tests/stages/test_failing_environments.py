@@ -1,4 +1,4 @@
-"""Runs whose environment fails: they end, and say why."""
+"""Runs whose environment fails end with the reason."""
 
 from __future__ import annotations
 

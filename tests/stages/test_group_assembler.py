@@ -1,4 +1,4 @@
-"""GroupAssembler: what has come apart leaves together, in whatever order and as often as it came."""
+"""GroupAssembler: the pieces of a group leave together, received in any order and any number of times."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ async def test_a_group_too_large_for_the_buffer_evicts_no_other() -> None:
     assert out.ledger.balance().reasons["filtered"] == {"incomplete when others needed its room": 1}
 
 
-# -- what comes twice, late, or where it does not belong -------------------------------------------------------------
+# -- copies, late pieces and wrong repetitions -----------------------------------------------------------------------
 
 
 def test_a_copy_of_a_waiting_piece_is_rejected_and_not_merged() -> None:
@@ -374,7 +374,7 @@ async def test_pieces_with_different_columns_are_rejected_by_name_and_the_run_go
     assert "missing ['advantages']" in event["error"]
 
 
-# -- metrics, and what is refused ------------------------------------------------------------------------------------
+# -- metrics, and invalid arguments ----------------------------------------------------------------------------------
 
 
 def test_everything_that_happens_is_counted() -> None:

@@ -170,7 +170,7 @@ async def traits(url: str, **different: bool) -> AsyncIterator[None]:
 
 
 async def until(url: str, name: str, value: int) -> None:
-    """Ask until the server says so."""
+    """Poll the server until it reports the value."""
     with anyio.fail_after(FAILSAFE_S):
         while (await requests_to(url))[name] != value:
             await checkpoint()

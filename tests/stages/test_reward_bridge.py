@@ -24,7 +24,7 @@ fewer = settings(max_examples=50)
 
 
 class Characters:
-    """One token a character; remembers what it was asked to decode."""
+    """A tokenizer with one token for each character, which records the decoded tokens."""
 
     eos_id = 0
 

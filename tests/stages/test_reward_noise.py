@@ -20,7 +20,7 @@ from penstock.rewards import RewardFunction
 from penstock.testing import drive, group
 
 NOISE = 4 * float(np.finfo(np.float32).eps)
-"""The share of what was added up by which two sums of float32 may differ and still count as equal."""
+"""The relative difference of two sums of float32 that still count as equal."""
 
 ISSUED = [1.0, 0.0, 0.0, -2e6]
 CLIPPED = [1.0, 0.0, 0.0, -1.0]
@@ -134,7 +134,7 @@ async def test_two_rewards_beside_a_noisy_one_differ_by_what_they_differ() -> No
     assert advantages(out) == [[0.5, -0.5, 0], [0, 0, 0]]
 
 
-# -- what is not in the sum ------------------------------------------------------------------------------------------
+# -- parts outside the sum -------------------------------------------------------------------------------------------
 
 DIAGNOSTICS = [{"tokens_seen": [3e7] * 4}, {"up": [3e7, 0, 0, 0], "down": [-3e7, 0, 0, 0]}, {"nanoseconds": [1e18] * 4}]
 
@@ -172,7 +172,7 @@ async def test_beside_a_diagnostic_noise_is_still_noise() -> None:
     assert advantages(await drive(normalizer("grpo"), [out])) == [[0, 0]]
 
 
-# -- what the metric says --------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------------------------
 
 
 async def frac_zero_std(stage: AdvantageNormalizer, groups: Sequence[TrajectoryGroup]) -> float:

@@ -80,7 +80,7 @@ class Foreign:
 
 
 class Slow:
-    """A trainer whose step ends when it is told to."""
+    """A trainer whose step ends when `may_end` is set."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -347,7 +347,7 @@ async def test_a_run_that_waits_for_a_batch_is_cancelled_at_once() -> None:
         tasks.cancel_scope.cancel()
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- invalid arguments -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Sums:
 
 
 class Game:
-    """Two turns; says what it heard, and gains 1 for each answer of "yes"."""
+    """Two turns; repeats the answer, and rewards each "yes" with 1."""
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         self.turn = 0
@@ -233,7 +233,7 @@ async def test_the_reward_of_each_turn_is_on_its_last_token_and_the_sum_is_the_r
 
 
 async def test_turn_rewards_become_discounted_advantages() -> None:
-    """The reward of a turn is half of itself a token earlier, and what the game says in between takes no time."""
+    """The reward of a turn is half of itself a token earlier; the environment's tokens are no steps."""
     (sampled_group,) = await sampled(playing(["yes", "no", "yes"], group_size=1, turn_rewards=True))
     valued = msgspec.structs.replace(sampled_group, values=np.zeros(len(sampled_group.tokens), np.float32))
 
@@ -264,7 +264,7 @@ Turn: TypeAlias = NDArray[np.int32] | Completion
 
 
 class Silence:
-    """Two rollouts from outside, in whose turns some say nothing."""
+    """Two external rollouts, in which some turns have no tokens."""
 
     def __init__(self, turn_rewards: Sequence[float] | None = (1.0, 2.0, 4.0)) -> None:
         self.turn_rewards = turn_rewards

@@ -41,7 +41,7 @@ def next_of_each(tokens: NDArray[np.int32]) -> TeacherCandidates:
 
 @dataclass
 class Scripted:
-    """A teacher that does at each question what comes next in its script, and what comes last ever after."""
+    """A teacher that follows a script, one entry for each request, and repeats the last one."""
 
     script: Sequence[RewardInput | Exception | float] = (next_of_each,)
     tokenizer: Any = Letters()
@@ -99,7 +99,7 @@ def ids(of: TrajectoryGroup) -> list[list[int]]:
 NONE = [-1, -1, -1]
 
 
-# -- what is filled ----------------------------------------------------------------------------------------------------
+# -- candidates --------------------------------------------------------------------------------------------------------
 
 
 def test_every_trained_token_gets_the_candidates_of_the_teacher() -> None:
@@ -165,7 +165,7 @@ async def test_while_answers_are_not_received_no_more_requests_are_made() -> Non
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
 
-        assert len(teacher.questions) == 3  # one lies in the outbox, two wait for room
+        assert len(teacher.questions) == 3  # one is in the outbox, two wait for credit
         assert inbox.statistics().items >= 6
 
 

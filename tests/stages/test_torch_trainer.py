@@ -384,7 +384,7 @@ def test_the_proximal_policy_is_the_one_before_the_first_update(micro_batch_toke
     options: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens}
 
     (several,), weights = moved(updates=3, loss=PPOClip(0.01, 0.01, old="proximal"), **options)
-    steps, expected = moved(steps=3, loss=PPOClip(0.01, 0.01), **options)  # against what it sampled with: itself
+    steps, expected = moved(steps=3, loss=PPOClip(0.01, 0.01), **options)  # against the sampling policy: itself
 
     assert_same(weights, expected)
     assert several["pg_clipfrac"] > 0
@@ -610,7 +610,7 @@ def test_a_checkpoint_of_a_model_with_another_tokenizer_is_refused_before_anythi
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.weights().items())
     trainer(tokenizer=Words((".", "yes", "no"))).resume(checkpoint)
-    trainer().resume(checkpoint)  # one that does not tell is believed
+    trainer().resume(checkpoint)  # one without an identity is accepted
 
 
 def test_every_random_generator_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Groups drawn as text, for tests of what stands where."""
+"""Groups drawn as text, for tests of positions."""
 
 from __future__ import annotations
 

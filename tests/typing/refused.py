@@ -1,4 +1,4 @@
-"""Chains that do not fit: both checkers refuse the lines that say so, and no others. Never run."""
+"""Chains that do not fit: both checkers refuse the marked lines, and no others. Never run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def use() -> None:
     source(Sample()).then(each(blocking))  # refused: a plain function
     await source(Sample()).then(Pack()).run()  # refused: a missing sink
     pipeline: Pipeline = source(Sample()).then(Pack())  # refused: a missing sink
-    pipeline.then(Shape())  # refused: nothing comes after a sink
+    pipeline.then(Shape())  # refused: no stage follows a sink
     source(Sample()).then(Pack)  # refused: a class for a stage
     source(Sample()).then(Pack()).sink(Train)  # refused: a class for a sink
     source(Sample()).then(Pack(), on=here)  # refused: no parentheses

@@ -97,7 +97,7 @@ def made(lengths: Sequence[int] = LENGTHS) -> tuple[Scored, Tensor, Tensor]:
     logprobs = -torch.rand(count, generator=generator, dtype=torch.float64)
     advantages = torch.rand(count, generator=generator, dtype=torch.float64) - 0.5
     mask = torch.arange(LONGEST) < torch.tensor(lengths)[:, None]
-    costs = torch.full(mask.shape, 1e3, dtype=torch.float64)  # what is masked is not looked at
+    costs = torch.full(mask.shape, 1e3, dtype=torch.float64)  # masked tokens are ignored
     costs[mask] = -advantages * logprobs
     return scored(logprobs, advantages, lengths=list(lengths)), costs, mask.double()
 

@@ -81,7 +81,7 @@ def costs(term: Distillation | SampledDistillation, given: Scored) -> list[float
     return term.per_token(given).values.tolist()
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 @EVERY_MODE
@@ -263,7 +263,7 @@ def test_a_sampled_token_has_the_teacher_s_log_probability_over_the_policy_s_as_
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     given = scored(
         logprobs,
-        torch.full((2,), math.nan),  # whatever the policy loss is told
+        torch.full((2,), math.nan),  # for any advantages of the policy loss
         predicted=torch.tensor([[-9.0, -1.0], [-2.0, -9.0]]),
         tokens=torch.tensor([1, 0]),
         teacher_ids=torch.tensor([[0, 1], [0, -1]]),
@@ -325,7 +325,7 @@ def test_a_log_probability_that_stands_for_impossible_does_not_carry_everything_
     assert costs(SampledDistillation(), given) == pytest.approx((20 * given.logprobs).tolist())
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- invalid arguments -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ids", [[[0], [1]], [[0, -1], [3, 1]]], ids=["alone", "and the token itself"])

@@ -180,7 +180,7 @@ def test_cispo_reports_clipped_tokens_of_either_sign() -> None:
     assert found == [0.25, 0.5]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- invalid arguments -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", [PPOClip(), GSPO(old="behavior"), CISPO()], ids=repr)
