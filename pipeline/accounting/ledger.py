@@ -331,10 +331,6 @@ class Ledger:
         """Return whether the trajectory is in flight in this ledger."""
         return bool(self._open.get(trajectory.group, 0) >> trajectory.repetition_id & 1)
 
-    def is_committed(self, trajectory: TrajectoryId) -> bool:
-        """Return whether the trajectory was trained."""
-        return bool(self._committed.get(trajectory.group, 0) >> trajectory.repetition_id & 1)
-
     async def room(self, limit: float) -> None:
         """Wait until fewer than `limit` trajectories of this ledger are in flight."""
         while self._in_flight >= limit:

@@ -371,10 +371,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def the_trainer_knows_what_is_where(self) -> None:
         here = Counter(self._here())
-        trained = self._trained()
+        trained, committed = self._trained(), self.trainer.committed
         for one in self._ever():
             hold(OPEN, self.trainer.is_open(one) == here[one], one)
-            hold(OPEN, self.trainer.is_committed(one) == (one in trained), one)
+            hold(OPEN, committed.mask(one.group) >> one.repetition_id & 1 == (one in trained), one)
             known = self.trainer.known(one.group) >> one.repetition_id & 1
             hold(OPEN, known == (one in here or one in trained), one)
         hold(OPEN, self.trainer.in_flight == here.total(), self.trainer)
