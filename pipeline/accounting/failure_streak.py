@@ -7,6 +7,7 @@ needs no order between processes: while no success is added, all failures since 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from ..errors import RolloutsFailed
 from .shared_counters import OTHER_REASONS, UNREPORTED
@@ -21,16 +22,14 @@ REASONS_SHOWN = 3
 """Reasons that a message lists, those that came most often."""
 
 
+@dataclass(slots=True)
 class FailureStreak:
     """Measure how many rollouts failed since the last success."""
 
-    __slots__ = ("_failed_before", "_succeeded")
-
-    def __init__(self) -> None:
-        self._succeeded = 0
-        """Successes at the last check."""
-        self._failed_before = 0
-        """Failures at the last check that found more successes."""
+    succeeded: int = 0
+    """Successes at the last check."""
+    failed_before: int = 0
+    """Failures at the last check that found more successes."""
 
     def check(self, failed: int, succeeded: int, reasons: Callable[[], Mapping[str, int]]) -> None:
         """Check the current values of both counters; `failed` must have been read before `succeeded`.
@@ -38,9 +37,9 @@ class FailureStreak:
         Raises:
             RolloutsFailed: `FAILURE_LIMIT` rollouts failed in a row; the message lists the most frequent `reasons`.
         """
-        if succeeded != self._succeeded:
-            self._succeeded, self._failed_before = succeeded, failed
-        in_a_row = failed - self._failed_before
+        if succeeded != self.succeeded:
+            self.succeeded, self.failed_before = succeeded, failed
+        in_a_row = failed - self.failed_before
         if in_a_row >= FAILURE_LIMIT:
             raise RolloutsFailed(
                 f"expected at least one of {FAILURE_LIMIT} rollouts in a row to succeed, got {in_a_row} failures and "

@@ -28,26 +28,18 @@ RECORDS = (TrajectoryGroup, TrainBatch)
 """Records of which the trajectories are counted."""
 
 
+@dataclass(slots=True, eq=False)
 class EdgeCounter:
     """Counts the trajectories that pass from one stage to the next, and admits those of a source to the ledger."""
 
-    __slots__ = ("_admits_to", "_leaves", "_on_sent", "trajectories")
-
-    def __init__(
-        self,
-        admits_to: Ledger | None = None,
-        on_sent: Callable[[], None] | None = None,
-        *,
-        leaves: Ledger | None = None,
-    ) -> None:
-        self.trajectories = 0
-        """Trajectories that have passed."""
-        self._admits_to = admits_to
-        """The ledger, behind a source."""
-        self._on_sent = on_sent
-        """Called after every record, in a worker: sends a report when one is due."""
-        self._leaves = leaves
-        """The ledger, at the end of a fragment: the edge around the fragment hands its records over once more."""
+    admits_to: Ledger | None = None
+    """The ledger, behind a source."""
+    on_sent: Callable[[], None] | None = None
+    """Called after every record, in a worker: sends a report when one is due."""
+    leaves: Ledger | None = None
+    """The ledger, at the end of a fragment: the edge around the fragment hands its records over once more."""
+    trajectories: int = 0
+    """Trajectories that have passed."""
 
     def admit(self, record: T) -> T | None:
         """Return the part of `record` that may be sent; None where all of its trajectories are copies.
@@ -58,26 +50,26 @@ class EdgeCounter:
         if not isinstance(record, RECORDS):
             return record
         record.schema.check_types(record)
-        if self._admits_to is None and self._leaves is None:
+        if self.admits_to is None and self.leaves is None:
             return record
         admitted: TrajectoryGroup | TrainBatch | None = record
-        if self._admits_to is not None and (copies := self._admits_to.hand_over(record)):
+        if self.admits_to is not None and (copies := self.admits_to.hand_over(record)):
             admitted = exclude(cast("TrajectoryGroup", record), copies)  # in a batch they are an error
-        if self._leaves is not None and admitted is not None:
-            self._leaves.take_back(admitted)
+        if self.leaves is not None and admitted is not None:
+            self.leaves.take_back(admitted)
         return cast("T | None", admitted)
 
     def take_back(self, record: object) -> None:
         """Undo the admission of `record`, which could not be sent."""
-        if self._admits_to is not None and isinstance(record, RECORDS):
-            self._admits_to.take_back(record)
+        if self.admits_to is not None and isinstance(record, RECORDS):
+            self.admits_to.take_back(record)
 
     def count(self, record: object) -> None:
         """Count `record`, which has passed."""
         if isinstance(record, RECORDS):
             self.trajectories += len(record)
-        if self._on_sent is not None:
-            self._on_sent()
+        if self.on_sent is not None:
+            self.on_sent()
 
 
 @dataclass(slots=True, eq=False)
