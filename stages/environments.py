@@ -116,11 +116,11 @@ async def open_tasks(
         InvalidPipeline: `make_env` returned no environment, or one that needs a tokenizer and has none.
         Exception: raised by `make_env`.
     """
-    caller = _Caller(Threads(threads))
+    workers = Threads(threads)
     try:
-        first = await caller.threads.call(make_env)
+        first = await workers.call(make_env)
         if isinstance(first, OutsideEnvironment):
-            yield _OutsideTasks(first, caller).begin
+            yield _OutsideTasks(first, workers).begin
         elif not isinstance(first, ScoredDataset | StepEnvironment):
             raise InvalidPipeline(
                 f"expected an environment with len, [] and score_answer (a scored data set), with reset and step "
@@ -129,41 +129,32 @@ async def open_tasks(
         elif tokenizer is None:
             raise InvalidPipeline(f"{first!r} returns text: expected a tokenizer for it, got none")
         elif isinstance(first, ScoredDataset):
-            yield _DatasetTasks(first, caller, tokenizer).begin
+            yield _DatasetTasks(first, workers, tokenizer).begin
         else:
-            pool = _EnvPool(make_env, first, caller)
+            pool = _EnvPool(make_env, first, workers)
             try:
                 yield _EpisodeTasks(pool, tokenizer, seed).begin
             finally:
                 await pool.close()
     finally:
-        caller.threads.close()
+        workers.close()
 
 
 BeganFn: TypeAlias = Callable[[Future[Any]], None]
 
 
-class _Caller:
-    """Calls environments, and converts the values that they return."""
+async def _called(
+    threads: Threads, function: Callable[[], Any], take: Callable[[Any], Any], began: BeganFn | None = None
+) -> Any:
+    """Return `take` of the result of `function`, of an environment; `began` receives the call if it runs in a thread.
 
-    def __init__(self, threads: Threads) -> None:
-        self.threads = threads
-
-    async def __call__(
-        self,
-        function: Callable[[], Any],
-        take: Callable[[Any], Any],
-        began: Callable[[Future[Any]], None] | None = None,
-    ) -> Any:
-        """Return `take` of the result of `function`; `began` receives the call if it runs in a thread.
-
-        Raises:
-            EnvironmentFailed: either raised.
-        """
-        try:
-            return take(await self.threads.call(function, began))
-        except (Exception, SystemExit) as error:
-            raise EnvironmentFailed(f"environment raised {type(error).__name__}: {error}".rstrip(": ")) from error
+    Raises:
+        EnvironmentFailed: either raised.
+    """
+    try:
+        return take(await threads.call(function, began))
+    except (Exception, SystemExit) as error:
+        raise EnvironmentFailed(f"environment raised {type(error).__name__}: {error}".rstrip(": ")) from error
 
 
 # -- scored data sets ----------------------------------------------------------------------------------------------
@@ -172,9 +163,9 @@ class _Caller:
 class _DatasetTasks:
     """The questions of a scored data set, repeated after the last."""
 
-    def __init__(self, dataset: ScoredDataset, caller: _Caller, tokenizer: Tokenizer) -> None:
+    def __init__(self, dataset: ScoredDataset, threads: Threads, tokenizer: Tokenizer) -> None:
         self._dataset = dataset
-        self._caller = caller
+        self._threads = threads
         self._tokenizer = tokenizer
 
     async def begin(self, number: int) -> RolloutFn:
@@ -182,7 +173,7 @@ class _DatasetTasks:
             entry = self._dataset[number % len(self._dataset)]
             return entry, _prompt(self._tokenizer, entry["question"])
 
-        return partial(self._rollout, *await self._caller(question, _unchanged))
+        return partial(self._rollout, *await _called(self._threads, question, _unchanged))
 
     async def _rollout(
         self, entry: Mapping[str, Any], prompt: NDArray[np.int32], _: int, generate: GenerateFn
@@ -191,7 +182,7 @@ class _DatasetTasks:
         if completion is None:
             return RolloutResult(turns=[prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[])
         text = _text(self._tokenizer, completion)
-        reward = await self._caller(partial(self._dataset.score_answer, text, entry), _reward)
+        reward = await _called(self._threads, partial(self._dataset.score_answer, text, entry), _reward)
         return RolloutResult(
             turns=[prompt, completion], reward=reward, stop_reason=completion.stop_reason, turn_rewards=[reward]
         )
@@ -203,12 +194,12 @@ class _DatasetTasks:
 class _EnvPool:
     """Instances of a step-wise environment, one for each concurrent rollout, reused."""
 
-    def __init__(self, make_env: Callable[[], Environment], first: StepEnvironment, caller: _Caller) -> None:
+    def __init__(self, make_env: Callable[[], Environment], first: StepEnvironment, threads: Threads) -> None:
         self._make_env = make_env
-        self._free = [_PooledEnv(first, caller)]
+        self._free = [_PooledEnv(first, threads)]
         self._retired: list[_PooledEnv] = []
         """Not used again; closed at the end, because their `close` must be awaited."""
-        self._caller = caller
+        self._threads = threads
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[_PooledEnv]:
@@ -216,7 +207,7 @@ class _EnvPool:
         if self._free:
             env = self._free.pop()
         else:
-            env = _PooledEnv(await self._caller(self._make_env, _unchanged), self._caller)
+            env = _PooledEnv(await _called(self._threads, self._make_env, _unchanged), self._threads)
         try:
             yield env
         except BaseException:
@@ -231,21 +222,21 @@ class _EnvPool:
             for env in (*self._free, *self._retired):
                 with suppress(EnvironmentFailed):
                     await env.close()
-            await self._caller.threads.wait_idle()
+            await self._threads.wait_idle()
 
 
 class _PooledEnv:
     """One instance of a step-wise environment, used by one rollout at a time."""
 
-    def __init__(self, env: StepEnvironment, caller: _Caller) -> None:
+    def __init__(self, env: StepEnvironment, threads: Threads) -> None:
         self.env = env
-        self._caller = caller
+        self._threads = threads
         self._last: Future[Any] | None = None
         """The latest call, which may still run if its rollout was cancelled."""
 
     async def call(self, function: Callable[[], Any], take: Callable[[Any], Any]) -> Any:
-        """Return `take` of the result of `function`, a method of the environment; see `_Caller`."""
-        return await self._caller(function, take, self._began)
+        """Return `take` of the result of `function`, a method of the environment; see `_called`."""
+        return await _called(self._threads, function, take, self._began)
 
     def _began(self, call: Future[Any]) -> None:
         self._last = call
@@ -262,7 +253,7 @@ class _PooledEnv:
         if inspect.iscoroutinefunction(close):
             return False
         if close is not None and self._last is not None:
-            self._caller.threads.start_after(self._last, close)
+            self._threads.start_after(self._last, close)
         return True
 
 
@@ -315,15 +306,15 @@ class _EpisodeTasks:
 class _OutsideTasks:
     """Rollouts that were sampled elsewhere."""
 
-    def __init__(self, env: OutsideEnvironment, caller: _Caller) -> None:
+    def __init__(self, env: OutsideEnvironment, threads: Threads) -> None:
         self._env = env
-        self._caller = caller
+        self._threads = threads
 
     async def begin(self, number: int) -> RolloutFn:
         return partial(self._rollout, number)
 
     async def _rollout(self, number: int, repetition: int, _: GenerateFn) -> RolloutResult:
-        rollout: RolloutResult = await self._caller(partial(self._env.rollout, number, repetition), _checked)
+        rollout: RolloutResult = await _called(self._threads, partial(self._env.rollout, number, repetition), _checked)
         return rollout
 
 
