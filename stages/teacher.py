@@ -28,7 +28,7 @@ from .._schemas import TrajectoryGroup
 from .._schemas.columns import freeze
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .._schemas.tokenizer import check_tokenizers
-from .engines.backoff import Backoff, jitter
+from .engines.retry import Backoff, jitter
 from .teachers.candidates import TeacherCandidates
 
 log = get_logger("penstock.teacher")

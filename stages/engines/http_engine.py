@@ -27,12 +27,12 @@ from ..._pipeline.graph.context import Worker, current
 from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.weights.shielded import shielded
 from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
-from .backoff import jitter
 from .completion_stream import Events, StreamedCompletion
 from .gate import GenerationGate, Reason
 from .http_policy import HttpPolicy
 from .inference_servers import PROBES, SERVERS, KnownServer, ServerCall
 from .policies import Completion, check_request
+from .retry import jitter
 from .server_client import RETRYABLE, RequestFailed, ServerClient, open_client
 from .weight_files import check_weight_files
 

@@ -25,8 +25,7 @@ from ..._pipeline.errors import (
     ProtocolMismatch,
 )
 from ..._pipeline.graph.context import current
-from .backoff import Backoff
-from .retry import RetryDecision, retry
+from .retry import Backoff, RetryDecision, retry
 
 log = get_logger("penstock.server_client")
 

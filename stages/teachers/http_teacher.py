@@ -19,7 +19,7 @@ from ..._pipeline.errors import ProtocolMismatch
 from ..._pipeline.graph.context import Worker
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import check_url
-from ..engines.backoff import Backoff, jitter
+from ..engines.retry import Backoff, jitter
 from ..teacher import TeacherEngine
 from .candidates import TeacherCandidates
 

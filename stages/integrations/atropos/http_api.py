@@ -23,8 +23,7 @@ from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidConfig
 from ...._pipeline.graph.context import current
 from ...._schemas import InvalidRecord
-from ...engines.backoff import Backoff, jitter
-from ...engines.retry import RetryDecision, retry
+from ...engines.retry import Backoff, RetryDecision, jitter, retry
 from ...engines.server_client import CONNECT_TIMEOUT_S, RETRYABLE, RequestFailed, ServerClient, retry_after_s
 from .api_error import AtroposAPIError, Situation
 from .contract import (
