@@ -14,8 +14,7 @@ Axes: N tokens, S sequences, F offsets (S + 1 of each record), K teacher candida
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -325,60 +324,38 @@ _ARRAYS = {np.ndarray}
 class _LayoutCache:
     """The properties of a record that could be copied unchanged. Most records differ from it only in their lengths."""
 
-    __slots__ = ("_added", "_columns", "_counts", "_expected", "_form", "_getter", "_names", "_parts", "_shapes")
+    __slots__ = ("_absent", "_form", "_names", "_own", "_parts", "_shapes", "_values")
 
     def __init__(self, form: ColumnLayout, parts: Sequence[str], absent: Sequence[str]) -> None:
         """Describe a record of this form, whose last columns are reward `parts`; the fields `absent` are None."""
-        own = len(form.names) - len(parts)
-        names = form.names[:own]
-        by_axes = [
-            [f"{name}.shape" for name, over in zip(names, form.axes, strict=False) if over == axes] for axes in range(3)
-        ]
         self._form = form
-        self._columns: _Getter = attrgetter(*names)
-        self._shapes: _Getter = attrgetter(*chain(*by_axes))
-        self._counts = tuple(map(len, by_axes))
-        """The numbers of columns over tokens, over sequences, and of offsets."""
-        self._getter: _Getter = attrgetter(*[f"{name}.dtype" for name in names], *absent)
-        self._expected = (*form.dtypes[:own], *[None] * len(absent))
-        """The values that `_getter` must return: the same objects."""
+        self._own = len(form.names) - len(parts)
+        self._values: _Getter = attrgetter(*form.names[: self._own], *absent)
+        self._absent = (None,) * len(absent)
         self._parts = tuple(parts)
         self._names = frozenset(parts)
-        self._added = form.dtypes[own:]
-        """Dtypes of the reward parts."""
+        self._shapes = itemgetter(*form.axes)
+        """Takes the shape of each column from those over tokens, over sequences, and of offsets."""
 
     def match(self, record: Columned) -> tuple[ColumnLayout, AxisSizes, Sequence[Array]] | None:
         """Return the result of `Schema.laid_out` where `record` is alike; else None."""
-        try:
-            if not all(map(is_, self._getter(record), self._expected)):
-                return None
-        except AttributeError:  # a column is missing, or is no array
-            return None
-        columns, parts = self._columns(record), record.reward_parts
+        values, parts = self._values(record), record.reward_parts
+        columns = values[: self._own]
         if parts:
             columns += tuple(map(parts.get, self._parts))
-        if parts.keys() != self._names or {*map(type, columns)} != _ARRAYS:
-            return None
-        shapes = self._shapes(record)
-        if parts:
-            added = columns[-len(parts) :]
-            if not all(map(is_, map(_dtype, added), self._added)):
-                return None
-            shapes += tuple(map(_shape, added))
-        over_tokens, over_sequences, offsets = self._counts
-        tokens, sequences = shapes[0], shapes[over_tokens]
         if (
-            len(tokens) == len(sequences) == 1
-            and sequences[0]
-            and shapes
-            == (tokens,) * over_tokens
-            + (sequences,) * over_sequences
-            + ((sequences[0] + 1,),) * offsets
-            + (sequences,) * len(parts)
-            and not (self._form.versions_by_token and tokens == sequences)  # they count as by sequence
+            parts.keys() != self._names
+            or {*map(type, columns)} != _ARRAYS
+            or not all(map(is_, values[self._own :], self._absent))
+            or not all(map(is_, map(_dtype, columns), self._form.dtypes))
         ):
-            return self._form, AxisSizes(tokens[0], sequences[0], 0), columns
-        return None
+            return None
+        tokens, sequences = record.tokens.size, record.rewards.size
+        if not sequences or (self._form.versions_by_token and tokens == sequences):  # they count as by sequence
+            return None
+        if tuple(map(_shape, columns)) != self._shapes(((tokens,), (sequences,), (sequences + 1,))):
+            return None
+        return self._form, AxisSizes(tokens, sequences, 0), columns
 
 
 class Schema:
