@@ -46,7 +46,7 @@ def group(payload: Any = None, size: int = 4, *, env_id: int | None = None, nbyt
 
 
 def running_queue(*envs: EnvRegistration, batch_size: int = 8, **other: Any) -> TrajectoryQueue[Any]:
-    """A trainer asked for its first batch at 0, and these environments registered."""
+    """Return a queue whose trainer requested its first batch at 0, with these environments registered."""
     made: TrajectoryQueue[Any] = TrajectoryQueue(**other)
     made.register_trainer(trainer(batch_size))
     assert next_batch(made, 0) is None

@@ -71,7 +71,7 @@ class Config:
 
 @dataclass
 class Counts:
-    """What became of an environment's groups."""
+    """Counts of an environment's groups by outcome."""
 
     sent: int = 0
     """Accepted by the server, or refused."""
@@ -88,7 +88,7 @@ class Counts:
 
 
 def scored_group(item: int, group_size: int = 4, tokens: int = 24, **more: Any) -> Scored:
-    """What sampling for prompt `item` gives: a prompt of a third of the tokens, completions, scores that differ."""
+    """Return the group of prompt `item`: a prompt of a third of the tokens, completions, scores that differ."""
     draw, prompt = random.Random(item), tokens // 3  # noqa: S311 (tokens, not secrets)
     start = [draw.randrange(1, 32_000) for _ in range(prompt)]
     sequences = [start + [draw.randrange(1, 32_000) for _ in range(tokens - prompt)] for _ in range(group_size)]
@@ -116,7 +116,7 @@ class Environment:
     """The item that each is busy with."""
     backlog: list[int] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
-    """What `/status-env` said last."""
+    """The last answer of `/status-env`."""
     batch_size: int = 0
     server_max_token_len: int = 0
     _next: int = 0
@@ -127,7 +127,7 @@ class Environment:
         """Load data."""
 
     async def get_next_item(self) -> int:
-        """The next prompt."""
+        """Return the next prompt."""
         self._next += 1
         return self._next - 1
 
@@ -137,13 +137,13 @@ class Environment:
         return scored_group(item, self.config.group_size), []
 
     async def cleanup(self) -> None:
-        """Called after every group; a transport that is closed here fails with the second."""
+        """Do nothing; called after every group, so a transport that is closed here fails with the second."""
         self.counts.cleanups += 1
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _request(self, method: str, path: str, **options: Any) -> Any:
-        """One request, on a connection of its own."""
+        """Make one request, on a connection of its own."""
         url, timeout = self.config.rollout_server_url + path, aiohttp.ClientTimeout(total=60)
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
@@ -153,7 +153,7 @@ class Environment:
             return await response.json()
 
     async def _tried(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
-        """Three tries, between them random waits that grow."""
+        """Try three times, with growing random waits between."""
         for number in range(TRIES):
             try:
                 return await attempt()
@@ -191,7 +191,7 @@ class Environment:
         self.env_id, self.curr_step = answer["env_id"], answer["starting_step"]
 
     async def get_server_info(self) -> None:
-        """How large batches are; groups have to fit."""
+        """Read the batch size from the server; groups have to fit."""
         info = await self._request("GET", "/info")
         self.batch_size, self.server_max_token_len = info["batch_size"], info["max_token_len"]
         if self.config.group_size > self.batch_size:
@@ -206,7 +206,7 @@ class Environment:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     async def handle_send_to_api(self, scored: Scored | list[Scored] | None) -> None:
-        """Filter, and send what is left; what fails for good is dropped."""
+        """Filter groups, and send the rest; a group that fails finally is dropped."""
         groups = scored if isinstance(scored, list) else [] if scored is None else [scored]
         kept = [group for group in groups if self._wanted(group)]
         self.counts.filtered += len(groups) - len(kept)
@@ -229,7 +229,7 @@ class Environment:
         return all(len(tokens) < self.server_max_token_len for tokens in group["tokens"])
 
     async def _send_scored_data_to_api(self, scored_data: Scored | list[Scored]) -> None:
-        """The one way out, behind all filters."""
+        """Send groups, after all filters."""
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
         for group in groups:
             group["env_id"] = self.env_id
@@ -253,7 +253,7 @@ class Environment:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     async def handle_env(self, item: int) -> None:
-        """One item, from the prompt to the server."""
+        """Handle one item, from the prompt to the server."""
         scored, again = await self.collect_trajectories(item)
         self.backlog.extend(again)
         await self.handle_send_to_api(scored)
@@ -267,7 +267,7 @@ class Environment:
 
     @property
     def target(self) -> int:
-        """How many workers there should be, by what the server said last."""
+        """Return the number of workers for the server's last status."""
         config, said = self.config, self.status
         ahead = self._fed * config.max_batches_offpolicy // config.group_size
         wanted = min(config.max_num_workers, ahead - int(said["queue_size"]))
@@ -280,7 +280,7 @@ class Environment:
 
     @property
     def _fed(self) -> int:
-        """Sequences of a batch that are this environment's to fill."""
+        """Return the number of sequences of a batch that this environment has to fill."""
         share: float = self.status["unallocated_fraction"] + (self.config.min_batch_allocation or 0.0)
         return int(self.batch_size * share)
 
@@ -292,7 +292,7 @@ class Environment:
 
     @property
     def paused(self) -> bool:
-        """Whether the queue is deep enough."""
+        """Return whether the queue is deep enough."""
         config, said = self.config, self.status
         deep = said["queue_size"] * config.group_size >= config.max_batches_offpolicy * self.batch_size
         if deep and config.min_batch_allocation is not None:
@@ -302,7 +302,7 @@ class Environment:
 
     @property
     def done(self) -> bool:
-        """Whether the trainer will need nothing more, or this environment has given all that it was to give."""
+        """Return whether the trainer needs no more groups, or this environment has sent all of its groups."""
         if self.counts.sent >= self.groups:
             return True
         if not self.status:
@@ -311,7 +311,7 @@ class Environment:
         return bool(self.curr_step + batches > self.config.total_steps)
 
     async def add_train_workers(self) -> None:
-        """As many as there should be: begin some, or cancel some."""
+        """Begin or cancel workers, up to the target."""
         if self.paused:
             self.counts.pauses += 1
             await self._cancel(len(self.workers))
@@ -334,7 +334,7 @@ class Environment:
         await asyncio.gather(*ending, return_exceptions=True)
 
     async def env_manager(self) -> None:
-        """The whole life of an environment."""
+        """Run the environment from registration to the end."""
         await self.setup()
         if self.config.use_wandb:
             await self.setup_wandb()
@@ -363,7 +363,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """The command line; prints the counts as JSON at the end."""
+    """Run the command line, and print the counts as JSON at the end."""
     arguments = _arguments()
     config = Config(
         rollout_server_url=arguments.url,

@@ -36,7 +36,7 @@ def environment(name: str = "sums", **other: Any) -> dict[str, Any]:
 
 
 def scored(sequences: int = 4, env_id: int | None = None, *, mark: float = 0.0, **other: Any) -> dict[str, Any]:
-    """A group of sequences of three tokens; by `mark` it is known again."""
+    """Return a group of sequences of three tokens, with scores from `mark` on."""
     return {
         "tokens": [[5, 6, 7]] * sequences,
         "masks": [[-100, 6, 7]] * sequences,
@@ -46,7 +46,7 @@ def scored(sequences: int = 4, env_id: int | None = None, *, mark: float = 0.0, 
 
 
 class Answer(NamedTuple):
-    """What came."""
+    """The answer to a request."""
 
     status: int
     headers: Mapping[str, str]
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """The body, inflated where it has to be."""
+        """Return the body, inflated if it is compressed."""
         body = gzip.decompress(self.body) if self.headers.get("content-encoding") == "gzip" else self.body
         return json.loads(body)
 
@@ -73,7 +73,7 @@ class Client:
         self._connection.close()
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-        """One request; a body that is not bytes is sent as JSON, as such."""
+        """Make one request; a body that is not bytes is sent as JSON."""
         sent = {name.replace("_", "-"): value for name, value in (self._headers | headers).items()}
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode()
@@ -85,15 +85,15 @@ class Client:
         return Answer(response.status, headers, response.read())
 
     def get(self, path: str, body: Any = None, **headers: str) -> Any:
-        """What GET is answered with."""
+        """Return the answer to a GET request."""
         return self._good(self.ask("GET", path, body, **headers))
 
     def post(self, path: str, body: Any, **headers: str) -> Any:
-        """What POST is answered with."""
+        """Return the answer to a POST request."""
         return self._good(self.ask("POST", path, body, **headers))
 
     def progress(self) -> tuple[int, int]:
-        """The step, and how many groups wait."""
+        """Return the step and the number of waiting groups."""
         status = self.get("/status")
         return status["current_step"], status["queue_size"]
 
@@ -102,14 +102,14 @@ class Client:
         return answer.json
 
     def started(self, **trainer: Any) -> None:
-        """A trainer registers and asks for its first batch, so that environments are let in."""
+        """Register a trainer and request its first batch, so that environments are admitted."""
         self.post("/register", TRAINER | trainer)
         assert self.get("/batch") == {"batch": None}
 
 
 @contextmanager
 def process(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A gateway, and where it listens. It ends with the body, by SIGTERM, in time and with 0."""
+    """Start a gateway, and yield it with its URL. It ends after the body, by SIGTERM, in time and with status 0."""
     command = [*COMMAND, "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=strict(os.environ | variables)) as running:
         try:
@@ -126,6 +126,6 @@ def process(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[
 
 @contextmanager
 def client(url: str, **headers: str) -> Iterator[Client]:
-    """A client of the gateway at `url`."""
+    """Yield a client of the gateway at `url`."""
     with closing(Client(url, **headers)) as talking:
         yield talking

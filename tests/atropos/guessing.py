@@ -29,14 +29,14 @@ class Guessing(Environment):
     _polls = 0
 
     async def add_train_workers(self) -> None:
-        """Now and then cancel all, as environments do that evaluate."""
+        """Cancel all workers sometimes, as environments do that evaluate."""
         self._polls += 1
         if self._polls % POLLS_AN_EVALUATION == 0:
             await self._cancel(len(self.workers))
         await super().add_train_workers()
 
     async def collect_trajectories(self, item: int) -> tuple[Scored | list[Scored] | None, list[int]]:
-        """One prompt, guessed at several times; a guess takes a while, so that some are cancelled."""
+        """Guess several times at one prompt; a guess takes a while, so that some are cancelled."""
         await self._sleep(0.2)
         draw, digit = random.Random(item), item % 10  # noqa: S311 (guesses)
         said = [draw.randrange(10) for _ in range(GUESSES)]

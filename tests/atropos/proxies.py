@@ -48,7 +48,7 @@ class Pipeline:
                 await self._arrived.wait()
 
     def check(self, groups: int) -> None:
-        """All sequences were trained once, and none is in flight or lost."""
+        """Assert that all sequences were trained once, and none is in flight or lost."""
         balance = self.ledger.balance()
         assert len(self.trained) == groups
         assert balance.admitted == balance.ended["trained"] == sum(map(len, self.trained))
@@ -57,7 +57,7 @@ class Pipeline:
 
 @asynccontextmanager
 async def running(*, stopped: bool = False, **config: Any) -> AsyncGenerator[tuple[Pipeline, str]]:
-    """A pipeline that is fed by a gateway, and the gateway's address."""
+    """Run a pipeline that is fed by a gateway, and yield the gateway's address."""
     pipeline = Pipeline(**config)
     if not stopped:
         pipeline.goes_on.set()
@@ -105,7 +105,7 @@ class Proxy:
 
 @asynccontextmanager
 async def proxied(url: str, cut: str = "POST /scored_data", *, times: int = 0) -> AsyncGenerator[Proxy]:
-    """A proxy before `url`."""
+    """Start a proxy for `url`."""
     proxy = Proxy(url, cut, times=times)
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
         proxy.url = f"http://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"  # noqa: S610 (of a socket)

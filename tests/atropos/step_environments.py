@@ -66,7 +66,7 @@ class Manager:
 
 
 class Environment:
-    """What all of them have of Atropos' BaseEnv: its constructor, and items in a row."""
+    """The parts of Atropos' BaseEnv that all environments here use: its constructor, and items in order."""
 
     tokenizer: Any = Letters()
     server_cls: Any = None
@@ -223,7 +223,7 @@ class Troubled:
     """Makes an environment that does as it is answered instead of scoring, and goes on after refusals."""
 
     kind: str = ""
-    """What it does before it asks anything."""
+    """The action before its first model call."""
 
     def __call__(self) -> Environment:
         from penstock._stages.integrations.atropos.steps.child import bridge_class  # noqa: PLC0415 (in the child alone)

@@ -39,7 +39,7 @@ class Talk:
 
 @asynccontextmanager
 async def talking(stage: AtroposGateway | AtroposTrainers) -> AsyncGenerator[Talk]:
-    """A client of a stage that is about to listen."""
+    """Yield a client of a stage that is about to listen."""
     async with aiohttp.ClientSession() as session:
         with anyio.fail_after(FAILSAFE_S):
             yield Talk(await stage.listening.url(), session)

@@ -33,7 +33,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def gateway(url: str) -> Iterator[Client]:
-    """A client of the module's gateway, which is as new."""
+    """Yield a client of the module's gateway, which is reset."""
     with client(url) as talking:
         talking.ask("GET", "/reset_data")
         yield talking
@@ -41,7 +41,7 @@ def gateway(url: str) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def guarded_url() -> Iterator[str]:
-    """A gateway with a token, that takes little."""
+    """Start a gateway with a token and small limits."""
     limits = ["--request-bytes", str(REQUEST_BYTES), "--inflated-bytes", str(INFLATED_BYTES)]
     with process("--capacity", str(CAPACITY), *limits, PENSTOCK_TOKEN=TOKEN) as (_, url):
         yield url
@@ -49,7 +49,7 @@ def guarded_url() -> Iterator[str]:
 
 @pytest.fixture
 def guarded(guarded_url: str) -> Iterator[Client]:
-    """A client of the gateway with a token, which is as new."""
+    """Yield a client of the gateway with a token, which is reset."""
     with client(guarded_url, authorization=f"Bearer {TOKEN}") as talking:
         talking.ask("GET", "/reset_data")
         yield talking

@@ -39,7 +39,7 @@ class Env:
 
 @st.composite
 def environments(draw: st.DrawFn) -> list[Env]:
-    """One to four of them, and in most cases some have a minimum."""
+    """Draw one to four environments, in most cases some with a minimum."""
     minima = st.none() | MINIMA | MINIMA if draw(st.integers(0, 3)) else st.none()
     each = st.builds(
         Env,
@@ -59,7 +59,7 @@ STEPS = st.lists(
     min_size=20,
     max_size=60,
 )
-"""What is done, by which environment (or which it is), and in which size, if not the environment's."""
+"""Steps: an action, the environment, and a group size other than the environment's."""
 
 
 def test_a_backlog_comes_out_oldest_batch_first_and_each_is_a_step_when_it_leaves() -> None:
@@ -126,7 +126,7 @@ def by_arrival(pending: PendingGroups[Group]) -> list[QueuedGroup[Group]]:
 
 
 def slow_batch(waiting: list[Group], least: dict[int, int], batch_size: int) -> list[Group] | None:
-    """First the minima, then what sums to the rest, the oldest wherever that can be; or without minima."""
+    """Form a batch of the minima, then of the oldest groups that sum to the rest; or without minima."""
     own = {env_id: [each for each in waiting if each.env_id == env_id] for env_id in least if least[env_id]}
     if not all(own.values()):
         return None
@@ -156,11 +156,11 @@ def oldest_first(groups: list[Group], wanted: int) -> list[Group]:
 
 
 def newest_first(groups: list[Group], wanted: int) -> list[Group]:
-    """Of all that sum to `wanted`, those with the newest group, of these those with the newest next to that, …"""
+    """Return of all groups that sum to `wanted` those with the newest one, of these those with the next newest, …"""
 
     @cache
     def found(among: int, wanted: int) -> list[Group] | None:
-        """Of the first so many."""
+        """Search among the first groups."""
         if wanted == 0:
             return []
         for index in reversed(range(among)):

@@ -38,7 +38,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def batch(*scores: float, **more: Any) -> dict[str, Any]:
-    """What /batch answers: a group of one sequence for each score."""
+    """Return an answer of /batch: a group of one sequence for each score."""
     return {"batch": [GROUP | {"scores": [score]} for score in scores], **more}
 
 
@@ -97,7 +97,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(*answers: Any, **more: Any) -> AsyncIterator[Server]:
-    """A server at a port of its own."""
+    """Start a server at a port of its own."""
     server = Server(deque(answers), **more)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
@@ -113,7 +113,7 @@ async def serving(*answers: Any, **more: Any) -> AsyncIterator[Server]:
 
 
 def client(url: str, **changed: Any) -> AtroposClient:
-    """One that registers for two batches."""
+    """Return a client that registers for two batches."""
     rules: dict[str, Any] = {"batch_size": 2, "max_token_len": 64, "num_steps": 2}
     return AtroposClient(api_url=url, **(rules | changed))
 
@@ -347,7 +347,7 @@ async def test_groups_of_a_pipeline_reach_another_one_as_they_were_and_are_ackno
 
 
 async def polled(session: aiohttp.ClientSession, *, lease_s: str) -> dict[str, Any]:
-    """A batch, as soon as there is one."""
+    """Return a batch, as soon as there is one."""
     while True:
         answer: dict[str, Any] = await (await session.get("/batch", params={"lease_s": lease_s})).json()
         if answer["batch"]:
@@ -404,7 +404,7 @@ def unused_port() -> int:
 
 @asynccontextmanager
 async def answering(behaves: Callable[[anyio.abc.SocketStream], Awaitable[None]]) -> AsyncIterator[str]:
-    """A server that is none."""
+    """Listen at a port that answers with other bytes."""
 
     async def closing(stream: anyio.abc.SocketStream) -> None:
         async with stream:

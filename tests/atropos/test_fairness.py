@@ -30,7 +30,7 @@ ENVIRONMENTS = st.lists(
 
 
 def filled(envs: list[EnvRegistration], groups: int, **other: Any) -> TrajectoryQueue[int]:
-    """Every environment has so many groups waiting, which say whose they are."""
+    """Queue so many groups of every environment, each with its environment as payload."""
     made = running_queue(*envs, capacity=None, **other)
     for env_id, each in enumerate(envs):
         made.submit(0, [group(env_id, each.group_size, env_id=env_id)] * groups)
@@ -38,7 +38,7 @@ def filled(envs: list[EnvRegistration], groups: int, **other: Any) -> Trajectory
 
 
 def expected(envs: list[EnvRegistration]) -> dict[int, float]:
-    """Parts among those that registered."""
+    """Return the shares among registered environments."""
     weights = {env_id: each.weight for env_id, each in enumerate(envs)}
     promised = {env_id: each.min_batch_allocation or 0.0 for env_id, each in enumerate(envs)}
     return shares(weights, promised)

@@ -29,7 +29,7 @@ TOKEN = "s3cret"  # noqa: S105 (of a gateway that lives as long as a test)
 
 @pytest.fixture(scope="module")
 def ca(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with a certificate for 127.0.0.1 that signs itself; its key is in the file beside it."""
+    """Create a self-signed certificate for 127.0.0.1, with its key in the file beside it."""
     folder = tmp_path_factory.mktemp("ca")
     options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=penstock-test"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "keyUsage=digitalSignature,keyCertSign"]
@@ -40,7 +40,7 @@ def ca(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @asynccontextmanager
 async def secured(ca: str) -> AsyncGenerator[tuple[Pipeline, str]]:
-    """A gateway that speaks https and wants a token; groups of 3,000 tokens cannot reach it through shared memory."""
+    """Start a gateway with https and a token; groups of 3,000 tokens do not fit its shared memory."""
     async with running(token=TOKEN, certfile=ca, keyfile=f"{ca}.key", shm_bytes=ONLY_HTTP) as (pipeline, url):
         assert url.startswith("https://")
         yield pipeline, url

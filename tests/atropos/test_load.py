@@ -21,7 +21,7 @@ LEASE_S, HEARTBEAT_TIMEOUT_S = 0.2, 0.3
 
 
 def taken_by(dying: Client) -> list[dict[str, Any]]:
-    """A batch under a lease."""
+    """Return a batch under a lease."""
     while (batch := dying.get(f"/batch?lease_s={LEASE_S}")["batch"]) is None:
         time.sleep(0.01)
     groups: list[dict[str, Any]] = batch
@@ -59,7 +59,7 @@ async def test_accepted_groups_arrive_also_if_a_trainer_dies_with_a_batch(tmp_pa
 
 
 def fair(*, batches: int = 200) -> Found:
-    """A run in which everybody had its part, and nothing was lost."""
+    """Return a run in which every environment had its share, and nothing was lost."""
     lanes = [*[0] * 28, *[1] * 12, *[2] * 24, *[3] * 48]  # parts of 1/4, and of 3/4 by weights of 1, 2 and 4
     groups = [(index, serial) for serial, index in enumerate(lanes)]
     contested = [Contested(lanes, [(index, 99) for index in range(4)])] * batches

@@ -28,7 +28,7 @@ WHOLE = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 @asynccontextmanager
 async def running(**config: Any) -> AsyncGenerator[RunningGateway[bytes]]:
-    """A server at a free port."""
+    """Start a server at a free port."""
     queue: TrajectoryQueue[bytes] = TrajectoryQueue()
     with anyio.fail_after(FAILSAFE_S):
         async with open_server(ServerConfig(port=0, **config), queue, RelayBackend(), "a test") as server:
@@ -36,13 +36,13 @@ async def running(**config: Any) -> AsyncGenerator[RunningGateway[bytes]]:
 
 
 async def connected(server: RunningGateway[bytes], stack: AsyncExitStack) -> SocketStream:
-    """A connection that is accepted: by then its protocol exists, for connections come one after another."""
+    """Open a connection; connections are accepted in order, so the protocol of an earlier one exists then."""
     host, _, port = server.url.rpartition("/")[2].partition(":")
     return await stack.enter_async_context(await anyio.connect_tcp(host, int(port)))
 
 
 async def answer(stream: SocketStream) -> bytes:
-    """All that comes until the server closes the connection."""
+    """Receive until the server closes the connection."""
     came = b""
     with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
         while True:
@@ -51,7 +51,7 @@ async def answer(stream: SocketStream) -> bytes:
 
 
 def refused(server: RunningGateway[bytes]) -> dict[str, int]:
-    """How often connections were refused, by kind."""
+    """Return the number of refused connections, by kind."""
     return dict(server.endpoints.refusals.counts["unregistered"])
 
 
@@ -170,7 +170,7 @@ async def test_connections_have_a_bound_and_one_that_ends_makes_room(bound: str)
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Paths of a certificate for 127.0.0.1, and of its key."""
+    """Return the paths of a certificate for 127.0.0.1, and of its key."""
     folder: Path = tmp_path_factory.mktemp("certificate")
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]

@@ -67,7 +67,7 @@ def without_atroposlib() -> None:
 
 @asynccontextmanager
 async def playing(environment: AtroposEnvironment) -> AsyncIterator[AtroposStepEnvironment]:
-    """One step-wise environment, closed at the end."""
+    """Yield one step-wise environment, and close it at the end."""
     env = await anyio.to_thread.run_sync(environment)
     try:
         yield env
@@ -211,7 +211,7 @@ def test_log_probabilities_without_tokens_are_refused(columns: dict[str, Any]) -
 
 
 async def played(env: AtroposStepEnvironment, *answers: str) -> float:
-    """The reward of an episode with these answers."""
+    """Return the reward of an episode with these answers."""
     await env.reset(seed=0)
     stepped = [await env.step(answer) for answer in answers]
     assert stepped[-1][2]
@@ -219,7 +219,7 @@ async def played(env: AtroposStepEnvironment, *answers: str) -> float:
 
 
 async def together(environment: AtroposEnvironment, *players: tuple[str, ...]) -> list[Any]:
-    """What each player comes to, all of them in one group."""
+    """Run all players in one group; return the outcome of each."""
     async with AsyncExitStack() as stack:
         envs = [await stack.enter_async_context(playing(environment)) for _ in players]
         games = [played(env, *answers) for env, answers in zip(envs, players, strict=True)]
@@ -339,7 +339,7 @@ async def test_the_process_ends_with_its_parent(environment: str, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def troubled() -> Iterator[AtroposEnvironment]:
-    """One process for all trouble that it survives."""
+    """Yield an environment whose process survives all failures of these tests."""
     environment = AtroposEnvironment(Troubled())
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(STAND_IN))

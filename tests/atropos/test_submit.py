@@ -148,7 +148,7 @@ async def test_an_address_that_is_none_is_refused() -> None:
 
 @asynccontextmanager
 async def answering(answer: Callable[[bytes], bytes]) -> AsyncGenerator[tuple[str, list[bytes]]]:
-    """A server that is no gateway; `answer` makes an answer of the first line of a request."""
+    """Start another server than a gateway; `answer` makes an answer of the first line of a request."""
     asked: list[bytes] = []
 
     async def serve(stream: SocketStream) -> None:

@@ -22,13 +22,13 @@ from penstock.testing import entered, group
 
 
 def serves(departure_timeout_s: float = 0.01) -> AtroposTrainers:
-    """A sink at a free port."""
+    """Return a sink at a free port."""
     return AtroposTrainers(server=ANYWHERE, departure_timeout_s=departure_timeout_s)
 
 
 @asynccontextmanager
 async def serving(sink: AtroposTrainers, context: Context) -> AsyncGenerator[SendChannel[TrajectoryGroup]]:
-    """What feeds `sink` while it runs; waits for its end."""
+    """Run `sink`, yield a channel that feeds it, and wait for its end."""
     outbox, inbox = memory_channel[TrajectoryGroup](1)
 
     async def run() -> None:

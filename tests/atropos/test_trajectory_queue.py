@@ -38,7 +38,7 @@ class Out:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Whatever was accepted is in one place: it waits, is out on a lease, or was handed out for good."""
+    """An accepted group is in exactly one place: it waits, is leased, or was handed out for good."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class QueueMachine(RuleBasedStateMachine):
         )
         self.submitted = 0
         self.inside: dict[int, Accepted] = {}
-        """What was accepted and was not handed out for good, by number."""
+        """Accepted groups that were not handed out for good, by number."""
         self.out: dict[int, Out] = {}
         """Batches that were not acknowledged, by lease; those that are due are to be handed out again."""
         self.steps = 0
@@ -133,7 +133,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.out[batch.lease] = Out(self.steps if back is None else back.place, numbers, self.now + LEASE_S)
 
     def leave_the_queue(self, numbers: list[int]) -> None:
-        """None of these is out, and each is the oldest of its lane and size."""
+        """Remove groups, each of which waits and is the oldest of its environment and size."""
         assert not {number for out in self.out.values() for number in out.numbers} & set(numbers)
         for number in numbers:
             accepted = self.inside[number]
@@ -169,7 +169,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert sum(each.sent.nbytes for each in self.inside.values()) == self.made._bytes.held <= CAPACITY_BYTES
 
     def teardown(self) -> None:
-        """Everything comes out, but for what waits for others to make up a whole group."""
+        """Assert that all groups are handed out, except for buffered parts of a whole group."""
         self.now += LEASE_S
         self.made.expire(self.now)
         for _ in range(len(self.out)):

@@ -16,7 +16,7 @@ from penstock._stages.integrations.atropos.translation import from_group, scored
 
 @st.composite
 def groups(draw: st.DrawFn) -> ScoredData:
-    """Any group of the contract, as it is sent: 1.0 and −100 where nothing trains, a teacher's likeliest first."""
+    """Draw any group of the contract, as it is sent: 1.0 and −100 where nothing trains, a teacher's likeliest first."""
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     tokens = [random.integers(0, 2**31, length) for length in lengths]

@@ -27,7 +27,7 @@ ENV_ID = 3
 
 @dataclass
 class Server:
-    """What environments meet over HTTP: a gateway's answer to /shm, or another's, and what was posted."""
+    """An HTTP server for environments: its answer to /shm, and the bodies that were posted."""
 
     shm_url: str | None = None
     """The answer of /shm; None for a server without this endpoint."""
@@ -78,7 +78,7 @@ async def gateway(**bounds: int) -> AsyncIterator[tuple[Server, ShmReceiver]]:
 
 @asynccontextmanager
 async def registered(server: Server, kind: type[Environment] = Environment) -> AsyncIterator[Environment]:
-    """An environment that has registered, until its process would end."""
+    """Yield a registered environment, and close it as at the end of its process."""
     env = ShmTransport.attach(kind(Config(rollout_server_url=server.url, pace=0.001), env_id=ENV_ID, curr_step=7))
     try:
         yield env
@@ -93,7 +93,7 @@ def connection_of(env: Environment) -> submitter._ShmConnection:
 
 
 def sender_of(env: Environment) -> RemoteSender[TrajectoryGroup] | None:
-    """The channel's sending end, while it is open."""
+    """Return the channel's sending end, while it is open."""
     opened = connection_of(env)._opened
     return opened.result()._sender._sender if opened is not None and opened.done() else None
 
@@ -129,7 +129,7 @@ def expected(*items: int) -> list[list[float]]:
 
 
 def complete_group() -> Scored:
-    """One with every field that there is."""
+    """Return a group with every field."""
     plain = scored_group(5, group_size=2, tokens=6)
     return plain | {
         "advantages": [[0.1, -0.2, 0.3, 0.4, -0.5, 0.6]] * 2,

@@ -74,7 +74,7 @@ class Keeps:
 
 @asynccontextmanager
 async def training(sink: Trains | Keeps, candidates: int | None = None, **config: Any) -> AsyncIterator[str]:
-    """A pipeline that environments feed, and where."""
+    """Run a pipeline that environments feed, and yield its URL."""
     gateway = AtroposGateway(
         batch_size=BATCH, max_token_len=100, server=ServerConfig(port=0, **config), candidates=candidates
     )
@@ -87,7 +87,7 @@ async def training(sink: Trains | Keeps, candidates: int | None = None, **config
 
 @asynccontextmanager
 async def running(url: str, groups: int) -> AsyncIterator[Process]:
-    """An environment in a process of its own."""
+    """Run an environment in a process of its own."""
     options = ["--url", url, "--groups", str(groups), "--pace", "0.01", "--shm"]
     command = [sys.executable, "-m", "tests.atropos.environment", *options]
     async with await anyio.open_process(command, env=environment(), cwd=ROOT, stdout=PIPE, stderr=None) as process:

@@ -80,7 +80,7 @@ def sent_candidates(groups: list[dict[str, Any]]) -> dict[bytes, TeacherCandidat
 
 @pytest.fixture
 def student() -> Student:
-    """Made outside of the event loop: with its first optimizer torch imports modules, which blocks."""
+    """Make the student outside of the event loop: the first optimizer of torch imports modules, which blocks."""
     return Student()
 
 

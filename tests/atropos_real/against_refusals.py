@@ -1,4 +1,4 @@
-"""What an environment of Atropos prints when the gateway refuses: docs/atropos-environments.md quotes these lines."""
+"""Print the lines of an environment of Atropos that the gateway refuses; docs/atropos-environments.md quotes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Atropos is, and what its environments need besides: `make test-atropos ATROPOS=<checkout>`."""
+"""Find Atropos and the packages that its environments need: `make test-atropos ATROPOS=<checkout>`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.atropos_real.workspace import make_workspace
 
 @pytest.fixture(scope="session")
 def checkout() -> Path:
-    """The checkout of Atropos, whose commit scripts/check_atropos.sh has checked."""
+    """Return the checkout of Atropos, whose commit scripts/check_atropos.sh has checked."""
     return Path(os.environ["ATROPOS"]).resolve()
 
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer and data sets."""
+    """Create a tokenizer and data sets."""
     os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hub"))
     return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 @pytest.fixture(scope="session")
 def model(workspace: Path) -> Iterator[str]:
-    """The URL of a scripted model."""
+    """Start a scripted model, and yield its URL."""
     log = workspace / "model.log"
     process = started("-m", "tests.atropos_real.scripted_model", str(workspace / "tokenizer"), cwd=ROOT, log=log)
     assert process.stdout is not None

@@ -55,7 +55,7 @@ class Environment:
 
     process: subprocess.Popen[bytes]
     log: Path
-    """What it printed."""
+    """The file of its output."""
     groups: Path
     """The groups that it went to send, a line of JSON each: `data_path_to_save_groups`."""
 

@@ -134,7 +134,7 @@ class Model:
 
 
 def expected(ids: list[int], count: int) -> list[dict[int, float] | None]:
-    """Of the first token no model expects anything."""
+    """Return the candidates of each token; the first one has none."""
     return [None, *(teacher_candidates(token, count) for token in ids[1:])]
 
 

@@ -89,7 +89,7 @@ def single_call(left: int, right: int) -> dict[str, Any]:
 
 
 def two_calls(left: int, right: int) -> dict[str, Any]:
-    """Two turns of a person, each with a call, its result, and a summary."""
+    """Return two turns of a user, each with a call, its result, and a summary."""
     turns = [*exchange(left, right), *exchange(right + 100, left)]
     return conversation(TOOLS, *turns)
 

@@ -39,7 +39,7 @@ def connect_frame(**changes: Any) -> bytes:
 @contextmanager
 def stranger_at(inbox: RemoteReceiver[TrajectoryGroup]) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.settimeout(10)
+        stranger.settimeout(FAILSAFE_S)
         stranger.connect(str(Path(inbox.url.removeprefix("shm://")) / "control"))
         yield stranger
 

@@ -84,7 +84,7 @@ def another_service() -> Iterator[int]:
         thread = threading.Thread(target=answer)
         thread.start()
         yield int(listener.getsockname()[1])
-        thread.join(30)
+        thread.join(FAILSAFE_S)
 
 
 def resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:

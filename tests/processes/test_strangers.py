@@ -11,6 +11,7 @@ import anyio.to_thread
 import pytest
 import zmq
 from tests import wire
+from tests.failsafe import FAILSAFE_S
 
 from penstock import TrainBatch, TrajectoryGroup
 from penstock.channels import RemoteReceiver, RemoteSender, connect, serve
@@ -21,7 +22,7 @@ from penstock.testing import group
 def exchange(url: str, sent: bytes) -> bytes:
     """Send bytes to a control socket; return the bytes that the receiver sends until it closes."""
     with socket.socket(socket.AF_UNIX) as control_connection:
-        control_connection.settimeout(10)
+        control_connection.settimeout(FAILSAFE_S)
         control_connection.connect(str(Path(url.removeprefix("shm://")) / "control"))
         control_connection.sendall(sent)
         control_connection.shutdown(socket.SHUT_WR)
