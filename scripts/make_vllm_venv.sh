@@ -9,7 +9,7 @@ venv=$1
 python=${PYTHON:-.venv/bin/python}
 
 rm -rf "$venv"
-"$python" -m venv --without-pip "$venv"
+"$python" -m venv "$venv" # with pip: vLLM lists the packages when it is asked for its settings
 pip() { .venv/bin/python -m pip --disable-pip-version-check --python "$venv/bin/python" "$@"; }
 pip install --quiet --no-deps --requirement scripts/vllm/requirements.txt
 pip install --quiet --no-deps --require-hashes --requirement scripts/vllm/vllm.txt
