@@ -304,18 +304,6 @@ class Packer:
     The first group of a batch fixes its optional columns. Not thread-safe.
     """
 
-    __slots__ = (
-        "_block",
-        "_by_token",
-        "_chunks",
-        "_groups",
-        "_memory",
-        "_plan",
-        "_starts",
-        "_tokens",
-        "max_tokens",
-    )
-
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens: int = whole_number("max_tokens", max_tokens, least=0)
         """Tokens that one batch holds at most."""

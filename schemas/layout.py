@@ -156,20 +156,6 @@ class Layout(NamedTuple):
 class ColumnLayout:
     """The columns that a record has, in order, with their dtypes and axes."""
 
-    __slots__ = (
-        "_dtypes",
-        "_layouts",
-        "_offsets",
-        "_repetitions",
-        "_weights",
-        "axes",
-        "dtypes",
-        "encoded",
-        "names",
-        "shaped",
-        "versions_by_token",
-    )
-
     def __init__(self, columns: Sequence[tuple[str, np.dtype[Any], str]]) -> None:
         self.names: tuple[str, ...] = tuple(name for name, _, _ in columns)
         self.encoded: bytes = _encode_form([(name, dtype.str, axes) for name, dtype, axes in columns])
