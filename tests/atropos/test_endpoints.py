@@ -215,14 +215,14 @@ async def test_senders_wait_for_a_pipeline_that_takes_groups_and_not_for_one_tha
         while gateway.queue.take(0.0) is not None:
             await anyio.lowlevel.checkpoint()
 
-    before = gateway.queue.waiting
+    waiting = [gateway.queue.waiting]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(take_one_a_turn)
         await gateway.ask("POST", "/scored_data", scored())
-        after = gateway.queue.waiting
+        waiting.append(gateway.queue.waiting)
 
-    assert before == PIPELINE_BACKLOG + 4
-    assert after <= PIPELINE_BACKLOG
+    assert waiting[0] == PIPELINE_BACKLOG + 4
+    assert waiting[1] <= PIPELINE_BACKLOG
 
 
 class FullReceiver(ShmReceiver):
