@@ -150,7 +150,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         self.peers: dict[bytes, Peer] = {}
         """Admitted senders, by the identity of their ZeroMQ socket."""
         self.rejections: RejectionCounter = RejectionCounter(url)
-        self.admission = Admission(
+        self.admission: Admission = Admission(
             self.peers,
             transport=transport,
             kind=self.schema.kind,
