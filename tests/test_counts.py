@@ -77,6 +77,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "AtroposEnvironment": partial(PUBLIC.AtroposEnvironment, "games:Guess"),
     "AtroposGateway": partial(PUBLIC.AtroposGateway, batch_size=4, max_token_len=64),
     "AtroposTrainers": PUBLIC.AtroposTrainers,
+    "Backoff": PUBLIC.Backoff,
     "Batcher": partial(PUBLIC.Batcher, max_tokens=64),
     "ServerConfig": PUBLIC.ServerConfig,
     "GroupAssembler": partial(PUBLIC.GroupAssembler, group_size=4, stragglers="drop", deadline_s=4.0),
@@ -124,8 +125,8 @@ RESULTS |= {"TrajectoryId", "Worker", "WorkerStatistics"}
 BUILDERS = {"batch", "drive_source", "group", "trajectory", "write_checkpoint"}
 """Of penstock's own tests and trainers; their numbers end in records and names, which have rules of their own."""
 
-RATIOS = {"CISPO", "Distillation", "GSPO", "ImportanceWeight", "KLReward", "PPOClip"}
-"""Classes whose numbers have other bounds, tested elsewhere."""
+RATIOS = {"Aggregated", "CISPO", "Distillation", "GSPO", "ImportanceWeight", "KLReward", "PPOClip"}
+"""Classes whose numbers have other bounds, tested elsewhere; a loss makes `Aggregated`."""
 
 NO_COUNTS = {"seed", "eos_id", "clip", "gamma", "gae_lambda", "on_failure"}
 """Arguments that are neither counts nor seconds."""
@@ -135,6 +136,8 @@ LEAST = {"Journal.capacity_bytes": 65536, "AtroposGateway.checkpoint_interval": 
 
 FROM_ZERO = {
     *(
+        "Backoff.first_s",
+        "Backoff.longest_s",
         "Batcher.max_lag",
         "JsonlMetrics.after_step",
         "Packer.max_tokens",

@@ -63,7 +63,7 @@ async def test_groups_that_are_too_large_for_shared_memory_go_over_http() -> Non
         await pipeline.has_trained(3)
         pipeline.check(3)
 
-    assert [line for line in proxy.requests if "POST" in line] == ["POST /scored_data_list HTTP/1.1"]
+    assert {line for line in proxy.requests if "POST" in line} == {"POST /scored_data_list HTTP/1.1"}
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -172,6 +173,15 @@ async def test_sockets_are_private_and_gone_with_their_receiver() -> None:
     assert not await anyio.Path(directory).exists()
 
 
+@pytest.fixture
+def _sockets_in_a_folder_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Any receiver of this user sweeps the common one, that of a test beside this one too."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
+
+
+@pytest.mark.usefixtures("_sockets_in_a_folder_of_their_own")
 async def test_the_sockets_of_a_killed_receiver_are_swept_by_the_next() -> None:
     async with child(RECEIVER) as receiver:
         left = anyio.Path((await line(receiver)).removeprefix("shm://"))
@@ -182,6 +192,7 @@ async def test_the_sockets_of_a_killed_receiver_are_swept_by_the_next() -> None:
             assert not await left.exists()
 
 
+@pytest.mark.usefixtures("_sockets_in_a_folder_of_their_own")
 async def test_the_sockets_of_a_killed_receiver_are_swept_by_a_sender_that_saw_it_die() -> None:
     async with child(RECEIVER) as receiver:
         url = await line(receiver)
