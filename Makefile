@@ -41,7 +41,7 @@ test-all: $(READY) $(OLDER)
 	$(BIN)/python -m coverage run -m pytest $(BESIDE) -m "long or not long"
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-covered
-	PYTHONPATH=$(OLDER) $(BIN)/python -m pytest tests/pipeline/test_transformers_models.py
+	PYTHONPATH=$(OLDER) $(BIN)/python -m pytest tests/pipeline/weights/test_transformers_models.py
 
 test-vllm: $(READY) $(VLLM)/ready
 	VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/vllm/against_vllm.py

@@ -26,7 +26,7 @@ from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import Letters
 from tests.inference_server import EOS, TROUBLE, VOCABULARY, logprobs_of
 from tests.loop_clock import LoopClock
-from tests.stages.test_policies import assert_methods
+from tests.stages.engines.test_policies import assert_methods
 
 from penstock import Context, SourceEnv, StopReason, Worker
 from penstock.errors import (
@@ -42,7 +42,7 @@ from penstock.policies import Backoff, Completion, Engine, EnginePublisher, Http
 from penstock.testing import drive_source, entered
 from penstock.torch import WeightFolder
 
-SERVER = Path(__file__).parent.parent / "inference_server.py"
+SERVER = Path(__file__).parents[2] / "inference_server.py"
 
 
 def table(seed: int) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from penstock import TrajectoryGroup
 from penstock.channels import connect, serve
 from penstock.testing import group
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 STEADY = {"monotonic", "perf_counter", "sleep", "timedelta"}
 """Permitted names of `time` and `datetime`: clocks that never jump, and durations."""

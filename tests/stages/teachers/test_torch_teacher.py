@@ -6,7 +6,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from tests.stages.test_distilled_training import VOCABULARY, expected_by
+from tests.stages.training.test_distilled_training import VOCABULARY, expected_by
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
