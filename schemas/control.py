@@ -140,9 +140,9 @@ class Telemetry(_Message, frozen=True):
 
 
 Leaving: TypeAlias = Literal["done", "staying", "failed"]
-"""How a sender closes. done: nothing more comes from it · staying: likewise, and it stays connected until it knows that
-all is saved, and then sends `done` · failed: the body of its `async with` raised or was cancelled, so more may follow
-on another connection."""
+"""The way in which a sender closes. done: nothing more comes from it · staying: likewise, and it stays connected until
+it knows that all is saved, and then sends `done` · failed: the body of its `async with` raised or was cancelled, so
+more may follow on another connection."""
 
 
 class Close(_Message, frozen=True):

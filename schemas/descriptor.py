@@ -17,7 +17,7 @@ class Descriptor(NamedTuple):
     slots: int
     """Slots in the span; 0 where the payload travels in frames."""
     generation: int
-    """How often the first slot had been used."""
+    """Uses of the first slot before this one."""
     nbytes: int
     """Bytes of the records, contents and padding included."""
 

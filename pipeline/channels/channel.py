@@ -56,7 +56,7 @@ class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     senders: int
     """Open sending ends."""
     waiting_for: str
-    """What this end is waiting for: "", "credit" (a sender, for the receiver) or "record" (the reverse)."""
+    """The wait of this end: "", "credit" (a sender, for the receiver) or "record" (the reverse)."""
     waited_s: float
     """Seconds that this end has waited in total, the present wait included."""
 

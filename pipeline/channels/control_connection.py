@@ -34,10 +34,10 @@ LARGEST_FRAME = 64 * 1024
 """Bytes: control messages are short. A longer frame is invalid, and is rejected before it is read."""
 
 ACCEPT_RETRY_S = 0.1
-"""How long no connection is accepted when this process has no file descriptor left: none signals that it was freed."""
+"""Pause in accepting connections when this process has no file descriptor left: none signals that it was freed."""
 
 BACKLOG_RETRY_S = 0.01
-"""How often a connection is attempted while the listener's backlog is full: the kernel does not signal room."""
+"""Pause between attempts at a connection while the listener's backlog is full: the kernel does not signal room."""
 
 _NO_MORE = EXHAUSTED | {errno.ENOBUFS, errno.ENOMEM}
 

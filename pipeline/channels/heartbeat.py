@@ -20,16 +20,16 @@ __all__ = [
 ]
 
 DEFAULT_HEARTBEAT_TIMEOUT_S = 30.0
-"""How long a peer may be unresponsive: longer than a machine that swaps, or a debugger that inspects a process,
-takes."""
+"""Bound on the time in which a peer is unresponsive: longer than a machine that swaps, or a debugger that inspects a
+process, takes."""
 
 GRACE_S = 0.1
-"""How long the control connection has to report a death before the end of a ZeroMQ connection is taken for an
+"""Time that the control connection has to report a death before the end of a ZeroMQ connection is taken for an
 unresponsive peer: it takes 1 ms.
 """
 
 CHECKS_PER_TIMEOUT = 6
-"""How often a TCP connection is checked within the time that its other side may be unresponsive."""
+"""Checks of a TCP connection within the time that its other side may be unresponsive."""
 
 UNRESPONSIVE = "did not respond for {} s, because its process was stopped or its host hung"
 """The predicate of an error about an unresponsive peer."""

@@ -14,7 +14,7 @@ from ..errors import MemberAbsent, MemberNameInUse, MemberNameRequired, TooManyM
 __all__ = ["DEFAULT_ABSENCE_TIMEOUT_S", "Members", "OnAbsence"]
 
 DEFAULT_ABSENCE_TIMEOUT_S = 600.0
-"""How long an absent member is awaited: finding a machine and loading an environment takes less."""
+"""Bound on the absence of a member: finding a machine and loading an environment takes less."""
 
 OnAbsence: TypeAlias = Literal["fail", "continue"]
 """The consequence of an absence that lasts too long: an error that names the member, or the stream goes on without

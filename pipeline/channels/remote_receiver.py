@@ -128,9 +128,9 @@ class RemoteReceiver(AsyncReceiver[R]):
         most_waiting: int | None = None,
     ) -> None:
         self.url = url
-        """Where senders connect."""
+        """The URL to which senders connect."""
         self.schema: Schema = record_type.schema
-        """What is carried."""
+        """The schema of the records."""
         self._assemble = record_type.assemble
         self._transport = transport
         self._socket = socket

@@ -52,7 +52,7 @@ FLUSH_AT = 64
 """Records in one message: a larger batch saves nothing measurable."""
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long a closing sender waits for a receiver that is connected but does not answer."""
+"""Bound on the wait of a closing sender for a receiver that is connected but does not answer."""
 
 
 class SenderConnection:

@@ -40,13 +40,13 @@ DEFAULT_CAPACITY = 4096
 DEFAULT_CAPACITY_BYTES = 2**30
 
 RECONNECT_TIMEOUT_S = 3600.0
-"""How long there may be no receiver: a new machine has to be found and a model loaded."""
+"""Bound on the time without a receiver: a new machine has to be found and a model loaded."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
 """Retries are timed, because the start of a receiver is no event that can be awaited."""
 
 LAST_MESSAGES_S = 1.0
-"""How long messages that a receiver sent before it closed may be in flight."""
+"""Bound on the flight of messages that a receiver sent before it closed."""
 
 ConnectTo: TypeAlias = Callable[[str], AbstractAsyncContextManager[RemoteSender[TrajectoryGroup]]]
 """Opens a connection to a URL."""

@@ -30,7 +30,7 @@ from .transport import HANDSHAKE_S, MAX_HANDSHAKES, PayloadReader
 __all__ = ["Enter", "ShmAcceptor"]
 
 REJECT_TIMEOUT_S = 1.0
-"""How long sending a rejection may take: it is short, so that only a peer that does not read fails to get it."""
+"""Bound on sending a rejection: it is short, so that only a peer that does not read fails to get it."""
 
 _HANDSHAKE_ERRORS = (
     PenstockError,

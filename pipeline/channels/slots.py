@@ -34,7 +34,7 @@ class Span:
     count: int
     """Slots."""
     generation: int
-    """How often the first slot had been allocated when this span was."""
+    """Allocations of the first slot up to that of this span."""
     state: SpanState = "writing"
     sequence: int = 0
     """The last record's number among the sender's; 0 until it is published."""

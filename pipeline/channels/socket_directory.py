@@ -23,7 +23,7 @@ PREFIX = "penstock-"
 LOCK = "lock"
 
 EXIT_TIMEOUT_S, RETRY_S = 1.0, 0.005
-"""How long a dying process may take to release its lock, and how often that is checked."""
+"""Bound on the time in which a dying process releases its lock, and the pause between two checks of that."""
 
 LONGEST_PATH = 80
 """A Unix socket's path holds 107 bytes, and names are appended to this."""

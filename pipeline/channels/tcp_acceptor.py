@@ -38,8 +38,8 @@ LARGEST_HANDSHAKE_MESSAGE = 64 * 1024
 """Bytes: the messages of a handshake are short."""
 
 CLOSE_WAIT_S, FLUSH_S, FLUSH_CHECK_S = 4.0, 5.0, 0.001
-"""How long senders may take to handle the last messages, which they confirm by closing; how long ZeroMQ may take to
-send them, and how often that is checked."""
+"""Bound on the time in which senders handle the last messages, which they confirm by closing; bound on the time in
+which ZeroMQ sends them, and the pause between two checks of that."""
 
 CHECK_INTERVAL_S = 1.0
 """The longest interval between checks for senders whose messages do not end."""

@@ -35,7 +35,7 @@ class TcpConnection:
         """
         self._fd = fd
         self._idle_checks = 0
-        """How often in a row it was found idle for too long."""
+        """Checks in a row that found it idle for too long."""
         own = os.dup(fd)
         try:
             self._socket = socket.socket(fileno=own)

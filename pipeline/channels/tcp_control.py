@@ -23,7 +23,7 @@ from .transport import EVENTS, POLLIN, POLLOUT, dealer
 __all__ = ["TcpControl", "connected"]
 
 ADDRESS_S = 5.0
-"""How long one of several addresses of a host is tried."""
+"""Bound on the attempt at one of several addresses of a host."""
 
 NEVER_MS = 2**31 - 1
 """When ZeroMQ would reconnect. Where it must not reconnect at all, it discards what it has received when a connection
