@@ -13,8 +13,6 @@ from ..._schemas import GroupId, TrajectoryGroup
 from .ledger import Ledger
 from .repetition_sets import mask_in
 
-__all__ = ["Retention"]
-
 K = TypeVar("K")
 
 

@@ -12,8 +12,6 @@ from ..._schemas.control import PROTOCOL_VERSION, Connect, Reject, printable
 from ..._schemas.tokenizer import disagreements
 from ..accounting.telemetry import get_logger
 
-__all__ = ["Admission", "RejectionCounter"]
-
 log = get_logger("penstock.channel")
 
 

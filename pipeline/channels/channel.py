@@ -12,15 +12,6 @@ from typing import Protocol, Self, TypeVar
 
 import msgspec
 
-__all__ = [
-    "MEMORY_CAPACITY",
-    "REMOTE_CAPACITY",
-    "REMOTE_CAPACITY_BYTES",
-    "ChannelStatistics",
-    "ReceiveChannel",
-    "SendChannel",
-]
-
 MEMORY_CAPACITY = 2
 """Records between two stages of one process: one being written and one being read; more only ages them."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from ..._schemas import InvalidRecord
 
-__all__ = ["CHECKSUM_BYTES", "ChecksumDiffers", "checked", "with_checksum"]
-
 CHECKSUM_BYTES = 4
 
 

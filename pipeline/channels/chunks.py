@@ -15,8 +15,6 @@ import anyio.lowlevel
 
 from .channel import ReceiveChannel, SendChannel
 
-__all__ = ["MAX_CHUNK", "receive_chunks", "send_all"]
-
 T = TypeVar("T")
 
 MAX_CHUNK = 16

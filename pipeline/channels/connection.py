@@ -11,8 +11,6 @@ from typing import Protocol
 from ..._schemas.control import Message
 from ..errors import PeerLost
 
-__all__ = ["Conversation", "PeerControl", "SenderControl"]
-
 
 class Conversation(Protocol):
     """The sender's side of a handshake."""

@@ -23,8 +23,6 @@ from ..errors import OutOfFileDescriptors, ProtocolMismatch
 from ..util.os_errors import EXHAUSTED, RAISE_LIMIT
 from .protocols import AsyncCloseable
 
-__all__ = ["ControlConnection", "connect_control", "serve_control"]
-
 _LENGTH = struct.Struct("<I")
 
 MOST_FDS = 4

@@ -15,8 +15,6 @@ from contextlib import suppress
 from ..._schemas.control import CreditGrant, Message, Outcomes
 from .peer import Peer
 
-__all__ = ["CreditReturner"]
-
 COALESCE_TICKS = 8
 """Ticks that requested credit is withheld while there are records of the sender to read. In an idle loop they take some
 ten microseconds."""

@@ -14,8 +14,6 @@ from pathlib import Path
 from ..errors import InvalidKey, KeyUnavailable
 from .keys import ChannelKey
 
-__all__ = ["default_key", "default_key_path"]
-
 
 def default_key_path() -> Path:
     """Return the path of this user's key: `penstock/channel.key` in $XDG_CONFIG_HOME, or else in `~/.config`."""

@@ -25,8 +25,6 @@ from ..errors import (
 )
 from .connection import Conversation
 
-__all__ = ["complete_handshake", "connect_message", "handshake_timeout", "request_session"]
-
 REJECTIONS: dict[str, type[PenstockError]] = {
     error.__name__: error
     for error in (

@@ -10,15 +10,6 @@ from __future__ import annotations
 
 import zmq
 
-__all__ = [
-    "CHECKS_PER_TIMEOUT",
-    "DEFAULT_HEARTBEAT_TIMEOUT_S",
-    "GRACE_S",
-    "UNRESPONSIVE",
-    "enable_heartbeats",
-    "send_heartbeats",
-]
-
 DEFAULT_HEARTBEAT_TIMEOUT_S = 30.0
 """Bound on the time in which a peer is unresponsive: longer than a machine that swaps, or a debugger that inspects a
 process, takes."""

@@ -19,8 +19,6 @@ import zmq.utils.z85
 from ..errors import InvalidKey
 from ..util.os_errors import explaining_os_errors
 
-__all__ = ["ChannelKey", "Role"]
-
 SECRET_BYTES = 32
 
 LARGEST_FILE = 4096

@@ -11,8 +11,6 @@ from typing import Literal, TypeAlias
 
 from ..errors import MemberAbsent, MemberNameInUse, MemberNameRequired, TooManyMembers
 
-__all__ = ["DEFAULT_ABSENCE_TIMEOUT_S", "Members", "OnAbsence"]
-
 DEFAULT_ABSENCE_TIMEOUT_S = 600.0
 """Bound on the absence of a member: finding a machine and loading an environment takes less."""
 

@@ -20,8 +20,6 @@ from ..util.waiting import WaitClock, Waiters
 from .channel import MEMORY_CAPACITY, ChannelStatistics
 from .protocols import AsyncCloseable, AsyncReceiver
 
-__all__ = ["MemoryReceiver", "MemorySender", "memory_channel"]
-
 T = TypeVar("T")
 
 CHECKPOINT_EVERY = 32

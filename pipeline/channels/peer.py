@@ -15,8 +15,6 @@ from ..accounting.shared_counters import EndState
 from .connection import PeerControl
 from .transport import PayloadReader
 
-__all__ = ["Peer"]
-
 
 class Peer:
     """The state of a sender at its receiver."""

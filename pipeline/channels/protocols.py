@@ -9,8 +9,6 @@ from typing import Protocol, Self, TypeVar
 
 import anyio
 
-__all__ = ["AsyncCloseable", "AsyncReceiver"]
-
 T_co = TypeVar("T_co", covariant=True)
 
 

@@ -56,8 +56,6 @@ from .protocols import AsyncReceiver
 from .segment import DEFAULT_SLOT_BYTES
 from .transport import EVENTS, POLLIN, Bundle, Frames, PayloadReader, R
 
-__all__ = ["PeerListener", "ReceiverConfig", "RemoteReceiver"]
-
 log = get_logger("penstock.channel")
 
 DRAIN_AT_ONCE = 1024

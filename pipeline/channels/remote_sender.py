@@ -44,8 +44,6 @@ from .memory import CHECKPOINT_EVERY
 from .protocols import AsyncCloseable
 from .transport import EVENTS, POLLIN, POLLOUT, PayloadWriter, R, Record
 
-__all__ = ["RemoteSender", "SenderConnection"]
-
 log = get_logger("penstock.channel")
 
 FLUSH_AT = 64

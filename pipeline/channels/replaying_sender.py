@@ -30,8 +30,6 @@ from .keys import ChannelKey
 from .remote_sender import RemoteSender
 from .transports import connect
 
-__all__ = ["ReplayingSender", "connect_with_replay"]
-
 log = get_logger("penstock.channel")
 
 DEFAULT_CAPACITY = 4096

@@ -27,8 +27,6 @@ from .checksum import checked, with_checksum
 from .shared_memory import allocate, may_shrink
 from .slots import Span
 
-__all__ = ["DEFAULT_SLOT_BYTES", "Lease", "SegmentReader", "SegmentWriter"]
-
 DEFAULT_SLOT_BYTES = 1024
 """Small enough that a record wastes little of its last slot, large enough that the header table stays under 4 %."""
 

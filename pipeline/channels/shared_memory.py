@@ -17,8 +17,6 @@ from pathlib import Path
 from ..errors import OutOfSharedMemory
 from .machine_memory import available_bytes
 
-__all__ = ["allocate", "may_shrink", "scratch"]
-
 FOLDER = Path("/dev/shm")  # noqa: S108 (files made there have no name)
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

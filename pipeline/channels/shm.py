@@ -47,8 +47,6 @@ from .slots import SlotTable, Span
 from .socket_directory import socket_directory, sweep, sweep_after
 from .transport import Bundle, PayloadReader, R, Released, dealer, router
 
-__all__ = ["connect_shm", "serve_shm"]
-
 SCHEME = "shm://"
 CONTROL_SOCKET = "control"
 DATA = "data"

@@ -27,8 +27,6 @@ from .remote_receiver import RemoteReceiver
 from .socket_monitor import SocketMonitor
 from .transport import HANDSHAKE_S, MAX_HANDSHAKES, PayloadReader
 
-__all__ = ["Enter", "ShmAcceptor"]
-
 REJECT_TIMEOUT_S = 1.0
 """Bound on sending a rejection: it is short, so that only a peer that does not read fails to get it."""
 

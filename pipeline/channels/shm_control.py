@@ -14,8 +14,6 @@ from ..errors import PeerLost
 from .control_connection import ControlConnection
 from .heartbeat import GRACE_S, UNRESPONSIVE
 
-__all__ = ["ShmControl"]
-
 
 class ShmControl:
     """A `SenderControl`."""

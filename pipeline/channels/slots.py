@@ -17,8 +17,6 @@ from typing import Literal, TypeAlias
 
 from ..errors import IllegalTransition, RecordTooLarge, StaleDescriptor
 
-__all__ = ["SlotTable", "Span"]
-
 SpanState: TypeAlias = Literal["writing", "published", "free"]
 
 HISTORY_LENGTH = 8

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from ..util.os_errors import explaining_os_errors
 
-__all__ = ["socket_directory", "sweep", "sweep_after"]
-
 PREFIX = "penstock-"
 LOCK = "lock"
 

@@ -14,8 +14,6 @@ import zmq
 
 from .transport import EVENTS, POLLIN
 
-__all__ = ["SocketMonitor"]
-
 MOST_EVENTS = 100_000
 """Events that may wait for a blocked loop: some 20 MB. ZeroMQ's thread waits for the loop when there are more, so that
 none is lost."""

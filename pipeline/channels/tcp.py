@@ -32,8 +32,6 @@ from .tcp_address import TcpAddress, bracketed, resolved
 from .tcp_control import connected
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Bundle, R, Released, router, start_zero_copy
 
-__all__ = ["connect_tcp", "serve_tcp"]
-
 BACKLOG = 1024
 """Connections that may wait for ZeroMQ's thread to accept them."""
 

@@ -32,8 +32,6 @@ from .socket_monitor import SocketMonitor
 from .tcp_connection import TcpConnection
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, MAX_HANDSHAKES, Frames, PayloadReader
 
-__all__ = ["TcpAcceptor"]
-
 LARGEST_HANDSHAKE_MESSAGE = 64 * 1024
 """Bytes: the messages of a handshake are short."""
 

@@ -11,8 +11,6 @@ from urllib.parse import urlsplit
 from .default_key import default_key
 from .keys import ChannelKey
 
-__all__ = ["TcpAddress", "bracketed", "resolved"]
-
 
 class TcpAddress(NamedTuple):
     """The address of a channel, and the key to use there."""

@@ -17,8 +17,6 @@ from typing import Self
 
 import anyio
 
-__all__ = ["TcpConnection"]
-
 _INFO = struct.Struct("8B24I4Q")
 """`struct tcp_info` up to tcpi_bytes_received."""
 _LAST_DATA_RECEIVED, _BYTES_RECEIVED = 8 + 11, 8 + 24 + 3

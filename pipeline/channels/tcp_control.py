@@ -20,8 +20,6 @@ from .tcp_address import TcpAddress, bracketed
 from .tcp_connection import TcpConnection
 from .transport import EVENTS, POLLIN, POLLOUT, dealer
 
-__all__ = ["TcpControl", "connected"]
-
 ADDRESS_S = 5.0
 """Bound on the attempt at one of several addresses of a host."""
 

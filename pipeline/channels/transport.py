@@ -24,25 +24,6 @@ from ..._schemas.descriptor import Descriptor
 from ..._schemas.layout import AxisSizes, Columned, ColumnLayout, Schema
 from .zmq_context import zmq_context
 
-__all__ = [
-    "EVENTS",
-    "HANDSHAKE_S",
-    "LARGEST_MESSAGE",
-    "MAX_HANDSHAKES",
-    "POLLIN",
-    "POLLOUT",
-    "Bundle",
-    "Frames",
-    "PayloadReader",
-    "PayloadWriter",
-    "R",
-    "Record",
-    "Released",
-    "dealer",
-    "router",
-    "start_zero_copy",
-]
-
 EVENTS = int(zmq.EVENTS)
 """The option to read before receiving from a socket: reading it costs half of an exception."""
 

@@ -25,8 +25,6 @@ from .shm import connect_shm, serve_shm
 from .tcp import connect_tcp, serve_tcp
 from .transport import R
 
-__all__ = ["DEFAULT_MAX_SENDERS", "connect", "serve"]
-
 DEFAULT_MAX_SENDERS = 64
 """Senders at a time: with `capacity_bytes`, the bound on the memory that one channel can allocate on a machine."""
 

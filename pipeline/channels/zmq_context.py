@@ -12,8 +12,6 @@ from functools import cache
 
 import zmq
 
-__all__ = ["zmq_context"]
-
 
 class _ProcessContext:
     """The context of this process. Any thread may get it."""

@@ -22,8 +22,6 @@ from ..util.appending import append_whole
 from ..util.os_errors import explaining_os_errors
 from .journal_entry import CorruptRange, encode_entry, read_entries
 
-__all__ = ["JournalFiles", "LogContents", "LogFile", "open_journal"]
-
 VOLUME_BYTES = 32 * 2**20
 """A volume of this size grows no more: a volume is read as a whole, and deleted as a whole."""
 

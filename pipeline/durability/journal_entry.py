@@ -17,8 +17,6 @@ import numpy as np
 from ..._schemas import InvalidRecord, TrajectoryGroup
 from ..._schemas.layout import ALIGNMENT, BundleHeader, aligned, encode_contents
 
-__all__ = ["CorruptRange", "encode_entry", "read_entries"]
-
 MARK = b"penstock"
 """The first bytes of every entry: behind a damaged one, the next one is found by them."""
 

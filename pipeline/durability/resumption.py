@@ -25,8 +25,6 @@ from ..graph.context import Context
 from ..graph.stage_node import StageNode
 from ..util.os_errors import explaining_os_errors
 
-__all__ = ["ResumePoint", "Resumes", "Snapshot", "Stateful", "WithCheckpoints", "resumed", "with_checkpoints"]
-
 log = get_logger("penstock.pipeline")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-__all__ = ["append_whole"]
-
 
 def append_whole(fd: int, pieces: Iterable[bytes]) -> None:
     """Append all of `pieces` or none of them to the file behind `fd`, which is open for appending. Blocks.

@@ -8,8 +8,6 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
-__all__ = ["enter_in_thread"]
-
 R = TypeVar("R")
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-__all__ = ["all_of", "consists_of", "first_exception", "single_exception", "unwrap_first", "unwrap_single"]
-
 
 def single_exception(error: BaseException) -> BaseException:
     """Return the only exception within `error`, at any depth of groups; `error` itself where there are several.

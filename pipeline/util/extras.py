@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from ..errors import MissingExtra
 
-__all__ = ["extra"]
-
 
 @contextmanager
 def extra(name: str, needed_by: str) -> Iterator[None]:

@@ -13,8 +13,6 @@ from contextlib import ExitStack, contextmanager
 from ..errors import OutOfFileDescriptors
 from .os_errors import EXHAUSTED, RAISE_LIMIT
 
-__all__ = ["available", "reserved"]
-
 
 @contextmanager
 def reserved(count: int, purpose: str, advice: str = "") -> Iterator[ExitStack]:

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from ..errors import DiskFull, NotWritable, OutOfFileDescriptors, PenstockError
 
-__all__ = ["EXHAUSTED", "RAISE_LIMIT", "explaining_os_errors"]
-
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """The disk, a quota, or the limit on the size of a file is exhausted."""
 

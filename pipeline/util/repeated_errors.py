@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeAlias
 
-__all__ = ["RepeatedErrors"]
-
 _Place: TypeAlias = tuple[str, str, int]
 
 

@@ -11,8 +11,6 @@ import time
 from collections import deque
 from typing import Self
 
-__all__ = ["WaitClock", "Waiters"]
-
 
 class Waiters:
     """Tasks that wait for one condition, woken in the order they came. Each must check the condition again."""

@@ -10,8 +10,6 @@ from ...._pipeline.errors import MissingExtra, PenstockError
 if TYPE_CHECKING:
     from .http_api import HttpApi
 
-__all__ = ["AtroposAPIError", "Situation", "load_http_api", "without_token"]
-
 Situation: TypeAlias = Literal[
     "refused", "timed out", "unreachable", "certificate", "rejected", "failed", "no JSON", "another trainer", "empty"
 ]

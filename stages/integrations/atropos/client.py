@@ -37,8 +37,6 @@ from .translation import to_group
 if TYPE_CHECKING:
     from .http_api import HttpApi
 
-__all__ = ["AtroposClient"]
-
 log = get_logger("penstock.atropos_client")
 
 ACKNOWLEDGE_TIMEOUT_S = 5.0

@@ -19,27 +19,6 @@ import msgspec
 from ...._schemas import InvalidRecord
 from ...._schemas.errors import UNREADABLE
 
-__all__ = [
-    "BY_TOKEN",
-    "NO_LOGPROB",
-    "SHM_PATH",
-    "UNTRAINED",
-    "BatchAnswer",
-    "EnvReference",
-    "EnvRegistration",
-    "Fault",
-    "Registered",
-    "RootAnswer",
-    "ScoredData",
-    "ShmAnswer",
-    "SubmitAnswer",
-    "TrainerRegistration",
-    "Untrainable",
-    "decode",
-    "decode_scored",
-    "scored_data",
-]
-
 UNTRAINED = -100
 """Value of `masks` at positions that do not train."""
 

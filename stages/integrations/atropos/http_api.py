@@ -38,8 +38,6 @@ from .contract import (
 )
 from .queue.records import Info
 
-__all__ = ["HttpApi"]
-
 log = get_logger("penstock.atropos_client")
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}

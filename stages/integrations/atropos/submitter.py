@@ -43,8 +43,6 @@ from .translation import from_group, to_group
 if TYPE_CHECKING:
     from .http_api import HttpApi
 
-__all__ = ["GatewayDisconnected", "ShmTransport", "submit", "submitting"]
-
 log = get_logger("penstock.atropos")
 
 Group: TypeAlias = TrajectoryGroup | Mapping[str, Any]

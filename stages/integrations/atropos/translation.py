@@ -24,8 +24,6 @@ from ...._schemas.columns import freeze
 from ...teachers.candidates import ROUNDING, TeacherCandidates
 from .contract import BY_TOKEN, NO_LOGPROB, UNTRAINED, ScoredData, Untrainable
 
-__all__ = ["META", "as_if_sent", "from_group", "scored_of", "to_group"]
-
 META = ("env_id", "messages", "overrides", "group_overrides", "generation_params", "images")
 """Fields of the contract that are kept in `meta`. Lists over sequences are indexed by repetition id."""
 

@@ -18,16 +18,6 @@ from ....._pipeline.accounting.telemetry import get_logger
 from .records import Batch, UnknownLease
 from .scheduling import PendingGroups, QueuedGroup
 
-__all__ = [
-    "MAX_BATCH_SIZE",
-    "LeaseTable",
-    "PreparedBatch",
-    "StallDetector",
-    "exact_subset",
-    "form_batch",
-    "unpackable",
-]
-
 G = TypeVar("G")
 
 MAX_BATCH_SIZE = 2**20

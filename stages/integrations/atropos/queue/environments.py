@@ -12,8 +12,6 @@ from .batches import exact_subset
 from .records import InvalidRegistration, Submission, UnknownEnvironment, UnpackableGroupSize
 from .scheduling import MIN_SHARE
 
-__all__ = ["Allocation", "EnvBuffer", "Environment", "Environments", "QueueDepth", "shares"]
-
 G = TypeVar("G")
 
 MAX_BUFFERED = 16

@@ -13,26 +13,6 @@ from typing import ClassVar, Generic, TypeVar
 
 from ....._pipeline.errors import PenstockError
 
-__all__ = [
-    "Batch",
-    "EnvAdmitted",
-    "EnvStatus",
-    "IdempotencyCache",
-    "Info",
-    "InvalidRegistration",
-    "NoTrainer",
-    "QueueFull",
-    "Receipt",
-    "RequestRejected",
-    "Status",
-    "Submission",
-    "SubmissionTooLarge",
-    "UnknownEnvironment",
-    "UnknownLease",
-    "UnpackableGroupSize",
-    "WandbInfo",
-]
-
 G = TypeVar("G")
 
 REMEMBERED_S = 600.0

@@ -14,8 +14,6 @@ from typing import Generic, TypeVar
 
 from .records import QueueFull, Submission, SubmissionTooLarge
 
-__all__ = ["ANONYMOUS", "MIN_SHARE", "AdmissionControl", "EnvQueue", "FairScheduler", "PendingGroups", "QueuedGroup"]
-
 G = TypeVar("G")
 
 ANONYMOUS = -1

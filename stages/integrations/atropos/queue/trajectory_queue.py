@@ -34,13 +34,6 @@ from .records import (
 )
 from .scheduling import ANONYMOUS, AdmissionControl, FairScheduler, PendingGroups, QueuedGroup
 
-__all__ = [
-    "DEFAULT_CAPACITY",
-    "DEFAULT_CAPACITY_BYTES",
-    "DEFAULT_HEARTBEAT_TIMEOUT_S",
-    "TrajectoryQueue",
-]
-
 G = TypeVar("G")
 
 DEFAULT_CAPACITY = 4_096

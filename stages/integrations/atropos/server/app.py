@@ -30,8 +30,6 @@ from .endpoints import Endpoints
 from .limits import BodyRefused
 from .serve import ServerConfig
 
-__all__ = ["application", "refusal"]
-
 G = TypeVar("G")
 
 COMPRESSED_FROM_BYTES = 1000

@@ -46,8 +46,6 @@ from .limits import Bodies, BodyRefused, Limits, RequestRejections
 from .serve import Backend
 from .shm_receiver import ShmIngest
 
-__all__ = ["Endpoints"]
-
 G = TypeVar("G")
 T = TypeVar("T")
 

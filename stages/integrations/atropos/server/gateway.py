@@ -32,8 +32,6 @@ from .serve import Backend, Listening, ServerConfig, open_server
 if TYPE_CHECKING:
     from .endpoints import Endpoints
 
-__all__ = ["AtroposGateway"]
-
 DEFAULT_CAPACITY = 256
 """Groups that may wait before the pipeline takes them: environments pause earlier, at three batches of their own."""
 

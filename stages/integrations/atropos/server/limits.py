@@ -17,8 +17,6 @@ from ....._schemas.numbers import normalize_counts, normalize_numbers
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-__all__ = ["UNREGISTERED", "Bodies", "BodyRefused", "Limits", "RequestRejections"]
-
 GZIP = 16 + zlib.MAX_WBITS
 """Selects the gzip format in zlib, header and checksum included."""
 

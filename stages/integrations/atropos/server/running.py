@@ -35,8 +35,6 @@ from .limits import Limits, RequestRejections
 from .serve import Backend, ServerConfig
 from .shm_receiver import ShmIngest, open_receiver
 
-__all__ = ["RunningGateway", "run_server"]
-
 G = TypeVar("G")
 
 BACKLOG = 2048

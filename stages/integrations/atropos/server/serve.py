@@ -29,8 +29,6 @@ from .shm_receiver import CAPACITY_BYTES
 if TYPE_CHECKING:
     from .running import RunningGateway
 
-__all__ = ["DEFAULT_PORT", "Backend", "Listening", "RelayBackend", "ServerConfig", "open_server", "serve"]
-
 G = TypeVar("G")
 
 DEFAULT_PORT = 8000

@@ -26,8 +26,6 @@ from ..queue.records import QueueFull, RequestRejected, Submission
 if TYPE_CHECKING:
     from .endpoints import Endpoints
 
-__all__ = ["CAPACITY_BYTES", "ShmIngest", "ShmReceiver", "open_receiver"]
-
 G = TypeVar("G")
 
 log = get_logger("penstock.atropos")

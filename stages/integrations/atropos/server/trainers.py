@@ -31,8 +31,6 @@ from .serve import Backend, Listening, ServerConfig, open_server
 if TYPE_CHECKING:
     from .endpoints import Endpoints
 
-__all__ = ["AtroposTrainers"]
-
 log = get_logger("penstock.atropos")
 
 AHEAD = 2

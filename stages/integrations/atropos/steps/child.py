@@ -40,8 +40,6 @@ from .messages import (
     read_frames,
 )
 
-__all__ = ["bridge_class", "main"]
-
 UNLIMITED = {"num_max_requests_at_once": 10**6, "num_requests_for_eval": 10**6, "health_check": False}
 """Options of its configuration, so that model calls wait for players only."""
 

@@ -24,8 +24,6 @@ from ....._schemas import StopReason
 from ..contract import BY_TOKEN, UNTRAINED
 from .messages import Action, EnvironmentTimedOut, Failure, GroupIncomplete, ModelCallRefused, NotScored, StepResult
 
-__all__ = ["Episode", "EpisodeConfig", "EpisodeOver", "ModelCall", "Seat", "current_episode", "failure_of", "sampled"]
-
 SIMILAR = 0.5
 """Share of a conversation's prompt that a later prompt has to begin with in order to count as its continuation."""
 

@@ -12,24 +12,6 @@ import numpy as np
 from ....._pipeline.errors import InvalidConfig, MissingExtra, PenstockError
 from ....._schemas import InvalidRecord, StopReason
 
-__all__ = [
-    "Action",
-    "EnvConfig",
-    "EnvironmentDied",
-    "EnvironmentRaised",
-    "EnvironmentTimedOut",
-    "Failure",
-    "GroupIncomplete",
-    "ModelCallRefused",
-    "NoMoreItems",
-    "NotScored",
-    "Reply",
-    "Request",
-    "StepResult",
-    "encode_frame",
-    "read_frames",
-]
-
 LENGTH_BYTES = 4
 
 M = TypeVar("M")

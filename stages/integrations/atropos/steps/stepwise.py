@@ -40,8 +40,6 @@ from .messages import (
     read_frames,
 )
 
-__all__ = ["AtroposEnvironment", "AtroposStepEnvironment", "BlockingStepEnvironment", "register_with_gem"]
-
 Begun: TypeAlias = tuple[str, dict[str, Any]]
 """Observation and info."""
 
