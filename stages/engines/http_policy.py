@@ -56,6 +56,8 @@ class HttpPolicy:
         check_url(self.url, "HttpPolicy.url")
         if self.server != "auto" and self.server not in SERVERS:
             raise InvalidConfig(f"HttpPolicy.server: expected one of auto, {', '.join(SERVERS)}, got {self.server!r}")
+        if self.versions not in {"engine", "server"}:
+            raise InvalidConfig(f"HttpPolicy.versions: expected one of engine, server, got {self.versions!r}")
         normalize_counts(self, "concurrency")
         normalize_numbers(self, "request_timeout_s")
         if self.server != "auto":

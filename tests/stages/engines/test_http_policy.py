@@ -380,6 +380,7 @@ async def test_a_model_that_the_server_does_not_know_is_refused_when_the_policy_
         ({"url": "http://host:8000/v1"}, "url: expected http://host:port without a path"),
         ({"server": "ollama"}, "server: expected one of auto, vllm, sglang, openai, got 'ollama'"),
         ({"concurrency": 0}, "concurrency: expected a whole number of at least 1, got 0"),
+        ({"versions": "asked"}, "versions: expected one of engine, server, got 'asked'"),
         ({"versions": "server"}, 'versions: expected "engine", got "server": openai reports no versions'),
     ],
 )
