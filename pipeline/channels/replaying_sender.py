@@ -271,11 +271,11 @@ async def connect_with_replay(
         tokenizer: see `connect`.
 
     Raises:
-        InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite. TokenizersDiffer: a
-        receiver has another tokenizer; there is no retry. MemberNameRequired, TooManyMembers: a receiver counts senders
-        by name, and not this one; likewise. NobodyListens, PeerLost, PeerClosed: no receiver was available within
-        `reconnect_timeout_s`. If all that was sent
-            is saved, a note says that only the end was not acknowledged.
+        InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite.
+        TokenizersDiffer: a receiver has another tokenizer; there is no retry.
+        MemberNameRequired, TooManyMembers: a receiver counts senders by name, and not this one; likewise.
+        NobodyListens, PeerLost, PeerClosed: no receiver was available within `reconnect_timeout_s`. If all that was
+            sent is saved, a note says that only the end was not acknowledged.
         MemberNameInUse: another sender of this name was connected for as long.
     """
     identity = None if tokenizer is None else await anyio.to_thread.run_sync(tokenizer_identity, tokenizer)

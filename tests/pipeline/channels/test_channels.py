@@ -46,11 +46,17 @@ class RemoteEnds:
         return connect(self.url, TrajectoryGroup, name=f"member {self.joined}", key=self.key)
 
     async def lose(self, outbox: SendChannel[TrajectoryGroup]) -> bool:
-        """Close all its sockets, as the kernel does for a killed process, without Close."""
+        """Close all its sockets, as the kernel does for a killed process, without Close.
+
+        A thread of ZeroMQ closes them, later than the kernel would: what the sender does next waits for it.
+        """
         assert isinstance(outbox, RemoteSender)
+        connected = self.inbox.statistics().senders
         self.joined -= 1
         outbox._closed = True
         await outbox._connection._release()
+        while self.inbox.statistics().senders == connected:
+            await anyio.lowlevel.checkpoint()
         return True
 
 
