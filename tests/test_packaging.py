@@ -39,7 +39,7 @@ def test_the_packages_listed_are_the_folders_on_disk() -> None:
     folders = {path.parent for name in FOLDERS for path in (ROOT / name).rglob("*.py")}
     on_disk = {f"penstock._{folder.relative_to(ROOT).as_posix().replace('/', '.')}" for folder in folders}
 
-    assert set(_setuptools()["packages"]) == on_disk | {"penstock", "penstock.integrations"}
+    assert set(_setuptools()["packages"]) == on_disk | {"penstock", "penstock._cli", "penstock.integrations"}
 
 
 def test_every_package_has_an_init_file() -> None:

@@ -1,26 +1,22 @@
-"""The command `penstock`. Errors are printed as sentences, and exit with status 1."""
+"""`penstock gateway`: serve environments and trainers that were written for Atropos."""
 
 from __future__ import annotations
 
 import gc
-import sys
 from typing import Annotated
 
 import anyio
 import typer
 
-from ._pipeline.errors import PenstockError
-from ._stages.integrations.atropos.queue.trajectory_queue import (
+from .._stages.integrations.atropos.queue.trajectory_queue import (
     DEFAULT_CAPACITY,
     DEFAULT_CAPACITY_BYTES,
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     TrajectoryQueue,
 )
-from ._stages.integrations.atropos.server.limits import Limits
-from ._stages.integrations.atropos.server.serve import DEFAULT_PORT, ServerConfig, serve
-from ._stages.integrations.atropos.server.shm_receiver import CAPACITY_BYTES
-
-__all__ = ["main"]
+from .._stages.integrations.atropos.server.limits import Limits
+from .._stages.integrations.atropos.server.serve import DEFAULT_PORT, ServerConfig, serve
+from .._stages.integrations.atropos.server.shm_receiver import CAPACITY_BYTES
 
 LIMITS = Limits()
 
@@ -36,15 +32,6 @@ def _positive(value: float) -> float:
     return value
 
 
-commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
-
-
-@commands.callback()
-def penstock() -> None:
-    """Bring trajectories from reinforcement-learning environments to a trainer."""
-
-
-@commands.command()
 def gateway(
     *,
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with a token.")] = "127.0.0.1",
@@ -86,11 +73,3 @@ def _announce(url: str) -> None:
     gc.freeze()
     gc.set_threshold(GARBAGE, *gc.get_threshold()[1:])
     typer.echo(f"listening at {url}")
-
-
-def main() -> None:
-    """Run a command."""
-    try:
-        commands()
-    except (PenstockError, OSError) as error:
-        sys.exit(f"penstock: {error}")

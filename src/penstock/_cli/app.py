@@ -1,0 +1,31 @@
+"""Join the commands. Errors are printed as sentences, and exit with status 1.
+
+`penstock --help` imports the module of every command, so a command imports inside its function what only it needs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from .._pipeline.errors import PenstockError
+from .gateway import gateway
+
+commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+
+
+@commands.callback()
+def penstock() -> None:
+    """Bring trajectories from reinforcement-learning environments to a trainer."""
+
+
+commands.command()(gateway)
+
+
+def main() -> None:
+    """Run a command."""
+    try:
+        commands()
+    except (PenstockError, OSError) as error:
+        sys.exit(f"penstock: {error}")
