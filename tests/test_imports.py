@@ -40,6 +40,7 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/training/causal_model.py",
         "stages/losses/*.py",
         "stages/training/micro_batches.py",
+        "stages/training/optimizers.py",
         "stages/training/scoring.py",
         "stages/training/step_clock.py",
         "stages/*/torch_*.py",

@@ -10,6 +10,7 @@ with extra("torch", "penstock.torch"):
     from ._stages.engines.torch_weight_folder import WeightFolder
     from ._stages.teachers.torch_teacher import TorchTeacher
     from ._stages.training.causal_model import CausalModel, KVCache, causal_attend, packed_attend, positions_of
+    from ._stages.training.optimizers import ReferenceUpdates, adamw
     from ._stages.training.torch_ranked_trainer import RankedTrainer
     from ._stages.training.torch_reference import TorchReference
     from ._stages.training.torch_trainer import TorchTrainer
@@ -19,11 +20,13 @@ __all__ = [
     "FolderSubscriber",
     "KVCache",
     "RankedTrainer",
+    "ReferenceUpdates",
     "TorchPolicy",
     "TorchReference",
     "TorchTeacher",
     "TorchTrainer",
     "WeightFolder",
+    "adamw",
     "causal_attend",
     "packed_attend",
     "positions_of",

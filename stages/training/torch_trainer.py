@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -41,16 +41,17 @@ from ..losses.terms import Loss
 from .causal_model import CausalModel
 from .checkpoint import write_checkpoint
 from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
+from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .scoring import TEMPERATURE, Likelihood, check_temperature, likelihood, own_temperatures
 from .step_clock import StepClock
 from .torch_ranks import Ranks
 from .torch_sharding import Trainable, accumulating, bare, gathered, is_shared, spread, spread_optimizer
 
-OptimizerRecipe: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-"""Makes an optimizer of a model's parameters: `partial(torch.optim.AdamW, lr=1e-5)`."""
-
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.pt", "state.json"
 """The files of a checkpoint."""
+
+REFERENCE = "reference.safetensors"
+"""The file of a checkpoint with the weights of a reference that is updated."""
 
 SCORED_COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_ids", "teacher_logprobs")
 """Columns of a batch that a loss receives, where present."""
@@ -78,7 +79,8 @@ class TorchTrainer:
     Args:
         model: see `CausalModel`; trained in place, on the device its parameters are on. One that several ranks share,
             by DistributedDataParallel or `fully_shard`, is trained by a `RankedTrainer`.
-        optimizer: makes the optimizer of the model's parameters.
+        optimizer: makes the optimizer of the model's parameters; `adamw` decays only the matrices.
+        schedule: makes the schedule of its learning rate, which advances with every step; None for a constant rate.
         loss: the loss; see `losses`.
         max_grad_norm: bound on the norm of the gradient, which is scaled down to it; None for no bound.
         micro_batch_tokens: tokens of a micro-batch, padding included; a longer sequence is in one of one row. None
@@ -89,6 +91,7 @@ class TorchTrainer:
         updates: optimizer updates on every batch, each on all of it. The weights before the first are the proximal
             policy.
         reference: a frozen model with the same vocabulary, which scores batches without `ref_logprobs`.
+        reference_updates: moves the reference, of the policy's shape, towards the policy; None keeps it as it is.
         autocast: the dtype in which the model computes where that is safe, `torch.bfloat16`; its parameters, the loss
             and the optimizer stay float32. None computes everything in the model's own dtype. A head that computes in
             bfloat16 changes every ratio by percents: have the model compute it with autocast off.
@@ -99,7 +102,9 @@ class TorchTrainer:
 
     Raises:
         TypeError: the vocabulary of `tokenizer` is unknown.
-        ValueError: a number out of range, another `autocast`, or parameters beside it that are not float32.
+        ValueError: a number out of range, another `autocast`, or parameters beside it that are not float32;
+            updates of a reference that is absent, or of a model that ranks share in parts.
+        WeightsMismatch: the reference is to be updated, and has other tensors than the model.
     """
 
     def __init__(
@@ -107,12 +112,14 @@ class TorchTrainer:
         model: Trainable,
         *,
         optimizer: OptimizerRecipe,
+        schedule: ScheduleRecipe | None = None,
         loss: Loss = PPOClip(),  # noqa: B008 (a frozen value)
         max_grad_norm: float | None = 1.0,
         micro_batch_tokens: int | None = None,
         temperature: float = 1.0,
         updates: int = 1,
         reference: CausalModel | None = None,
+        reference_updates: ReferenceUpdates | None = None,
         autocast: torch.dtype | None = None,
         compile: Callable[[Any], Callable[..., Tensor]] | None = None,  # noqa: A002 (torch's name for it)
         state: Mapping[str, Stateful] | None = None,
@@ -129,6 +136,10 @@ class TorchTrainer:
         if autocast is not None:
             _check_autocast(autocast, self._parameters)
         self._optimizer = optimizer(self._parameters)
+        self._schedule = None if schedule is None else schedule(self._optimizer)
+        self._reference_updates = reference_updates
+        if reference_updates is not None:
+            self._check_reference()
         self._loss = loss
         self._max_grad_norm = math.inf if max_grad_norm is None else finite_number("max_grad_norm", max_grad_norm)
         self._micro_batch_tokens = (
@@ -193,6 +204,10 @@ class TorchTrainer:
             merge(metrics, {name: metric.over(self._updates) for name, metric in reported.items()})
         self._steps += 1
         rate = float(self._optimizer.param_groups[0]["lr"])
+        if self._schedule is not None:
+            self._schedule.step()
+        if self._reference is not None and self._reference_updates is not None:
+            self._reference_updates.apply(self._reference, bare(self._model), self._steps)
         found = {name: metric.value() for name, metric in metrics.items()}
         unused = {} if batch.teacher_ids is None else {TOKENS_USED: 0.0}  # shows that no loss uses the teacher
         return unused | found | {"lr": rate} | clock.seconds()
@@ -200,6 +215,15 @@ class TorchTrainer:
     @property
     def _device(self) -> torch.device:
         return self._parameters[0].device
+
+    def _check_reference(self) -> None:
+        if self._reference is None:
+            raise ValueError("reference_updates: expected with a reference, got none")
+        model = bare(self._model)
+        if is_shared(model):
+            raise ValueError("reference_updates: expected a model that every rank has whole, got one in parts (FSDP2)")
+        problem = "the reference, which is to be updated, does not fit the model"
+        check_weights(specs_of(model.state_dict()), specs_of(self._reference.state_dict()), problem)
 
     def _update(self, parts: Sequence[MicroBatch | None], batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
         """Do one optimizer update on the whole batch; return its metrics."""
@@ -292,7 +316,11 @@ class TorchTrainer:
         save_file(_unshared(weights), folder / WEIGHTS)
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         with (folder / OPTIMIZER).open("wb") as file:  # with a path, torch hides the reason of a failure
-            torch.save({"optimizer": optimizer, "torch": torch.get_rng_state(), "cuda": cuda}, file)
+            schedule = None if self._schedule is None else self._schedule.state_dict()
+            random_states = {"torch": torch.get_rng_state(), "cuda": cuda}
+            torch.save({"optimizer": optimizer, "schedule": schedule, **random_states}, file)
+        if self._reference is not None and self._reference_updates is not None:
+            save_file(_unshared(self._reference.state_dict()), folder / REFERENCE)
         state = _State(
             step=self._steps,
             committed=CommittedPrompts(committed).state,
@@ -330,6 +358,10 @@ class TorchTrainer:
         model = bare(self._model)
         model.load_state_dict(spread(weights, model.state_dict()))
         self._optimizer.load_state_dict(spread_optimizer(tensors["optimizer"], self._parameters))
+        if self._schedule is not None:
+            self._schedule.load_state_dict(tensors["schedule"])
+        if self._reference is not None and self._reference_updates is not None:
+            self._reference.load_state_dict(load_file(folder / REFERENCE, device=str(device)))
         for name, stateful in self._state.items():
             stateful.load_state_dict(kept.state[name])
         self._steps = kept.step
