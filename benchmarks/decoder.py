@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.torch import KVCache
+from penstock.torch import Attention, KVCache
 
 __all__ = ["Decoder", "Size"]
 
@@ -59,13 +59,14 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: KVCache | None = None) -> Tensor:
         """Return logits; see `CausalModel`. A cache is an error."""
         if cache is not None:
             raise ValueError("expected no cache: this model only trains")
         x = self.tokens(tokens) + self.positions(positions)
+        mask = attend.mask[:, None]
         for layer in self.layers:
-            x = layer(x, attend[:, None])
+            x = layer(x, mask)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

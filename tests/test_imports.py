@@ -37,6 +37,7 @@ TORCH_AT_MODULE_LEVEL = {
         "pipeline/weights/meta_model.py",
         "pipeline/weights/weight_tables.py",
         "pipeline/weights/weight_views.py",
+        "stages/training/attention.py",
         "stages/training/causal_model.py",
         "stages/losses/*.py",
         "stages/training/micro_batches.py",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.torch import KVCache
+from penstock.torch import Attention, KVCache
 
 
 class TinyModel(nn.Module):
@@ -35,20 +35,21 @@ class TinyModel(nn.Module):
             self.head = nn.Linear(width, vocabulary)
         self.heads = heads
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: KVCache | None = None) -> Tensor:
         hidden = self.token(tokens) + self.position(positions)
+        mask = attend.mask[:, None]
         for layer, (project, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
-            hidden = hidden + self._attention(project(norm(hidden)), attend, cache, layer)
+            hidden = hidden + self._attention(project(norm(hidden)), mask, cache, layer)
             hidden = hidden + mlp(norm(hidden))
         logits: Tensor = self.head(norm(hidden))
         return logits
 
-    def _attention(self, projected: Tensor, attend: Tensor, cache: KVCache | None, layer: int) -> Tensor:
+    def _attention(self, projected: Tensor, mask: Tensor, cache: KVCache | None, layer: int) -> Tensor:
         rows, count, _ = projected.shape
         query, key, value = projected.view(rows, count, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         if cache is not None:
             key, value = cache.append(layer, key, value)
-        seen = functional.scaled_dot_product_attention(query, key, value, attn_mask=attend[:, None])
+        seen = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return seen.transpose(1, 2).reshape(rows, count, -1)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.torch import KVCache
+from penstock.torch import Attention, KVCache
 
 from .tokenizer import TOKENIZER
 
@@ -98,10 +98,10 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         nn.init.normal_(self.logits.weight, std=LOGITS_STD)
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: KVCache | None = None) -> Tensor:
         """Return logits; see `CausalModel`."""
         x = self.token_embedding(tokens) + self.position_embedding(positions)
-        seen = Seen(attend[:, None], cache)
+        seen = Seen(attend.mask[:, None], cache)
         for layer in self.layers:
             x = layer(x, seen)
         logits: Tensor = self.logits(self.norm(x))

@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.torch import causal_attend, positions_of
+from penstock.torch import Attention, positions_of
 
 from .model import Transformer
 from .task import TrainingProblems
@@ -83,5 +83,5 @@ async def warm_up(model: Transformer, seed: int, steps: int = STEPS) -> None:
 def imitation_loss(model: Transformer, tokens: Tensor, mask: Tensor) -> Tensor:
     """Return the cross-entropy of the tokens [B, L] where `mask` [B, L] is true, predicted at the previous position."""
     present = torch.ones_like(mask)
-    logits = model(tokens, positions=positions_of(present), attend=causal_attend(present))
+    logits = model(tokens, positions=positions_of(present), attend=Attention.causal(present))
     return functional.cross_entropy(logits[:, :-1][mask[:, 1:]], tokens[:, 1:][mask[:, 1:]])

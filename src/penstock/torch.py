@@ -9,13 +9,16 @@ with extra("torch", "penstock.torch"):
     from ._stages.engines.torch_policy import TorchPolicy
     from ._stages.engines.torch_weight_folder import WeightFolder
     from ._stages.teachers.torch_teacher import TorchTeacher
-    from ._stages.training.causal_model import CausalModel, KVCache, causal_attend, packed_attend, positions_of
+    from ._stages.training.attention import Attention
+    from ._stages.training.causal_model import Cache, CausalModel, KVCache, positions_of
     from ._stages.training.optimizers import ReferenceUpdates, adamw
     from ._stages.training.torch_ranked_trainer import RankedTrainer
     from ._stages.training.torch_reference import TorchReference
     from ._stages.training.torch_trainer import TorchTrainer
 
 __all__ = [
+    "Attention",
+    "Cache",
     "CausalModel",
     "FolderSubscriber",
     "KVCache",
@@ -27,7 +30,5 @@ __all__ = [
     "TorchTrainer",
     "WeightFolder",
     "adamw",
-    "causal_attend",
-    "packed_attend",
     "positions_of",
 ]

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..training.causal_model import CausalModel, KVCache, causal_attend, positions_of
+from ..training.attention import Attention
+from ..training.causal_model import Cache, CausalModel, positions_of
 
 FINISHED_SHARE = 0.25
 """Share of finished rows above which a batch drops them: dropping copies the cache, keeping computes for nothing."""
@@ -133,7 +134,7 @@ class _Rows:
     """[b, P + A] bool: keys that a row may see, without its left padding."""
     position: Tensor = field(init=False)
     """[b, 1] int64 position of the next token."""
-    cache: KVCache = field(init=False)
+    cache: Cache = field(init=False)
 
     @classmethod
     def of(cls, requests: Sequence[SamplingRequest], device: torch.device) -> _Rows:
@@ -152,7 +153,7 @@ class _Rows:
         """Read each different prompt once, then copy the cache for every row. Return logits [b, V]."""
         tokens, mask, owner = (torch.from_numpy(array).to(self.live.device) for array in _left_padded(prompts))
         self.cache = model.new_cache(len(tokens), mask.shape[1] + self.max_limit)
-        logits = model(tokens, positions=positions_of(mask), attend=causal_attend(mask), cache=self.cache)[:, -1]
+        logits = model(tokens, positions=positions_of(mask), attend=Attention.causal(mask), cache=self.cache)[:, -1]
         self.cache.keep(owner)
         self.position = mask.sum(dim=1, keepdim=True)[owner]
         self.visible = torch.nn.functional.pad(mask[owner], (0, self.max_limit), value=True)
@@ -181,7 +182,7 @@ class _Rows:
 
     def step(self, model: CausalModel, chosen: Tensor) -> Tensor:
         """Feed one token for each row. Return logits [b, V]."""
-        attend = self.visible[:, None, : self.cache.length + 1]
+        attend = Attention.causal(self.visible[:, : self.cache.length + 1], tokens=1)
         logits = model(chosen[:, None], positions=self.position, attend=attend, cache=self.cache)[:, 0]
         self.position = self.position + 1
         return logits

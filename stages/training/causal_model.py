@@ -1,7 +1,7 @@
 """CausalModel: the protocol of a language model for sampling and training, with a cache of keys and values.
 
-The caller passes the attention mask (`attend`), so that left padding while sampling, packing while training and a plain
-causal pass are the same code in the model, and packed sequences never attend to each other. Knows no policy, no
+The caller passes which keys each token sees (`attend`), so that left padding while sampling, packing while training and
+a plain causal pass are the same code in the model, and packed sequences never attend to each other. Knows no policy, no
 versions of weights, no stage.
 
 Axes: B rows, T tokens of this call, C visible keys (T, and those in a cache), V vocabulary, H heads,
@@ -15,6 +15,8 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+
+from .attention import Attention
 
 
 class KVCache:
@@ -79,21 +81,35 @@ class KVCache:
         self._values = self._values.index_select(1, rows)
 
 
+class Cache(Protocol):
+    """Keys and values of the tokens that a model has read: a `KVCache`, or another that the model makes."""
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of a row, padding included."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only `rows` [B'] (int64), in that order; a row may occur several times."""
+        ...
+
+
 class CausalModel(Protocol):
     """A decoder-only transformer: any `torch.nn.Module` with this `forward` and a `new_cache`."""
 
-    def __call__(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+    def __call__(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: Any = None) -> Tensor:
         """Return logits [B, T, V] float32 of the token that follows each of `tokens`.
 
         Args:
             tokens: [B, T] int64.
             positions: [B, T] int64, position of each token within its own sequence.
-            attend: [B, T, C] bool, true where token t may see key c. Every token sees at least itself.
-            cache: contains the keys before these tokens and stores theirs; then C = cache.length + T. Without, C = T.
+            attend: the keys that each token sees; `attend.mask` is [B, T, C] bool. Every token sees at least itself.
+            cache: one of `new_cache`, which contains the keys before these tokens and stores theirs; then
+                C = cache.length + T. None where C = T, and nothing is kept.
         """
         ...
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
+    def new_cache(self, batch: int, capacity: int) -> Cache:
         """Return an empty cache of the model's own shape, for `batch` rows of at most `capacity` tokens."""
         ...
 
@@ -112,31 +128,6 @@ class CausalModel(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
         """See `torch.nn.Module.load_state_dict`."""
         ...
-
-
-def causal_attend(mask: Tensor) -> Tensor:
-    """Return the attention mask [B, L, L] of padded rows; `mask` [B, L] is true on real tokens, padding on either side.
-
-    A padding token attends to itself: without any key its softmax would be NaN, and spread to the others.
-
-    >>> causal_attend(torch.tensor([[False, True, True]]))[0].int().tolist()
-    [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
-    """
-    length = mask.shape[1]
-    earlier = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-    itself = torch.eye(length, dtype=torch.bool, device=mask.device)
-    return (earlier & mask[:, None, :]) | itself
-
-
-def packed_attend(sequences: Tensor) -> Tensor:
-    """Return the attention mask [B, L, L] of packed rows; `sequences` [B, L] has the sequence of each token.
-
-    >>> packed_attend(torch.tensor([[0, 0, 1]]))[0].int().tolist()
-    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-    """
-    length = sequences.shape[1]
-    earlier = torch.ones(length, length, dtype=torch.bool, device=sequences.device).tril()
-    return earlier & (sequences[:, :, None] == sequences[:, None, :])
 
 
 def positions_of(mask: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..._schemas import Array, InvalidRecord, TrajectoryGroup
 from ..._schemas.batch import PackedGroup
-from .causal_model import CausalModel, packed_attend
+from .attention import Attention
+from .causal_model import CausalModel
 from .micro_batches import MicroBatch, Packed, micro_batches
 
 TEMPERATURE = "temperature"
@@ -52,7 +53,7 @@ def likelihood(
         autocast: dtype in which the model computes where that is safe; None for the dtype of the model.
     """
     with torch.autocast(part.tokens.device.type, autocast, enabled=autocast is not None):
-        logits = model(part.tokens, positions=part.positions, attend=packed_attend(part.sequences))
+        logits = model(part.tokens, positions=part.positions, attend=Attention.packed(part.sequences))
     wanted = logits.flatten(0, 1).index_select(0, part.predicted_at)
     wanted = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
     own = part.columns.get(TEMPERATURE)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock import TrainBatch
 from penstock.losses import Distillation
-from penstock.torch import TorchTrainer
+from penstock.torch import Attention, TorchTrainer
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -36,7 +36,7 @@ class Bigrams(torch.nn.Module):
         super().__init__()
         self.table = torch.nn.Embedding(VOCABULARY, VOCABULARY)
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: None = None) -> Tensor:  # noqa: ARG002
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: None = None) -> Tensor:  # noqa: ARG002
         logits: Tensor = self.table(tokens)
         return logits
 

@@ -22,7 +22,7 @@ from arithmetic.task import HELD_OUT, LONGEST_ANSWER, TrainingProblems, held_out
 from arithmetic.tokenizer import CHARACTERS, TOKENIZER
 from arithmetic.warm_up import FIRST, Demonstrations, imitation_loss, warm_up
 from penstock import RewardBridge, TrainBatch, TrajectoryGroup
-from penstock.torch import TorchTrainer, causal_attend, positions_of
+from penstock.torch import Attention, TorchTrainer, positions_of
 
 ARITHMETIC = Path(__file__).parent.parent.parent / "examples" / "arithmetic"
 
@@ -114,7 +114,7 @@ def test_every_question_and_answer_has_an_encoding() -> None:
 
 def logits_of(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    logits: torch.Tensor = model(tokens, positions=positions_of(mask), attend=causal_attend(mask))
+    logits: torch.Tensor = model(tokens, positions=positions_of(mask), attend=Attention.causal(mask))
     return logits
 
 
@@ -123,7 +123,7 @@ def test_the_model_predicts_the_same_with_and_without_a_cache() -> None:
     model, tokens = make_model().eval(), torch.randint(TOKENIZER.vocabulary, (3, 7))
     cache, parts = model.new_cache(3, 7), []
     for first, last in ((0, 4), (4, 5), (5, 7)):
-        attend = torch.ones(last, last, dtype=torch.bool).tril()[first:last].expand(3, -1, -1)
+        attend = Attention.causal(torch.ones(3, last, dtype=torch.bool), tokens=last - first)
         positions = torch.arange(first, last).expand(3, -1)
         parts.append(model(tokens[:, first:last], positions=positions, attend=attend, cache=cache))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock import Worker
 from penstock.errors import EngineRefused, PeerLost, WeightsMismatch
 from penstock.policies import Completion, Engine
-from penstock.torch import KVCache, TorchPolicy, WeightFolder
+from penstock.torch import Attention, KVCache, TorchPolicy, WeightFolder
 from penstock.weights import WeightPublisher
 
 PROMPT = np.array([1, 2], np.int32)
@@ -250,7 +250,7 @@ class Stepwise(TinyModel):
         """Called before a pass, which is counted from 0."""
         self.passes = 0
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: KVCache | None = None) -> Tensor:
         self.before.get(self.passes, lambda: None)()
         self.passes += 1
         return super().forward(tokens, positions=positions, attend=attend, cache=cache)

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock import Context, StopReason, Worker
 from penstock.policies import Completion, Engine
 from penstock.testing import entered
-from penstock.torch import KVCache, TorchPolicy, causal_attend
+from penstock.torch import Attention, KVCache, TorchPolicy
 from penstock.weights import WeightPublisher
 
 EOS = 3
@@ -37,7 +37,7 @@ def fresh_logprobs(
 ) -> NDArray[np.float32]:
     """Return the log-probabilities of the sampled tokens, of one forward pass over the whole sequence."""
     tokens = torch.from_numpy(np.concatenate([given, completion.tokens]).astype(np.int64))[None]
-    attend = causal_attend(torch.ones_like(tokens, dtype=torch.bool))
+    attend = Attention.causal(torch.ones_like(tokens, dtype=torch.bool))
     logits = model(tokens, positions=torch.arange(tokens.shape[1])[None], attend=attend) / temperature
     logprobs = torch.log_softmax(logits[0, len(given) - 1 : -1], dim=-1)
     return logprobs.gather(1, tokens[0, len(given) :, None])[:, 0].numpy()
@@ -71,7 +71,7 @@ class Counting(TinyModel):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: KVCache | None = None) -> Tensor:
         self.rows.append(len(tokens))
         return super().forward(tokens, positions=positions, attend=attend, cache=cache)
 

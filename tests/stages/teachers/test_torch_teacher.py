@@ -15,7 +15,7 @@ from penstock import Teacher, TrainBatch, TrajectoryGroup, Worker
 from penstock.errors import InvalidRecord
 from penstock.losses import Distillation
 from penstock.testing import drive, group
-from penstock.torch import KVCache, TorchTeacher, TorchTrainer
+from penstock.torch import Attention, KVCache, TorchTeacher, TorchTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,7 +78,7 @@ class Counted(TinyModel):
 
     calls: list[int]
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: KVCache | None = None) -> Tensor:
         self.calls.append(int((positions == 0).sum()))
         return super().forward(tokens, positions=positions, attend=attend, cache=cache)
 

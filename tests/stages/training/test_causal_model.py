@@ -2,7 +2,7 @@ import pytest
 import torch
 from tests.tiny_model import TinyModel
 
-from penstock.torch import CausalModel, KVCache, causal_attend, packed_attend, positions_of
+from penstock.torch import Attention, CausalModel, KVCache, positions_of
 
 
 def everything(rows: int, length: int) -> torch.Tensor:
@@ -15,9 +15,14 @@ def test_tokens_fed_one_by_one_through_the_cache_give_the_logits_of_one_pass() -
     tokens, mask = torch.tensor([[1, 2, 3, 4, 5]]), everything(1, 5)
     cache = model.new_cache(1, 5)
 
-    whole = model(tokens, positions=positions_of(mask), attend=causal_attend(mask))
+    whole = model(tokens, positions=positions_of(mask), attend=Attention.causal(mask))
     steps = [
-        model(tokens[:, t : t + 1], positions=torch.tensor([[t]]), attend=everything(1, t + 1)[:, None], cache=cache)
+        model(
+            tokens[:, t : t + 1],
+            positions=torch.tensor([[t]]),
+            attend=Attention.causal(everything(1, t + 1), 1),
+            cache=cache,
+        )
         for t in range(5)
     ]
 
@@ -29,8 +34,8 @@ def test_padding_on_the_left_changes_no_logit() -> None:
     model = TinyModel()
     tokens, mask = torch.tensor([[0, 0, 1, 2, 3]]), torch.tensor([[False, False, True, True, True]])
 
-    padded = model(tokens, positions=positions_of(mask), attend=causal_attend(mask))
-    bare = model(tokens[:, 2:], positions=torch.arange(3)[None], attend=causal_attend(everything(1, 3)))
+    padded = model(tokens, positions=positions_of(mask), attend=Attention.causal(mask))
+    bare = model(tokens[:, 2:], positions=torch.arange(3)[None], attend=Attention.causal(everything(1, 3)))
 
     torch.testing.assert_close(padded[:, 2:], bare, atol=1e-5, rtol=0)
 
@@ -40,8 +45,8 @@ def test_packed_sequences_give_the_logits_they_give_alone() -> None:
     model = TinyModel()
     tokens, sequences = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[0, 0, 1, 1, 1]])
 
-    packed = model(tokens, positions=torch.tensor([[0, 1, 0, 1, 2]]), attend=packed_attend(sequences))
-    alone = model(tokens[:, 2:], positions=torch.arange(3)[None], attend=causal_attend(everything(1, 3)))
+    packed = model(tokens, positions=torch.tensor([[0, 1, 0, 1, 2]]), attend=Attention.packed(sequences))
+    alone = model(tokens[:, 2:], positions=torch.arange(3)[None], attend=Attention.causal(everything(1, 3)))
 
     torch.testing.assert_close(packed[:, 2:], alone, atol=1e-5, rtol=0)
 
@@ -49,7 +54,7 @@ def test_packed_sequences_give_the_logits_they_give_alone() -> None:
 def test_every_token_sees_at_least_itself() -> None:
     mask = torch.tensor([[False, False, True], [True, False, False]])
 
-    assert causal_attend(mask).diagonal(dim1=1, dim2=2).all()
+    assert Attention.causal(mask).mask.diagonal(dim1=1, dim2=2).all()
 
 
 def test_kept_rows_keep_their_keys() -> None:

@@ -15,7 +15,7 @@ from penstock import TrainBatch
 from penstock.errors import InvalidRecord
 from penstock.losses import AdvantageWeighted, Distillation, PPOClip, SampledDistillation, Term
 from penstock.testing import batch
-from penstock.torch import TorchTrainer
+from penstock.torch import Attention, TorchTrainer
 
 VOCABULARY = 11
 SGD = partial(torch.optim.SGD, lr=1.0)
@@ -31,7 +31,7 @@ def expected_by(model: TinyModel, packed: TrainBatch) -> np.ndarray[Any, np.dtyp
     for first, last in zip(packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
         tokens = torch.tensor(packed.tokens[first:last]).long()[None]
         length = tokens.shape[1]
-        attend = torch.ones(1, length, length, dtype=torch.bool).tril()
+        attend = Attention.packed(torch.zeros(1, length, dtype=torch.int64))
         logits = model(tokens, positions=torch.arange(length)[None], attend=attend)[0]
         rows += [torch.zeros(1, VOCABULARY), torch.log_softmax(logits[:-1], -1)]
     return torch.cat(rows).numpy()

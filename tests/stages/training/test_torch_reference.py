@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock import TrajectoryGroup
 from penstock.errors import InvalidRecord
 from penstock.testing import drive, group
-from penstock.torch import KVCache, TorchReference
+from penstock.torch import Attention, KVCache, TorchReference
 
 VOCABULARY = 11
 
@@ -31,7 +31,7 @@ def one_by_one(model: TinyModel, given: TrajectoryGroup, temperature: float = 1.
     for row in given:
         tokens = torch.from_numpy(row.tokens.copy()).long()[None]
         length = tokens.shape[1]
-        attend = torch.ones(1, length, length, dtype=torch.bool).tril()
+        attend = Attention.packed(torch.zeros(1, length, dtype=torch.int64))
         logits = model(tokens, positions=torch.arange(length)[None], attend=attend)[0]
         for t, trains in enumerate(row.loss_mask.tolist()):
             found.append(torch.log_softmax(logits[t - 1] / temperature, -1)[tokens[0, t]].item() if trains else 0.0)
@@ -72,7 +72,7 @@ async def test_groups_that_were_sampled_at_another_temperature_are_refused() -> 
 class Forgetful(TinyModel):
     """Drops everything out while it trains."""
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: KVCache | None = None) -> Tensor:
         logits = super().forward(tokens, positions=positions, attend=attend, cache=cache)
         return torch.nn.functional.dropout(logits, 1.0, training=self.training)
 

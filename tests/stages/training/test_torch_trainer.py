@@ -22,7 +22,7 @@ from penstock import AdvantageNormalizer, GroupId, TrainBatch
 from penstock.errors import InvalidRecord, TokenizersDiffer, WeightsMismatch
 from penstock.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, Loss, Mean, PPOClip, Scored
 from penstock.testing import batch, drive, group
-from penstock.torch import KVCache, TorchTrainer
+from penstock.torch import Attention, KVCache, TorchTrainer
 from penstock.training import Checkpointed, WeightedTrainer
 
 VOCABULARY = 11
@@ -60,7 +60,7 @@ def alone(model: nn.Module, packed: TrainBatch, temperature: float = 1.0) -> lis
     for first, last in zip(packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
         tokens = torch.from_numpy(packed.tokens[first:last]).long()[None]
         length = tokens.shape[1]
-        attend = torch.ones(1, length, length, dtype=torch.bool).tril()
+        attend = Attention.packed(torch.zeros(1, length, dtype=torch.int64))
         logits = model(tokens, positions=torch.arange(length)[None], attend=attend)[0]
         predicted = [torch.log_softmax(logits[t - 1] / temperature, -1)[tokens[0, t]] for t in range(1, length)]
         rows.append(torch.stack([torch.zeros(()), *predicted]))
@@ -200,7 +200,9 @@ def test_an_untrained_policy_has_nearly_the_entropy_of_a_fair_draw() -> None:
 
 def test_the_temperature_of_the_sampler_belongs_into_the_ratio() -> None:
     class Tempered(TinyModel):
-        def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+        def forward(
+            self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: KVCache | None = None
+        ) -> Tensor:
             return super().forward(tokens, positions=positions, attend=attend, cache=cache) / 0.5
 
     sampled = on_policy(Tempered(vocabulary=VOCABULARY), made())
@@ -454,7 +456,7 @@ class Watched(TinyModel):
 
     dtypes: set[torch.dtype]
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: KVCache | None = None) -> Tensor:
         logits = super().forward(tokens, positions=positions, attend=attend, cache=cache)
         self.dtypes = {logits.dtype}
         return logits
@@ -561,7 +563,7 @@ def test_what_a_term_says_is_not_mixed_with_what_the_trainer_says() -> None:
 class Noisy(TinyModel):
     """Drops out, so that every step depends on torch's generator."""
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: KVCache | None = None) -> Tensor:
         logits = super().forward(tokens, positions=positions, attend=attend, cache=cache)
         return nn.functional.dropout(logits, 0.2, training=self.training)
 

@@ -1,0 +1,51 @@
+"""Attention: the keys that each token of a call of a model may see, as a small value instead of a dense mask.
+
+A model makes the dense mask of it, or passes what its kernel needs: the sequences of a packed row, the padding of a
+cached one. Knows no model.
+
+Axes: B rows, T tokens of this call, C visible keys (those of the cache, then the T of this call).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+
+class Attention(NamedTuple):
+    """Each token sees the keys up to itself that are of its own sequence.
+
+    >>> Attention.packed(torch.tensor([[0, 0, 1]])).mask[0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    >>> Attention.causal(torch.tensor([[False, True, True]])).mask[0].int().tolist()
+    [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    """
+
+    sequences: Tensor
+    """[B, C] int64, the sequence of each key; −1 on padding, which sees padding alone: without any key its softmax
+    would be NaN, and spread to the others."""
+    tokens: int
+    """T; the tokens of this call are the last ones."""
+
+    @classmethod
+    def packed(cls, sequences: Tensor) -> Self:
+        """Return the attention of packed rows; `sequences` [B, T] has the sequence of each token, −1 on padding."""
+        return cls(sequences, sequences.shape[1])
+
+    @classmethod
+    def causal(cls, real: Tensor, tokens: int | None = None) -> Self:
+        """Return the attention of rows of one sequence; `real` [B, C] is false on padding, on either side.
+
+        `tokens` is T, if the keys before them are in a cache.
+        """
+        return cls(real.long() - 1, real.shape[1] if tokens is None else tokens)
+
+    @property
+    def mask(self) -> Tensor:
+        """Return the dense mask [B, T, C] bool, true where token t may see key c."""
+        visible = self.sequences.shape[1]
+        earlier = torch.ones(self.tokens, visible, dtype=torch.bool, device=self.sequences.device)
+        own = self.sequences[:, visible - self.tokens :, None] == self.sequences[:, None, :]
+        return earlier.tril_(visible - self.tokens) & own
