@@ -31,6 +31,7 @@ from arithmetic.task import LONGEST_ANSWER, TrainingProblems
 from arithmetic.tokenizer import TOKENIZER
 from arithmetic.warm_up import warm_up
 from penstock import AdvantageNormalizer, Batcher, RewardBridge, SinkTrainer, SourceEnv, processes, source
+from penstock.policies import SamplingParams
 from penstock.torch import TorchPolicy, TorchTrainer
 from penstock.weights import WeightPublisher
 
@@ -44,7 +45,8 @@ async def reinforce(run: Run) -> None:
     async with WeightPublisher(run.model) as publisher:
         policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=run.seed)
         make_env = partial(TrainingProblems, run.seed)
-        env = SourceEnv(make_env, policy, TOKENIZER, max_completion_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2)
+        sampling = SamplingParams(max_completion_tokens=LONGEST_ANSWER)
+        env = SourceEnv(make_env, policy, TOKENIZER, sampling=sampling, concurrency=256, max_lag=2)
         run.pipeline = (
             source(env, on=processes(2))
             .then(RewardBridge.from_yaml(REWARD, tokenizer=TOKENIZER))

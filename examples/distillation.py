@@ -26,6 +26,7 @@ from arithmetic.tokenizer import TOKENIZER
 from arithmetic.warm_up import warm_up
 from penstock import AdvantageNormalizer, Batcher, RewardBridge, SinkTrainer, SourceEnv, Teacher, source
 from penstock.losses import Distillation, PPOClip
+from penstock.policies import SamplingParams
 from penstock.torch import TorchPolicy, TorchTeacher, TorchTrainer
 from penstock.weights import WeightPublisher
 
@@ -44,9 +45,8 @@ async def learn(name: str, model: Transformer, seed: int, teacher: Transformer |
         async with WeightPublisher(model) as publisher:
             policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=seed)
             make_env = partial(TrainingProblems, seed)
-            env = partial(
-                SourceEnv, make_env, policy, TOKENIZER, max_completion_tokens=LONGEST_ANSWER, concurrency=256, max_lag=2
-            )
+            sampling = SamplingParams(max_completion_tokens=LONGEST_ANSWER)
+            env = partial(SourceEnv, make_env, policy, TOKENIZER, sampling=sampling, concurrency=256, max_lag=2)
             if teacher:  # groups of one: completions are not compared
                 policy_of_teacher = TorchTeacher(partial(copy.deepcopy, teacher), TOKENIZER)
                 judged = source(env(group_size=1)).then(Teacher(policy_of_teacher, TOKENIZER, top_k=4, concurrency=256))

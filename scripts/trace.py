@@ -42,7 +42,7 @@ from penstock import (
     source,
 )
 from penstock.errors import RunStopped
-from penstock.policies import Completion, NoOpEngine
+from penstock.policies import Completion, NoOpEngine, SamplingParams
 from penstock.torch import KVCache, TorchTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,7 +125,11 @@ class Guesses(NoOpEngine):
         self._random = np.random.default_rng(worker.index)
         yield self
 
-    async def generate(self, prompts: Sequence[Any], **_: Any) -> list[Completion]:
+    async def generate(
+        self,
+        prompts: Sequence[Any],
+        sampling: SamplingParams,  # noqa: ARG002 (of the protocol)
+    ) -> list[Completion]:
         """Return a digit for each prompt."""
         return [
             Completion(

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import anyio
+import msgspec
 import numpy as np
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from .._pipeline.util.repeated_errors import RepeatedErrors
 from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .engines.policies import Completion, Engine, Policy, Tokenizer
+from .engines.sampling_params import SamplingParams
 from .environments import Environment, EnvironmentFailed, RolloutFn, RolloutResult, TaskFn, open_tasks
 from .lag_limiter import LagLimiter
 from .rollout_columns import columns_of, sampled_anything, tokens_of
@@ -61,12 +63,11 @@ class SourceEnv:
     """Between the environment's text and the policy's tokens; an outside environment needs none."""
     group_size: int = 8
     """Rollouts of each prompt."""
-    max_completion_tokens: int = 512
-    """Tokens that the policy may sample in one turn."""
+    sampling: SamplingParams | tuple[SamplingParams, ...] = SamplingParams()  # noqa: RUF009 (a frozen value)
+    """How completions are sampled; or one for each turn, of which the last is used for all later turns. Groups record
+    the temperature in `meta`; it is the same in all turns, because a trainer computes with one."""
     max_length: int | None = None
     """Maximum length of a sequence, prompt and observations included; at that length it ends with LENGTH."""
-    temperature: float = 1.0
-    """Sampling temperature; recorded in `meta`."""
     rollout_timeout_s: float = 300.0
     """Bound on the time of one rollout with all its turns."""
     concurrency: int = 64
@@ -115,12 +116,40 @@ class SourceEnv:
         Raises:
             InvalidConfig: naming the field.
         """
-        normalize_counts(self, "group_size", "max_completion_tokens", "max_length")
+        normalize_counts(self, "group_size", "max_length")
         normalize_counts(self, "concurrency", "threads", "step_groups")
         normalize_counts(self, "max_lag", "groups", "first_task", least=0)
-        normalize_numbers(self, "temperature", "rollout_timeout_s")
+        normalize_numbers(self, "rollout_timeout_s")
+        self._check_sampling()
         if self.step_groups is not None and self.max_lag is None:
             raise InvalidConfig(f"SourceEnv.step_groups: expected none without max_lag, got {self.step_groups}")
+
+    def _check_sampling(self) -> None:
+        if not self.samplings or not all(isinstance(sampling, SamplingParams) for sampling in self.samplings):
+            raise InvalidConfig(
+                f"SourceEnv.sampling: expected SamplingParams or a tuple of them, got {self.sampling!r}"
+            )
+        temperatures = {sampling.logprob_temperature: None for sampling in self.samplings}
+        if len(temperatures) > 1:
+            raise InvalidConfig(
+                f"SourceEnv.sampling: expected one temperature for all turns, because a trainer computes the "
+                f"log-probabilities of a sequence at one (greedy: at 1), got {list(temperatures)}"
+            )
+
+    @property
+    def samplings(self) -> tuple[SamplingParams, ...]:
+        """Return the parameters of each turn; the last are those of all later turns."""
+        return self.sampling if isinstance(self.sampling, tuple) else (self.sampling,)
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Return the parameters that every group has in `meta`; the bound is a list if it differs between turns."""
+        bounds = list(dict.fromkeys(sampling.max_completion_tokens for sampling in self.samplings))
+        every = [sampling.max_completion_tokens for sampling in self.samplings]
+        return {
+            "temperature": self.samplings[0].logprob_temperature,
+            "max_completion_tokens": every if len(bounds) > 1 else bounds[0],
+        }
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """Sample until the prompts run out, or until cancelled.
@@ -221,6 +250,11 @@ async def _all(calls: Sequence[Callable[[], Awaitable[R]]]) -> list[R]:
 def instance_id(number: int, worker: Worker) -> str:
     """Return the name of prompt `number` as sampled by `worker`: a restarted worker uses other names."""
     return f"{worker.restart}.{number}" if worker.restart else str(number)
+
+
+def number_of(instance_id: str) -> int:
+    """Return the number of a prompt of this name."""
+    return int(instance_id.rpartition(".")[2])
 
 
 class _RolloutScheduler:
@@ -332,7 +366,8 @@ class _RolloutScheduler:
         async with self._rollouts:
             with anyio.move_on_after(self._source.rollout_timeout_s) as timeout:
                 try:
-                    rollouts[trajectory.repetition_id] = await rollout(trajectory.repetition_id, self._generate)
+                    generate = partial(self._generate, trajectory)
+                    rollouts[trajectory.repetition_id] = await rollout(trajectory.repetition_id, generate)
                 except EnvironmentFailed as error:
                     self._drop([trajectory], "failed", error)
         if timeout.cancelled_caught:
@@ -343,18 +378,24 @@ class _RolloutScheduler:
         elif trajectory.repetition_id in rollouts:
             self._context.ledger.succeed()
 
-    async def _generate(self, turns: Sequence[NDArray[np.int32] | Completion]) -> Completion | None:
+    async def _generate(
+        self, trajectory: TrajectoryId, turns: Sequence[NDArray[np.int32] | Completion]
+    ) -> Completion | None:
         """Return the policy's completion of `turns`; None where `max_length` leaves no token."""
         prompt = np.concatenate([tokens_of(turn) for turn in turns])
-        allowance = self._source.max_completion_tokens
-        if self._source.max_length is not None:
-            allowance = min(allowance, self._source.max_length - len(prompt))
-        if allowance < 1:
+        sampling = self._sampling(trajectory, sum(isinstance(turn, Completion) for turn in turns))
+        if self._source.max_length is not None and self._source.max_length - len(prompt) < 1:
             return None
-        (completion,) = await self._engine.generate(
-            [prompt], max_completion_tokens=allowance, temperature=self._source.temperature
-        )
+        if self._source.max_length is not None:
+            allowance = min(sampling.max_completion_tokens, self._source.max_length - len(prompt))
+            sampling = msgspec.structs.replace(sampling, max_completion_tokens=allowance)
+        (completion,) = await self._engine.generate([prompt], sampling)
         return completion
+
+    def _sampling(self, trajectory: TrajectoryId, turn: int) -> SamplingParams:
+        """Return the parameters of a turn of a rollout, with a seed of its own if there is a seed."""
+        sampling = self._source.samplings[min(turn, len(self._source.samplings) - 1)]
+        return sampling.seeded_for(number_of(trajectory.instance_id), trajectory.repetition_id, turn)
 
     @property
     def _timed_out(self) -> TimeoutError:
@@ -383,11 +424,7 @@ class _RolloutScheduler:
             rewards=np.array([rollout.reward for rollout in succeeded], np.float32),
             stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
             repetition_ids=np.array(list(rollouts), np.int64),
-            meta={
-                "task": number,
-                "temperature": source.temperature,
-                "max_completion_tokens": source.max_completion_tokens,
-            },
+            meta={"task": number} | source.recorded,
             **columns_of(succeeded, turn_rewards=source.turn_rewards),
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock import StopReason, Worker
-from penstock.policies import Completion, NoOpEngine
+from penstock.policies import Completion, NoOpEngine, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FakePolicy(NoOpEngine):
     """Version of each call in turn, where they differ."""
     wait: Callable[[], Awaitable[None]] = at_once
     prompts: list[str] = field(default_factory=list)
-    requests: list[tuple[int, float]] = field(default_factory=list)
+    requests: list[SamplingParams] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
 
     @asynccontextmanager
@@ -55,17 +55,14 @@ class FakePolicy(NoOpEngine):
     async def generate(
         self,
         prompts: Sequence[NDArray[np.int32]],
-        *,
-        max_completion_tokens: int,
-        temperature: float = 1.0,
-        greedy: bool = False,  # noqa: ARG002 (the protocol's)
+        sampling: SamplingParams,
     ) -> list[Completion]:
         version = self.versions[len(self.prompts)] if self.versions else self.version
         texts = [Letters().decode(prompt.tolist()) for prompt in prompts]
         self.prompts += texts
-        self.requests.append((max_completion_tokens, temperature))
+        self.requests.append(sampling)
         await self.wait()
-        return [completion_of(self.answer(text), max_completion_tokens, version) for text in texts]
+        return [completion_of(self.answer(text), sampling.max_completion_tokens, version) for text in texts]
 
 
 def completion_of(text: str, max_completion_tokens: int = 99, version: int = 7) -> Completion:

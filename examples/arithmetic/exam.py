@@ -14,6 +14,7 @@ import torch
 
 from penstock import TrainBatch
 from penstock._stages.engines.torch_sampling import SamplingBatch, SamplingRequest
+from penstock.policies import SamplingParams
 from penstock.torch import TorchTrainer
 
 from .model import Transformer
@@ -35,7 +36,8 @@ def final_exam(model: Transformer) -> float:
 
 def _share_right(model: Transformer, problems: Sequence[dict[str, Any]]) -> float:
     prompts = [np.array(TOKENIZER.encode(entry["question"]), np.int32) for entry in problems]
-    requests = [SamplingRequest(prompt, LONGEST_ANSWER, greedy=True) for prompt in prompts]
+    sampling = SamplingParams(max_completion_tokens=LONGEST_ANSWER, greedy=True)
+    requests = [SamplingRequest(prompt, sampling) for prompt in prompts]
     batch = SamplingBatch(model, requests, eos_id=TOKENIZER.eos_id, generator=torch.Generator())
     while (sampled := batch.step(version=0)) is None:
         pass

@@ -8,6 +8,7 @@ from ._stages.engines.http_policy import HttpPolicy
 from ._stages.engines.policies import Completion, Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy, Tokenizer
 from ._stages.engines.pretrained_tokenizer import PretrainedTokenizer
 from ._stages.engines.retry import Backoff
+from ._stages.engines.sampling_params import SamplingParams
 
 __all__ = [
     "Backoff",
@@ -20,6 +21,7 @@ __all__ = [
     "NoOpPolicy",
     "Policy",
     "PretrainedTokenizer",
+    "SamplingParams",
     "Tokenizer",
     "TokenizerIdentity",
     "check_tokenizers",

@@ -31,8 +31,9 @@ from .completion_stream import Events, StreamedCompletion
 from .gate import GenerationGate, Reason
 from .http_policy import HttpPolicy
 from .inference_servers import PROBES, SERVERS, KnownServer, ServerCall
-from .policies import Completion, check_request
+from .policies import Completion, check_prompts
 from .retry import jitter
+from .sampling_params import SamplingParams
 from .server_client import RETRYABLE, RequestFailed, ServerClient, open_client
 from .weight_files import check_weight_files
 
@@ -129,33 +130,28 @@ class HttpEngine:
 
     # -- completions ---------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        *,
-        max_completion_tokens: int,
-        temperature: float = 1.0,
-        greedy: bool = False,
-    ) -> list[Completion]:
+    async def generate(self, prompts: Sequence[NDArray[np.int32]], sampling: SamplingParams) -> list[Completion]:
         """Return one completion for each prompt, in order; see `Engine.generate`. Cancellation stops the sampling.
 
         Raises:
-            ValueError: a prompt is empty, or `max_completion_tokens` or `temperature` is not above 0.
+            ValueError: a prompt is empty.
+            InvalidConfig: the server has no parameter that `sampling` needs.
             EngineRefused: the server rejected the request, or its weights could not be updated.
             EngineTimedOut: it took too long at the last attempt.
             EngineFailed: it failed at the last attempt.
             NobodyListens: it could not be reached at the last attempt.
             ProtocolMismatch: the response is no completion, or has no token ids.
         """
-        check_request(prompts, max_completion_tokens, temperature)
-        body = {"max_tokens": max_completion_tokens, "temperature": 0.0 if greedy else temperature}
-        with_logprobs = greedy or temperature == 1 or self._tempered
+        check_prompts(prompts)
+        self._requests.check(sampling, self._server)
+        omitted = self._requests.other_logprobs(sampling, tempered=self._tempered)
         completions: dict[int, Completion] = {}
 
         async def complete(index: int, prompt: NDArray[np.int32]) -> None:
+            body = self._requests.body(sampling.seeded_for(index))
             async with self._permits:
                 completion = await self._complete(body | {"prompt": prompt.tolist()})
-            completions[index] = completion if with_logprobs else self._without_logprobs(completion)
+            completions[index] = self._without_logprobs(completion, omitted) if omitted else completion
 
         with unwrap_first():
             async with anyio.create_task_group() as tasks:
@@ -163,16 +159,16 @@ class HttpEngine:
                     tasks.start_soon(complete, index, prompt)
         return [completions[index] for index in range(len(prompts))]
 
-    def _without_logprobs(self, completion: Completion) -> Completion:
-        """Remove log-probabilities that the server computed at another temperature than it sampled at."""
+    def _without_logprobs(self, completion: Completion, reason: str) -> Completion:
+        """Remove log-probabilities that the server computed of another distribution than the trainer does."""
         if not self._warned_of_logprobs:
             self._warned_of_logprobs = True
-            log.warning("logprobs_omitted", reason="temperature is not 1, and the server's are not tempered")
+            log.warning("logprobs_omitted", reason=reason)
         return msgspec.structs.replace(completion, logprobs=None)
 
     async def _complete(self, body: dict[str, Any]) -> Completion:
         fields: dict[str, Any] = {"model": self._policy.model, "stream": True, "logprobs": 1}
-        encoded = msgspec.json.encode(fields | self._requests.sampling | body)
+        encoded = msgspec.json.encode(fields | body)
 
         async def attempt() -> Completion:
             await self._gate.opened()

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from ..._schemas.errors import InvalidConfig
+from .sampling_params import SamplingParams
+
 KnownServer: TypeAlias = Literal["vllm", "sglang", "openai"]
 """A kind of server; `openai` is any other with OpenAI's completions."""
 
@@ -42,15 +45,25 @@ class ServerCall(NamedTuple):
     """Path and field that report whether the request took effect; the field must be true."""
 
 
+Alteration: TypeAlias = Literal["truncation", "repetition_penalty"]
+
+_EVERY: frozenset[Alteration] = frozenset({"truncation", "repetition_penalty"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRequests:
     """The requests of one kind of server; None for those that it lacks."""
 
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Added to every request for a completion: return ids, and do not change the model's distribution. A server would
-    otherwise take top_p, top_k and penalties from the model's generation configuration."""
+    """Added to every request for a completion: return ids, and do not change the model's distribution unless
+    `SamplingParams` do. A server would otherwise take top_p, top_k and penalties from the model's generation
+    configuration."""
     tempered_logprobs: bool = False
     """Whether log-probabilities are those of the tempered distribution; else they are the model's own."""
+    raw_logprobs_include: frozenset[Alteration] = _EVERY
+    """Alterations that the server's log-probabilities include where they are not tempered."""
+    tempered_logprobs_include: frozenset[Alteration] = _EVERY
+    """Alterations that the server's log-probabilities include where they are tempered."""
     update: Callable[[str, int], list[ServerCall]] | None = None
     """Loads the weights of a version from a folder, and drops caches of earlier weights."""
     pause: ServerCall | None = None
@@ -69,6 +82,48 @@ class ServerRequests:
     """Sets the version of its weights; None where `update` does."""
     needs: str = ""
     """Options that the server must be started with to support these requests."""
+
+    def check(self, sampling: SamplingParams, server: KnownServer) -> None:
+        """Check that a server of this kind has the parameters that `sampling` needs.
+
+        Raises:
+            InvalidConfig: it lacks one.
+        """
+        for name in sorted(_changes(sampling).keys() - self.sampling.keys()):
+            raise InvalidConfig(
+                f"SamplingParams.{name}: expected its default at a server of kind {server}, which has no such "
+                f"parameter, got {getattr(sampling, name)}: use vLLM or SGLang"
+            )
+
+    def body(self, sampling: SamplingParams) -> dict[str, Any]:
+        """Return the parameters of a request for a completion."""
+        body = self.sampling | {
+            "max_tokens": sampling.max_completion_tokens,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        }
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        return body | _changes(sampling)
+
+    def other_logprobs(self, sampling: SamplingParams, *, tempered: bool) -> str | None:
+        """Return the difference of the server's log-probabilities to those of `Completion`; None if there is none."""
+        included = self.tempered_logprobs_include if tempered else self.raw_logprobs_include
+        if not tempered and sampling.logprob_temperature != 1:
+            return "temperature is not 1, and the server's are not tempered"
+        if sampling.truncates and "truncation" in included:
+            return "the server's are those after truncation"
+        if sampling.repetition_penalty != 1 and "repetition_penalty" in included:
+            return "the server's are those after the repetition penalty"
+        return None
+
+
+def _changes(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that change the distribution; greedy sampling has no truncation."""
+    names = ["repetition_penalty"] if sampling.greedy else ["top_p", "top_k", "min_p", "repetition_penalty"]
+    defaults = SamplingParams()
+    return {name: value for name in names if (value := getattr(sampling, name)) != getattr(defaults, name)}
 
 
 _UNALTERED = {
@@ -97,7 +152,9 @@ def _version_vllm(version: int) -> ServerCall:
 
 SERVERS: Mapping[KnownServer, ServerRequests] = {
     "vllm": ServerRequests(
-        sampling=_UNALTERED | {"return_token_ids": True, "return_tokens_as_token_ids": True},
+        sampling=_UNALTERED
+        | {"return_token_ids": True, "return_tokens_as_token_ids": True, "include_stop_str_in_output": True},
+        raw_logprobs_include=frozenset(),
         update=_update_vllm,
         pause=ServerCall("/pause?mode=wait"),
         resume=ServerCall("/resume"),
@@ -111,6 +168,8 @@ SERVERS: Mapping[KnownServer, ServerRequests] = {
     "sglang": ServerRequests(
         sampling=_UNALTERED | {"return_token_ids": True, "no_stop_trim": True},
         tempered_logprobs=True,
+        raw_logprobs_include=frozenset({"repetition_penalty"}),
+        tempered_logprobs_include=frozenset({"repetition_penalty"}),
         update=_update_sglang,
         untouched=frozenset({401, 403, 404, 405, 422}),  # 400 also follows a partial load of weights
         pause=ServerCall("/pause_generation", {"mode": "retract"}),

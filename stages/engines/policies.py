@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..._pipeline.errors import PenstockError
 from ..._pipeline.graph.context import Worker
 from ..._schemas import StopReason
+from .sampling_params import SamplingParams
 
 
 class GenerationIsOutside(PenstockError):
@@ -48,9 +49,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tokens: NDArray[np.int32]
     """[C] sampled ids, the end-of-sequence token included where it was sampled."""
     logprobs: NDArray[np.float32] | None
-    """[C] log-probability of each under the distribution it was drawn from; None where unknown."""
+    """[C] log-probability of each at the temperature of the sampling, before truncation and repetition penalty; None
+    where unknown."""
     stop_reason: StopReason
-    """STOP after the end-of-sequence token, LENGTH at `max_completion_tokens`."""
+    """STOP after the end-of-sequence token or a stop string, LENGTH at `max_completion_tokens`."""
     policy_versions: NDArray[np.int64]
     """[C] version (optimizer step) of the weights that sampled each."""
 
@@ -58,21 +60,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 class Engine(Protocol):
     """An opened policy. Every method may be called by any task."""
 
-    async def generate(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        *,
-        max_completion_tokens: int,
-        temperature: float = 1.0,
-        greedy: bool = False,
-    ) -> list[Completion]:
+    async def generate(self, prompts: Sequence[NDArray[np.int32]], sampling: SamplingParams) -> list[Completion]:
         """Return one completion for each prompt, in order. Prompts of concurrent calls may be sampled together.
 
         Args:
             prompts: [P] token ids each, at least one.
-            max_completion_tokens: bound on a completion, the end-of-sequence token included.
-            temperature: divides the logits; `logprobs` are those of the tempered distribution.
-            greedy: take the most probable token, ignoring `temperature`; `logprobs` are the model's own.
+            sampling: the bound on each completion, and how its tokens are drawn.
         """
         ...
 
@@ -132,10 +125,7 @@ class NoOpEngine:
     async def generate(
         self,
         prompts: Sequence[NDArray[np.int32]],
-        *,
-        max_completion_tokens: int,  # noqa: ARG002 (the protocol's)
-        temperature: float = 1.0,  # noqa: ARG002 (the protocol's)
-        greedy: bool = False,  # noqa: ARG002 (the protocol's)
+        sampling: SamplingParams,  # noqa: ARG002 (the protocol's)
     ) -> list[Completion]:
         """Raise GenerationIsOutside.
 
@@ -163,15 +153,11 @@ class NoOpEngine:
         """Do nothing."""
 
 
-def check_request(prompts: Sequence[NDArray[np.int32]], max_completion_tokens: int, temperature: float) -> None:
-    """Check the arguments of `Engine.generate`.
+def check_prompts(prompts: Sequence[NDArray[np.int32]]) -> None:
+    """Check the prompts of `Engine.generate`.
 
     Raises:
-        ValueError: a prompt is empty, or `max_completion_tokens` or `temperature` is not above 0.
+        ValueError: one is empty.
     """
-    if max_completion_tokens < 1 or temperature <= 0 or not all(len(prompt) for prompt in prompts):
-        lengths = [len(prompt) for prompt in prompts]
-        raise ValueError(
-            f"expected prompts of at least one token, max_completion_tokens >= 1 and temperature > 0, "
-            f"got lengths {lengths}, max_completion_tokens={max_completion_tokens}, temperature={temperature}"
-        )
+    if not all(len(prompt) for prompt in prompts):
+        raise ValueError(f"expected prompts of at least one token, got lengths {[len(prompt) for prompt in prompts]}")

@@ -23,24 +23,20 @@ from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..._pipeline.errors import EngineRefused, PeerLost
+from ..._pipeline.errors import EngineRefused, InvalidConfig, PeerLost
 from ..._pipeline.graph.context import current
 from ..._pipeline.weights.weights import NO_VERSION
 from ..._schemas import StopReason
 from ..training.causal_model import CausalModel
 from .gate import GenerationGate
-from .policies import Completion, check_request
+from .policies import Completion, Tokenizer, check_prompts
+from .sampling_params import SamplingParams, as_seed
+from .stop_strings import StopStrings
 from .torch_folder_subscriber import Subscriber, subscriber
 from .torch_sampling import SampledTokens, SamplingBatch, SamplingRequest
 
 ATTEMPTS = 3
 """Attempts for a batch; more than one only if the publisher overwrites its weights after a timeout."""
-
-
-def as_seed(numbers: Sequence[int]) -> int:
-    """Return a seed that depends on all of `numbers`."""
-    (state,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
-    return int(state >> np.uint64(1))
 
 
 class _Row(NamedTuple):
@@ -63,6 +59,7 @@ class TorchEngine:
         max_rows: int,
         *,
         in_flight: bool = False,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self._model = model
         self._tasks = tasks
@@ -78,6 +75,8 @@ class TorchEngine:
         """Made with the first batch, on the model's device, which is unknown before if the model was made on `meta`."""
         self._max_rows = max_rows
         self._in_flight = in_flight
+        self._tokenizer = tokenizer
+        """Finds stop strings."""
         self._pending: deque[_Row] = deque()
         """Rows that are not being sampled yet, in the order of the requests."""
         self._requested = anyio.Event()
@@ -96,35 +95,38 @@ class TorchEngine:
         state = " and ".join(sorted(self._gate.closed_for)) or "awake"
         return f"<TorchEngine {state}, version {self._version}: {len(self._pending)} rows waiting>"
 
-    async def generate(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        *,
-        max_completion_tokens: int,
-        temperature: float = 1.0,
-        greedy: bool = False,
-    ) -> list[Completion]:
+    async def generate(self, prompts: Sequence[NDArray[np.int32]], sampling: SamplingParams) -> list[Completion]:
         """Return one completion for each prompt, in order; see `Engine.generate`.
 
         Raises:
-            ValueError: a prompt is empty, or `max_completion_tokens` or `temperature` is not above 0.
+            ValueError: a prompt is empty.
+            InvalidConfig: there are stop strings, and no tokenizer.
             anyio.ClosedResourceError: the policy was closed before the end.
         """
-        check_request(prompts, max_completion_tokens, temperature)
+        check_prompts(prompts)
         self._check_open()
         if not prompts:
             return []
         loop = asyncio.get_running_loop()
         rows = [
-            _Row(
-                SamplingRequest(np.asarray(prompt, np.int32), max_completion_tokens, temperature, greedy),
-                loop.create_future(),
-            )
-            for prompt in prompts
+            _Row(self._request(prompt, sampling.seeded_for(index)), loop.create_future())
+            for index, prompt in enumerate(prompts)
         ]
         self._pending.extend(rows)
         self._requested.set()
         return await asyncio.gather(*[row.result for row in rows])
+
+    def _request(self, prompt: NDArray[np.int32], sampling: SamplingParams) -> SamplingRequest:
+        stop = StopStrings(self._text_of(sampling), sampling.stop) if sampling.stop else None
+        return SamplingRequest(np.asarray(prompt, np.int32), sampling, stop)
+
+    def _text_of(self, sampling: SamplingParams) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidConfig(
+                f"SamplingParams.stop: expected a TorchPolicy with a tokenizer, which makes text of tokens, got none "
+                f"for {list(sampling.stop)}: use TorchPolicy(…, tokenizer=…)"
+            )
+        return self._tokenizer
 
     async def serve(self) -> None:
         """Sample the requests, batch after batch, until cancelled."""

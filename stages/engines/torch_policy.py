@@ -16,8 +16,9 @@ import anyio.to_thread
 from ..._pipeline.graph.context import Worker
 from ..._schemas.numbers import normalize_counts
 from ..training.causal_model import CausalModel
-from .policies import Engine
-from .torch_engine import TorchEngine, as_seed
+from .policies import Engine, Tokenizer
+from .sampling_params import as_seed
+from .torch_engine import TorchEngine
 
 WeightUpdates: TypeAlias = Literal["between_batches", "in_flight"]
 """When newer weights are loaded: each batch is sampled with one version, or every token with the newest."""
@@ -42,6 +43,8 @@ class TorchPolicy:
     weight_updates: WeightUpdates = "between_batches"
     """`in_flight`: a completion continues with newer weights as soon as they are published, on the keys and values of
     the older ones; `policy_versions` has the version of each token; a pause does not wait for its end."""
+    tokenizer: Tokenizer | None = None
+    """Finds stop strings (`SamplingParams.stop`) in the text of a completion; needed for these alone."""
 
     def __post_init__(self) -> None:
         normalize_counts(self, "max_rows")
@@ -62,6 +65,7 @@ class TorchPolicy:
                 as_seed([self.seed, worker.index, worker.restart]),  # differs after a restart too
                 self.max_rows,
                 in_flight=self.weight_updates == "in_flight",
+                tokenizer=self.tokenizer,
             )
             stack.callback(engine.close)
             if self.weights is not None:

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from ..training.attention import Attention
 from ..training.causal_model import Cache, CausalModel, positions_of
+from .sampling_params import SamplingParams
+from .stop_strings import StopStrings
+from .torch_truncation import Restrictions
 
 FINISHED_SHARE = 0.25
 """Share of finished rows above which a batch drops them: dropping copies the cache, keeping computes for nothing."""
@@ -30,9 +33,9 @@ class SamplingRequest(NamedTuple):
 
     prompt: NDArray[np.int32]
     """Token ids, at least one."""
-    max_completion_tokens: int
-    temperature: float = 1.0
-    greedy: bool = False
+    sampling: SamplingParams
+    stop: StopStrings | None = None
+    """Ends the completion at a stop string, if there are any; of this row alone."""
 
 
 class SampledTokens(NamedTuple):
@@ -41,11 +44,11 @@ class SampledTokens(NamedTuple):
     tokens: NDArray[np.int32]
     """[B, M]; row b is valid up to lengths[b]."""
     logprobs: NDArray[np.float32]
-    """[B, M] under the tempered distribution, or the model's own where greedy."""
+    """[B, M] under the tempered distribution before any restriction, or the model's own where greedy."""
     lengths: NDArray[np.int64]
     """[B] length of each completion, its end-of-sequence token included."""
     ended: NDArray[np.bool_]
-    """[B] true if the last token is the end-of-sequence token."""
+    """[B] true if the last token is the end-of-sequence token, or completes a stop string."""
     versions: NDArray[np.int64]
     """[M] version of the weights that sampled the tokens of each position."""
 
@@ -75,21 +78,36 @@ class SamplingBatch:
         self._drawn: list[tuple[Tensor, Tensor, Tensor]] = []
         """For each position [b]: rows, tokens, log-probabilities."""
         self._versions: list[int] = []
+        self._stops = {row: request.stop for row, request in enumerate(requests) if request.stop is not None}
+        """Of rows that no stop string has ended yet."""
+        self._last = np.array([request.sampling.max_completion_tokens for request in requests])
+        """[B] index of the token that completes a stop string; the bound of the row where none does."""
 
     @torch.inference_mode()
     def step(self, version: int) -> SampledTokens | None:
         """Draw a token for each row, with weights of `version`; return all completions once the last has ended."""
         if self._rows is None:
             rows = self._rows = _Rows.of(self._requests, self._generator.device)
-            logits = rows.read_prompts(self._model, [request.prompt for request in self._requests])
+            logits = rows.read_prompts(self._model)
         else:
             rows = self._rows
             logits = rows.step(self._model, self._chosen)
         self._versions.append(version)
         chosen, logprob = rows.draw(logits, self._generator)
         self._drawn.append((rows.live, chosen, logprob))
-        self._chosen = rows.drop_finished(chosen, (chosen == self._eos_id) | (rows.limits == len(self._versions)))
+        ended = (chosen == self._eos_id) | (rows.limits == len(self._versions))
+        if self._stops:
+            ended |= self._stopped(rows.live, chosen)
+        self._chosen = rows.drop_finished(chosen, ended)
         return None if len(self._chosen) else self._sampled()
+
+    def _stopped(self, live: Tensor, chosen: Tensor) -> Tensor:
+        """Return [b] bool: rows whose text contains a stop string now."""
+        for row, token in zip(live.tolist(), chosen.tolist(), strict=True):
+            if row in self._stops and self._stops[row].end_with(token):
+                self._last[row] = len(self._versions) - 1
+                del self._stops[row]
+        return torch.from_numpy(self._last < len(self._versions)).to(live.device)[live]
 
     def _sampled(self) -> SampledTokens:
         shape = len(self._requests), len(self._versions)
@@ -97,21 +115,15 @@ class SamplingBatch:
         logprobs = torch.zeros(shape, device=self._generator.device)
         for t, (rows, chosen, logprob) in enumerate(self._drawn):
             tokens[rows, t], logprobs[rows, t] = chosen, logprob
-        limits = np.array([request.max_completion_tokens for request in self._requests])
-        return _cut(tokens.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy(), self._versions, limits, self._eos_id)
+        return self._cut(tokens.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy())
 
-
-def _cut(
-    tokens: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    versions: Sequence[int],
-    limits: NDArray[np.int64],
-    eos_id: int,
-) -> SampledTokens:
-    """Cut each row after its first end-of-sequence token, or at its limit."""
-    ends = tokens == eos_id
-    first = np.where(ends.any(axis=1), ends.argmax(axis=1), limits)
-    return SampledTokens(tokens, logprobs, np.minimum(first + 1, limits), first < limits, np.array(versions, np.int64))
+    def _cut(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> SampledTokens:
+        """Cut each row after its first end-of-sequence token, after a stop string, or at its limit."""
+        limits = np.array([request.sampling.max_completion_tokens for request in self._requests])
+        ends = tokens == self._eos_id
+        last = np.minimum(np.where(ends.any(axis=1), ends.argmax(axis=1), limits), self._last)
+        versions = np.array(self._versions, np.int64)
+        return SampledTokens(tokens, logprobs, np.minimum(last + 1, limits), last < limits, versions)
 
 
 @dataclass(slots=True)
@@ -130,6 +142,12 @@ class _Rows:
     """[b, 1] 1 where a row is drawn, 0 where it is greedy."""
     finished: Tensor
     """[b] bool."""
+    prompts: Sequence[NDArray[np.int32]]
+    """Of all requests."""
+    restrictions: Restrictions | None
+    """None where every row draws from the whole distribution."""
+    generators: dict[int, torch.Generator]
+    """Those of requests with a seed, by index of the request."""
     visible: Tensor = field(init=False)
     """[b, P + A] bool: keys that a row may see, without its left padding."""
     position: Tensor = field(init=False)
@@ -138,20 +156,27 @@ class _Rows:
 
     @classmethod
     def of(cls, requests: Sequence[SamplingRequest], device: torch.device) -> _Rows:
-        greedy = torch.tensor([request.greedy for request in requests], device=device)[:, None]
-        temperature = torch.tensor([request.temperature for request in requests], device=device)[:, None]
+        samplings = [request.sampling for request in requests]
+        temperature = torch.tensor([sampling.logprob_temperature for sampling in samplings], device=device)
         return cls(
-            max_limit=max(request.max_completion_tokens for request in requests),
+            max_limit=max(sampling.max_completion_tokens for sampling in samplings),
             live=torch.arange(len(requests), device=device),
-            limits=torch.tensor([request.max_completion_tokens for request in requests], device=device),
-            inverse_temperature=torch.where(greedy, 1.0, 1.0 / temperature),
-            noise=(~greedy).float(),
+            limits=torch.tensor([sampling.max_completion_tokens for sampling in samplings], device=device),
+            inverse_temperature=1.0 / temperature[:, None],
+            noise=torch.tensor([float(not sampling.greedy) for sampling in samplings], device=device)[:, None],
             finished=torch.zeros(len(requests), dtype=torch.bool, device=device),
+            prompts=[request.prompt for request in requests],
+            restrictions=Restrictions.of(samplings, device),
+            generators={
+                row: torch.Generator(device).manual_seed(sampling.seed)
+                for row, sampling in enumerate(samplings)
+                if sampling.seed is not None
+            },
         )
 
-    def read_prompts(self, model: CausalModel, prompts: Sequence[NDArray[np.int32]]) -> Tensor:
+    def read_prompts(self, model: CausalModel) -> Tensor:
         """Read each different prompt once, then copy the cache for every row. Return logits [b, V]."""
-        tokens, mask, owner = (torch.from_numpy(array).to(self.live.device) for array in _left_padded(prompts))
+        tokens, mask, owner = (torch.from_numpy(array).to(self.live.device) for array in _left_padded(self.prompts))
         self.cache = model.new_cache(len(tokens), mask.shape[1] + self.max_limit)
         logits = model(tokens, positions=positions_of(mask), attend=Attention.causal(mask), cache=self.cache)[:, -1]
         self.cache.keep(owner)
@@ -161,10 +186,24 @@ class _Rows:
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return one token for each row and its log-probability, [b] each, drawn by the Gumbel trick."""
-        logprobs = torch.log_softmax(logits.float() * self.inverse_temperature, dim=-1)
-        gumbel = -torch.empty_like(logprobs).exponential_(generator=generator).log_()
-        chosen = (logprobs + gumbel * self.noise).argmax(dim=-1, keepdim=True)
+        logits = logits.float()
+        logprobs = torch.log_softmax(logits * self.inverse_temperature, dim=-1)
+        scores = logprobs
+        if self.restrictions is not None:
+            scores = self.restrictions.scores(logits, self.inverse_temperature, self.prompts)
+        chosen = (scores + self._gumbel(logprobs, generator) * self.noise).argmax(dim=-1, keepdim=True)
+        if self.restrictions is not None:
+            self.restrictions.add(chosen[:, 0])
         return chosen[:, 0], logprobs.gather(1, chosen)[:, 0]
+
+    def _gumbel(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """Return noise [b, V], of a row's own generator where its request has a seed."""
+        exponential = torch.empty_like(like).exponential_(generator=generator)
+        if self.generators:
+            for place, row in enumerate(self.live.tolist()):
+                if row in self.generators:
+                    exponential[place].exponential_(generator=self.generators[row])
+        return -exponential.log_()
 
     def drop_finished(self, chosen: Tensor, ended: Tensor) -> Tensor:
         """Mark rows that `ended` [b]; drop them once there are enough. Return `chosen` of the rows that stay."""
@@ -178,6 +217,8 @@ class _Rows:
         self.cache.keep(stay)
         for name in ("live", "limits", "inverse_temperature", "noise", "finished", "visible", "position"):
             setattr(self, name, getattr(self, name)[stay])
+        if self.restrictions is not None:
+            self.restrictions.keep(stay)
         return chosen[stay]
 
     def step(self, model: CausalModel, chosen: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from penstock import SourceEnv, TrajectoryGroup
 from penstock._stages.integrations.atropos.steps.messages import ModelCallRefused
 from penstock._stages.integrations.atropos.steps.stepwise import AtroposStepEnvironment, BlockingStepEnvironment
 from penstock.integrations.atropos import Action, AtroposEnvironment
+from penstock.policies import SamplingParams
 from penstock.testing import Driven, drive_source
 
 pytestmark = pytest.mark.timeout(300)
@@ -65,7 +66,12 @@ async def sampled(
 ) -> Driven[TrajectoryGroup]:
     """Return groups of 4 that a source sampled with a scripted policy."""
     source = SourceEnv(
-        environment, FakePolicy(answer=answer), Letters(), group_size=4, groups=groups, max_completion_tokens=10**6
+        environment,
+        FakePolicy(answer=answer),
+        Letters(),
+        group_size=4,
+        groups=groups,
+        sampling=SamplingParams(max_completion_tokens=10**6),
     )
     return await drive_source(source)
 

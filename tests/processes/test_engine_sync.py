@@ -24,7 +24,7 @@ from tests.tiny_model import TinyModel
 
 from penstock import Batcher, SinkTrainer, SourceEnv, TrainBatch, Worker, source
 from penstock.errors import EngineFailed
-from penstock.policies import Backoff, Completion, Engine, EnginePublisher, HttpPolicy
+from penstock.policies import Backoff, Completion, Engine, EnginePublisher, HttpPolicy, SamplingParams
 from penstock.torch import TorchPolicy, WeightFolder
 from penstock.weights import WeightPublisher
 
@@ -33,7 +33,7 @@ EOS = 99
 
 
 async def one(engine: Engine) -> Completion:
-    (completion,) = await engine.generate([PROMPT], max_completion_tokens=8, greedy=True)
+    (completion,) = await engine.generate([PROMPT], SamplingParams(max_completion_tokens=8, greedy=True))
     return completion
 
 
@@ -381,7 +381,16 @@ async def test_a_run_trains_samples_of_a_server(tmp_path: Path, sampling: Litera
         policy = HttpPolicy(url=url, model="bigram", server="vllm", versions="server")
         async with WeightFolder(tmp_path / "weights", counting(1)) as folder, policy.open(Worker()) as engine:
             await (
-                source(SourceEnv(Numbers, policy, Letters(), group_size=2, max_completion_tokens=4, concurrency=4))
+                source(
+                    SourceEnv(
+                        Numbers,
+                        policy,
+                        Letters(),
+                        group_size=2,
+                        sampling=SamplingParams(max_completion_tokens=4),
+                        concurrency=4,
+                    )
+                )
                 .then(Batcher(max_tokens=40, max_lag=1))
                 .sink(SinkTrainer(trainer, EnginePublisher(folder, [engine]), sampling=sampling, max_steps=4))
                 .run()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock import Worker
 from penstock.errors import EngineRefused, PeerLost, WeightsMismatch
-from penstock.policies import Completion, Engine
+from penstock.policies import Completion, Engine, SamplingParams
 from penstock.torch import Attention, KVCache, TorchPolicy, WeightFolder
 from penstock.weights import WeightPublisher
 
@@ -25,7 +25,7 @@ EOS = 99
 
 
 async def one(engine: Engine) -> Completion:
-    (completion,) = await engine.generate([PROMPT], max_completion_tokens=8, greedy=True)
+    (completion,) = await engine.generate([PROMPT], SamplingParams(max_completion_tokens=8, greedy=True))
     return completion
 
 
@@ -317,7 +317,7 @@ async def test_with_updates_in_flight_a_pause_does_not_wait_for_the_batch() -> N
 
             model.before = {5: lambda: anyio.from_thread.run(until_paused)}
             tasks.start_soon(pause, publisher, engine)
-            (sampled,) = await engine.generate([PROMPT], max_completion_tokens=50, greedy=True)
+            (sampled,) = await engine.generate([PROMPT], SamplingParams(max_completion_tokens=50, greedy=True))
             assert sampled.policy_versions.tolist() == [1] * 6 + [2] * 44
 
     assert reached[0] == 6
@@ -340,7 +340,7 @@ async def test_an_engine_that_is_updated_in_flight_continues_with_the_new_weight
                     await checkpoint()
 
             model.before = {3: lambda: anyio.from_thread.run(update)}
-            (sampled,) = await engine.generate([PROMPT], max_completion_tokens=8, greedy=True)
+            (sampled,) = await engine.generate([PROMPT], SamplingParams(max_completion_tokens=8, greedy=True))
             assert sampled.policy_versions.tolist() == [0] * 4 + [1] * 4
 
 

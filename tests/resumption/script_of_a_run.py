@@ -36,6 +36,7 @@ from penstock import (
     drop,
     source,
 )
+from penstock.policies import SamplingParams
 from penstock.torch import TorchPolicy, TorchTrainer
 from penstock.weights import WeightPublisher
 
@@ -154,7 +155,7 @@ async def run(folder: Path, kill_point: KillPoint) -> None:
             policy,
             Tokens(),
             group_size=GROUP_SIZE,
-            max_completion_tokens=4,
+            sampling=SamplingParams(max_completion_tokens=4),
             max_lag=0,
             step_groups=STEP_GROUPS,
         )

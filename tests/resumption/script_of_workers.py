@@ -27,6 +27,7 @@ from tests.resumption.script_of_a_run import (
 from tests.tiny_model import TinyModel
 
 from penstock import AdvantageNormalizer, Batcher, SinkTrainer, SourceEnv, processes, source
+from penstock.policies import SamplingParams
 from penstock.torch import TorchPolicy
 from penstock.weights import WeightPublisher
 
@@ -47,7 +48,7 @@ async def run(folder: Path, kill_point: KillPoint) -> None:
             policy,
             Tokens(),
             group_size=GROUP_SIZE,
-            max_completion_tokens=4,
+            sampling=SamplingParams(max_completion_tokens=4),
             max_lag=0,
             step_groups=STEP_GROUPS,
         )

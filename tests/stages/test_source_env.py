@@ -20,7 +20,7 @@ from penstock import AdvantageNormalizer, Context, GroupId, SourceEnv, StopReaso
 from penstock.channels import memory_channel
 from penstock.environments import RolloutResult
 from penstock.errors import InvalidConfig, InvalidRecord, LedgerImbalance
-from penstock.policies import Completion, GenerationIsOutside, NoOpPolicy
+from penstock.policies import Completion, GenerationIsOutside, NoOpPolicy, SamplingParams
 from penstock.testing import Driven, VirtualClock, drive, drive_source, entered
 from penstock.training import ResumePoint
 
@@ -136,7 +136,9 @@ async def test_a_version_a_token_where_weights_changed_within_a_rollout() -> Non
 
 
 async def test_how_a_group_was_sampled_travels_with_it() -> None:
-    (group,) = await sampled(source(Game, max_completion_tokens=5, temperature=0.5, group_size=2))
+    (group,) = await sampled(
+        source(Game, sampling=SamplingParams(max_completion_tokens=5, temperature=0.5), group_size=2)
+    )
 
     assert group.meta == {"task": 0, "temperature": 0.5, "max_completion_tokens": 5}
 
@@ -144,9 +146,11 @@ async def test_how_a_group_was_sampled_travels_with_it() -> None:
 async def test_the_policy_is_asked_for_no_more_than_the_allowance() -> None:
     policy = FakePolicy(answer=lambda _: "a long answer")
 
-    (group,) = await sampled(source(policy=policy, max_completion_tokens=5, temperature=0.5))
+    sampling = SamplingParams(max_completion_tokens=5, temperature=0.5)
 
-    assert policy.requests == [(5, 0.5)] * 3
+    (group,) = await sampled(source(policy=policy, sampling=sampling))
+
+    assert policy.requests == [sampling] * 3
     assert group.completion_lengths().tolist() == [5, 5, 5]
     assert group.stop_reasons.tolist() == [StopReason.LENGTH] * 3
 
@@ -154,9 +158,11 @@ async def test_the_policy_is_asked_for_no_more_than_the_allowance() -> None:
 async def test_no_sequence_is_longer_than_max_length() -> None:
     policy = FakePolicy(answer=lambda _: "yes")
 
-    (group,) = await sampled(source(Game, policy, group_size=1, max_completion_tokens=8, max_length=13))
+    sampling = SamplingParams(max_completion_tokens=8)
 
-    assert policy.requests == [(6, 1.0)]
+    (group,) = await sampled(source(Game, policy, group_size=1, sampling=sampling, max_length=13))
+
+    assert policy.requests == [SamplingParams(max_completion_tokens=6)]
     assert group.lengths().tolist() == [11]
     assert group.stop_reasons.tolist() == [StopReason.LENGTH]
 
@@ -409,8 +415,8 @@ async def test_an_environment_that_waits_for_completions_fails_beside_a_policy_t
 
 async def test_logprobs_that_are_not_finite_end_the_run() -> None:
     class Nan(FakePolicy):
-        async def generate(self, *args: Any, **options: Any) -> Any:
-            completions = await super().generate(*args, **options)
+        async def generate(self, *args: Any) -> Any:
+            completions = await super().generate(*args)
             for completion in completions:
                 completion.logprobs[:] = np.nan  # type: ignore[index]
             return completions
@@ -530,11 +536,11 @@ async def test_in_a_synchronous_schedule_groups_come_in_waves_and_in_order() -> 
     class Patient(FakePolicy):
         """Receives all requests before it answers them, the last first."""
 
-        async def generate(self, prompts: Any, **options: Any) -> Any:
+        async def generate(self, prompts: Any, sampling: Any) -> Any:
             assert len(asked) % 3 == 0
             for _ in range(len(prompts[0])):
                 await checkpoint()
-            return await super().generate(prompts, **options)
+            return await super().generate(prompts, sampling)
 
     context = Context()
     outbox, inbox = memory_channel[TrajectoryGroup](9)
@@ -589,7 +595,9 @@ async def test_max_lag_holds_back_what_would_be_trained_too_late() -> None:
 
 
 async def test_a_source_reports_metrics_of_its_rollouts() -> None:
-    driven = await sampled(source(Game, FakePolicy(answer=lambda _: "yes"), groups=2, max_completion_tokens=3))
+    driven = await sampled(
+        source(Game, FakePolicy(answer=lambda _: "yes"), groups=2, sampling=SamplingParams(max_completion_tokens=3))
+    )
 
     metrics = driven.metrics.emit(0)
     assert metrics["rollout/trajectories"] == 6
@@ -622,10 +630,14 @@ def test_a_source_travels_to_workers() -> None:
     ("options", "message"),
     [
         ({"group_size": 0}, "SourceEnv.group_size: expected a whole number of at least 1, got 0"),
-        ({"max_completion_tokens": 0}, "SourceEnv.max_completion_tokens: expected a whole number of at least 1, got 0"),
+        ({"sampling": ()}, r"SourceEnv.sampling: expected SamplingParams or a tuple of them, got \(\)"),
+        ({"sampling": {"top_p": 0.9}}, "SourceEnv.sampling: expected SamplingParams or a tuple of them, got {'top_p'"),
         ({"concurrency": 0}, "SourceEnv.concurrency: expected a whole number of at least 1, got 0"),
         ({"threads": 0}, "SourceEnv.threads: expected a whole number of at least 1, got 0"),
-        ({"temperature": 0.0}, "SourceEnv.temperature: expected a finite number above 0, got 0.0"),
+        (
+            {"sampling": (SamplingParams(temperature=0.7), SamplingParams(greedy=True))},
+            r"SourceEnv.sampling: expected one temperature for all turns, .* \(greedy: at 1\), got \[0.7, 1.0\]",
+        ),
         ({"rollout_timeout_s": -1}, "SourceEnv.rollout_timeout_s: expected a finite number above 0, got -1"),
         ({"max_lag": -1}, "SourceEnv.max_lag: expected a whole number of at least 0, got -1"),
     ],

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from penstock import Worker
 from penstock._stages.engines import http_engine
 from penstock.errors import EngineRefused, ServerFailed
-from penstock.policies import Completion, Engine, HttpPolicy
+from penstock.policies import Completion, Engine, HttpPolicy, SamplingParams
 from penstock.servers import OutsideServer, http_ready
 from penstock.torch import WeightFolder
 
@@ -120,7 +120,7 @@ async def opened(url: str) -> AsyncIterator[Engine]:
 
 
 async def greedy(engine: Engine) -> Completion:
-    (completion,) = await engine.generate([PROMPT], max_completion_tokens=8, greedy=True)
+    (completion,) = await engine.generate([PROMPT], SamplingParams(max_completion_tokens=8, greedy=True))
     return completion
 
 

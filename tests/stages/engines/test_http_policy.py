@@ -38,7 +38,7 @@ from penstock.errors import (
     PenstockError,
     ProtocolMismatch,
 )
-from penstock.policies import Backoff, Completion, Engine, EnginePublisher, HttpPolicy, Policy
+from penstock.policies import Backoff, Completion, Engine, EnginePublisher, HttpPolicy, Policy, SamplingParams
 from penstock.testing import drive_source, entered
 from penstock.torch import WeightFolder
 
@@ -128,9 +128,8 @@ def trouble(name: str) -> NDArray[np.int32]:
 async def one(
     opened: Engine, given: NDArray[np.int32] | None = None, *, longest: int = 5, **options: Any
 ) -> Completion:
-    (completion,) = await opened.generate(
-        [prompt(3) if given is None else given], max_completion_tokens=longest, **options
-    )
+    sampling = SamplingParams(max_completion_tokens=longest, **options)
+    (completion,) = await opened.generate([prompt(3) if given is None else given], sampling)
     return completion
 
 
@@ -190,7 +189,7 @@ async def test_token_ids_go_in_and_token_ids_come_out_with_the_models_log_probab
 ) -> None:
     prompts = [prompt(7, 2, 3), prompt(4)] * 10
     async with engine(serve(kind), kind) as opened:
-        completions = await opened.generate(prompts, max_completion_tokens=5)
+        completions = await opened.generate(prompts, SamplingParams(max_completion_tokens=5))
 
     for given, completion in zip(prompts, completions, strict=True):
         assert_logprobs(completion, int(given[-1]))
@@ -256,7 +255,9 @@ async def test_no_more_requests_than_the_limit_run_at_once(serve: Serve) -> None
     async with engine(serve("vllm"), concurrency=3) as opened, anyio.create_task_group() as tasks:
         await requests_to(serve("vllm"))
         for _ in range(4):
-            tasks.start_soon(partial(opened.generate, [trouble("never ends")] * 3, max_completion_tokens=10**6))
+            tasks.start_soon(
+                partial(opened.generate, [trouble("never ends")] * 3, SamplingParams(max_completion_tokens=10**6))
+            )
         await until(serve("vllm"), "running", 3)
         await settle()
         most = (await requests_to(serve("vllm")))["most_running"]
@@ -278,7 +279,14 @@ async def test_a_source_samples_at_a_server(serve: Serve) -> None:
     context = Context()
     with entered(context):
         driven = await drive_source(
-            SourceEnv(Yes, policy(serve("vllm")), Letters(), group_size=4, groups=4, max_completion_tokens=6)
+            SourceEnv(
+                Yes,
+                policy(serve("vllm")),
+                Letters(),
+                group_size=4,
+                groups=4,
+                sampling=SamplingParams(max_completion_tokens=6),
+            )
         )
 
     assert sorted(group.instance_id for group in driven) == ["0", "1", "2", "3"]
@@ -360,7 +368,9 @@ async def test_a_cancelled_request_stops_the_server_sampling(serve: Serve) -> No
 async def test_where_one_prompt_is_refused_the_others_are_not_sampled_to_their_end(serve: Serve) -> None:
     async with engine(serve("vllm")) as opened:
         with pytest.raises(EngineRefused, match="maximum context length"):
-            await opened.generate([trouble("never ends"), trouble("too long")], max_completion_tokens=10**6)
+            await opened.generate(
+                [trouble("never ends"), trouble("too long")], SamplingParams(max_completion_tokens=10**6)
+            )
 
         await until(serve("vllm"), "running", 0)
 

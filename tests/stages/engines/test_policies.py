@@ -8,7 +8,7 @@ from tests.fake_policy import FakePolicy
 from tests.tiny_model import TinyModel
 
 from penstock import Worker
-from penstock.policies import Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy
+from penstock.policies import Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy, SamplingParams
 from penstock.torch import TorchPolicy
 
 METHODS = {name for name in vars(Engine) if not name.startswith("_")}
@@ -19,7 +19,7 @@ async def test_a_policy_without_generation_refuses_to_sample_with_the_remedy() -
 
     async with policy.open(Worker()) as engine:
         with pytest.raises(GenerationIsOutside, match=r"got 2 prompts: use an environment with a `rollout` method"):
-            await engine.generate([np.array([1], np.int32)] * 2, max_completion_tokens=4)
+            await engine.generate([np.array([1], np.int32)] * 2, SamplingParams(max_completion_tokens=4))
 
 
 async def test_an_engine_without_generation_accepts_every_other_call() -> None:

@@ -16,7 +16,7 @@ from tests.tiny_model import TinyModel
 from torch import Tensor
 
 from penstock import Context, StopReason, Worker
-from penstock.policies import Completion, Engine
+from penstock.policies import Completion, Engine, SamplingParams
 from penstock.testing import entered
 from penstock.torch import Attention, KVCache, TorchPolicy
 from penstock.weights import WeightPublisher
@@ -53,13 +53,11 @@ async def completions(
     prompts: Sequence[NDArray[np.int32]],
     *,
     max_completion_tokens: int = 8,
-    temperature: float = 1.0,
-    greedy: bool = False,
+    **options: Any,
 ) -> list[Completion]:
+    sampling = SamplingParams(max_completion_tokens=max_completion_tokens, **options)
     async with policy.open(Worker()) as engine:
-        return await engine.generate(
-            prompts, max_completion_tokens=max_completion_tokens, temperature=temperature, greedy=greedy
-        )
+        return await engine.generate(prompts, sampling)
 
 
 @dataclass
@@ -125,7 +123,9 @@ async def test_rows_of_one_batch_have_their_own_limit_and_temperature() -> None:
     requests: list[tuple[int, dict[str, Any]]] = [(2, {}), (9, {"greedy": True}), (4, {"temperature": 0.1})]
 
     async def ask(engine: Engine, longest: int, options: dict[str, Any]) -> None:
-        (completion,) = await engine.generate([prompt(longest)], max_completion_tokens=longest, **options)
+        (completion,) = await engine.generate(
+            [prompt(longest)], SamplingParams(max_completion_tokens=longest, **options)
+        )
         assert completion.stop_reason == StopReason.LENGTH
         lengths[longest] = [len(completion.tokens)]
 
@@ -142,7 +142,9 @@ async def test_equal_prompts_are_read_once_and_finished_rows_are_dropped() -> No
 
     async with TorchPolicy(lambda: model, 99).open(Worker()) as engine, anyio.create_task_group() as tasks:
         for longest in (1, 3):
-            tasks.start_soon(partial(engine.generate, [prompt(1, 2)] * 4, max_completion_tokens=longest))
+            tasks.start_soon(
+                partial(engine.generate, [prompt(1, 2)] * 4, SamplingParams(max_completion_tokens=longest))
+            )
 
     assert model.rows == [1, 4, 4]
 
@@ -158,7 +160,7 @@ async def test_closing_ends_a_batch_at_the_next_token_and_its_requests_fail() ->
 
     async def ask(engine: Engine) -> None:
         with pytest.raises(anyio.ClosedResourceError):
-            await engine.generate([prompt(1)], max_completion_tokens=50)
+            await engine.generate([prompt(1)], SamplingParams(max_completion_tokens=50))
         failed.set()
 
     async def continue_once_closed() -> None:
@@ -185,7 +187,7 @@ async def test_requests_of_one_tick_are_sampled_as_one_batch() -> None:
 
     async with policy.open(Worker()) as engine, anyio.create_task_group() as rollouts:
         for token in (1, 2, 4):
-            rollouts.start_soon(partial(engine.generate, [prompt(token)] * 2, max_completion_tokens=2))
+            rollouts.start_soon(partial(engine.generate, [prompt(token)] * 2, SamplingParams(max_completion_tokens=2)))
 
     assert model.rows == [3, 6]
 
@@ -204,7 +206,9 @@ async def test_a_batch_is_never_larger_than_max_rows() -> None:
 async def test_equal_seeds_repeat_and_workers_differ() -> None:
     async def texts(worker: Worker, seed: int = 0) -> list[list[int]]:
         async with TorchPolicy(TinyModel, EOS, seed=seed).open(worker) as engine:
-            return [c.tokens.tolist() for c in await engine.generate(PROMPTS * 4, max_completion_tokens=8)]
+            return [
+                c.tokens.tolist() for c in await engine.generate(PROMPTS * 4, SamplingParams(max_completion_tokens=8))
+            ]
 
     first = await texts(Worker(0, 2))
 
@@ -219,8 +223,8 @@ async def test_an_exception_of_the_model_fails_its_requests_and_no_later_ones() 
 
     async with policy.open(Worker()) as engine:
         with pytest.raises(IndexError):
-            await engine.generate([prompt(1, 2, 4, 5, 6)], max_completion_tokens=1)
-        assert len(await engine.generate([prompt(1)], max_completion_tokens=1)) == 1
+            await engine.generate([prompt(1, 2, 4, 5, 6)], SamplingParams(max_completion_tokens=1))
+        assert len(await engine.generate([prompt(1)], SamplingParams(max_completion_tokens=1))) == 1
 
 
 async def test_a_cancelled_request_is_not_sampled() -> None:
@@ -228,8 +232,8 @@ async def test_a_cancelled_request_is_not_sampled() -> None:
 
     async with TorchPolicy(lambda: model, 99).open(Worker()) as engine:
         with anyio.move_on_after(0):
-            await engine.generate([prompt(1)] * 3, max_completion_tokens=1)
-        await engine.generate([prompt(2), prompt(4)], max_completion_tokens=1)
+            await engine.generate([prompt(1)] * 3, SamplingParams(max_completion_tokens=1))
+        await engine.generate([prompt(2), prompt(4)], SamplingParams(max_completion_tokens=1))
 
     assert model.rows == [2]
 
@@ -239,7 +243,7 @@ async def test_closing_fails_the_requests_of_a_paused_batch() -> None:
 
     async def ask(engine: Engine) -> None:
         try:
-            await engine.generate(PROMPTS, max_completion_tokens=2)
+            await engine.generate(PROMPTS, SamplingParams(max_completion_tokens=2))
         except anyio.ClosedResourceError as error:
             failures.append(error)
 
@@ -255,7 +259,7 @@ async def test_closing_fails_the_requests_of_a_paused_batch() -> None:
 async def test_after_closing_pending_and_later_requests_fail() -> None:
     async def ask(engine: Engine) -> None:
         with pytest.raises(anyio.ClosedResourceError):
-            await engine.generate([prompt(1)], max_completion_tokens=5)
+            await engine.generate([prompt(1)], SamplingParams(max_completion_tokens=5))
 
     with anyio.fail_after(FAILSAFE_S):
         policy = TorchPolicy(TinyModel, EOS, max_rows=1)
@@ -267,19 +271,9 @@ async def test_after_closing_pending_and_later_requests_fail() -> None:
         await ask(engine)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "max_completion_tokens", "temperature"),
-    [([prompt()], 1, 1.0), ([prompt(1)], 0, 1.0), ([prompt(1)], 1, 0.0)],
-)
-async def test_invalid_requests_are_refused(
-    prompts: list[NDArray[np.int32]], max_completion_tokens: int, temperature: float
-) -> None:
-    with pytest.raises(
-        ValueError, match="expected prompts of at least one token, max_completion_tokens >= 1 and temperature > 0"
-    ):
-        await completions(
-            TorchPolicy(TinyModel, EOS), prompts, max_completion_tokens=max_completion_tokens, temperature=temperature
-        )
+async def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected prompts of at least one token, got lengths \[1, 0\]"):
+        await completions(TorchPolicy(TinyModel, EOS), [prompt(1), prompt()])
 
 
 async def test_no_prompts_give_no_completions() -> None:
@@ -309,9 +303,9 @@ async def test_random_numbers_depend_on_the_version_and_not_on_earlier_requests(
     async def drawn(policy: TorchPolicy, *, warm: bool) -> list[list[int]]:
         async with policy.open(Worker()) as engine:
             if warm:
-                await engine.generate(PROMPTS, max_completion_tokens=5)
+                await engine.generate(PROMPTS, SamplingParams(max_completion_tokens=5))
             await engine.update_weights(publisher.url, 3)
-            return [c.tokens.tolist() for c in await engine.generate(PROMPTS, max_completion_tokens=5)]
+            return [c.tokens.tolist() for c in await engine.generate(PROMPTS, SamplingParams(max_completion_tokens=5))]
 
     policy, weights = TorchPolicy(TinyModel, EOS, seed=1), TinyModel().state_dict()
     async with WeightPublisher(weights) as publisher:

@@ -1,0 +1,81 @@
+"""`SamplingParams`: how the tokens of a completion are drawn, and where it ends.
+
+Truncation (`top_k`, `top_p`, `min_p`) and `repetition_penalty` change which tokens are drawn. Log-probabilities are
+always those of the tempered distribution without them, because the trainer computes its own of that distribution: on
+policy every ratio is 1. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from ..._schemas.config import Config
+from ..._schemas.errors import InvalidConfig
+from ..._schemas.numbers import normalize_counts, normalize_numbers
+
+
+class SamplingParams(Config, frozen=True):
+    """The parameters of sampling one completion."""
+
+    max_completion_tokens: int = 512
+    """Bound on a completion, its last token included."""
+    temperature: float = 1.0
+    """Divides the logits."""
+    top_p: float = 1.0
+    """Only the most probable tokens are drawn whose probabilities sum to this or just above; 1 for all."""
+    top_k: int | None = None
+    """Only so many of the most probable tokens are drawn; None for all."""
+    min_p: float = 0.0
+    """Only tokens are drawn with at least this share of the highest probability; 0 for all."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens that the prompt or the completion contains."""
+    stop: tuple[str, ...] = ()
+    """A completion ends after the token with which its text contains one of these."""
+    greedy: bool = False
+    """Take the most probable token, and ignore temperature and truncation; log-probabilities are at temperature 1."""
+    seed: int | None = None
+    """Makes a completion independent of other requests: the same prompt, weights and seed give the same tokens, as far
+    as the model computes the same logits. Without it the engine's generator is used. `SourceEnv` derives a seed for
+    each turn of each rollout from it; an engine, for each prompt of a call."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InvalidConfig: naming the field.
+        """
+        normalize_counts(self, "max_completion_tokens", "top_k")
+        normalize_counts(self, "seed", least=0)
+        normalize_numbers(self, "temperature", "top_p", "repetition_penalty")
+        normalize_numbers(self, "min_p", zero=True)
+        for name in ("top_p", "min_p"):
+            if getattr(self, name) > 1:
+                raise InvalidConfig(f"SamplingParams.{name}: expected at most 1, got {getattr(self, name)}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise InvalidConfig(
+                f"SamplingParams.stop: expected a tuple of strings that are not empty, got {self.stop!r}"
+            )
+        msgspec.structs.force_setattr(self, "stop", tuple(self.stop))
+
+    @property
+    def truncates(self) -> bool:
+        """Return whether some tokens cannot be drawn."""
+        return not self.greedy and (self.top_k is not None or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def logprob_temperature(self) -> float:
+        """Return the temperature of the distribution whose log-probabilities are returned: 1 for greedy."""
+        return 1.0 if self.greedy else self.temperature
+
+    def seeded_for(self, *numbers: int) -> SamplingParams:
+        """Return these parameters with a seed that depends on the seed and `numbers`; unchanged without a seed."""
+        if self.seed is None:
+            return self
+        return msgspec.structs.replace(self, seed=as_seed([self.seed, *numbers]))
+
+
+def as_seed(numbers: list[int]) -> int:
+    """Return a seed below 2**63 that depends on all of `numbers`."""
+    (state,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    return int(state >> np.uint64(1))
