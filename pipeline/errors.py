@@ -93,6 +93,10 @@ class KeyUnavailable(PenstockError, OSError):
     """The key that tcp channels on loopback share can be neither read nor made; the message names the file."""
 
 
+class InvalidData(PenstockError, ValueError):
+    """A file or a row of a data set is not what its reader expects; the message names the file, line or column."""
+
+
 class InvalidPipeline(PenstockError):
     """A chain cannot work as written; the message lists every problem, and says what to write instead."""
 

@@ -1,9 +1,10 @@
-"""Environments: the three kinds that `SourceEnv` samples from, and the rollouts of each.
+"""Environments: the four kinds that `SourceEnv` samples from, and the rollouts of each.
 
-The kind follows from the methods: a scored data set (reasoning-gym's interface), a step-wise environment (the signature
-of gymnasium and gem, text in, text out), or an environment that returns finished rollouts from outside. Any method may
-be a plain function, which then runs in a thread, or a coroutine function. Every exception of an environment becomes
-`EnvironmentFailed`, so that it is never taken for an error of the policy. Knows no channel and no ledger.
+The kind follows from the methods: a scored data set (reasoning-gym's interface), prompts that a later stage scores
+(`data.prompts`), a step-wise environment (the signature of gymnasium and gem, text in, text out), or an environment
+that returns finished rollouts from outside. Any method may be a plain function, which then runs in a thread, or a
+coroutine function. Every exception of an environment becomes `EnvironmentFailed`, so that it is never taken for an
+error of the policy. Knows no channel and no ledger.
 """
 
 from __future__ import annotations
@@ -23,15 +24,23 @@ from numpy.typing import NDArray
 
 from .._pipeline.errors import InvalidPipeline, PenstockError
 from .._schemas import InvalidRecord, StopReason
+from .data.prompts import Prompt, PromptSource
 from .engines.policies import Completion, Tokenizer
 from .threads import Threads
 
 CLOSE_TIMEOUT_S = 2.0
 """Bound on closing the environments at the end of a run; part of the 5 s in which Ctrl-C ends everything."""
 
+REJECTED_LIMIT = 10_000
+"""Rejected prompts in a row at which a run ends: it would otherwise look for a shorter one without end."""
+
 
 class EnvironmentFailed(PenstockError):
     """An environment raised, or returned an invalid value; `__cause__` is the original exception."""
+
+
+class PromptRejected(Exception):
+    """A prompt may not be sampled; the message has the reason."""
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -44,6 +53,9 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     stop_reason: StopReason = StopReason.STOP
     turn_rewards: Sequence[float] | None = None
     """Reward of each Completion, where known; `reward` is their sum."""
+    meta: Mapping[str, Any] = {}
+    """Facts about the prompt, for the `meta` of the group, which takes those of its first rollout; values that JSON
+    can hold."""
 
 
 @runtime_checkable
@@ -85,7 +97,7 @@ class OutsideEnvironment(Protocol):
         ...
 
 
-Environment: TypeAlias = ScoredDataset | StepEnvironment | OutsideEnvironment
+Environment: TypeAlias = ScoredDataset | PromptSource | StepEnvironment | OutsideEnvironment
 
 GenerateFn: TypeAlias = Callable[[Sequence[NDArray[np.int32] | Completion]], Awaitable[Completion | None]]
 """Returns the policy's completion of the turns so far; None where no token is left for one."""
@@ -97,7 +109,9 @@ RolloutFn: TypeAlias = Callable[[int, GenerateFn], Coroutine[Any, Any, RolloutRe
 Raises EnvironmentFailed if the environment raises."""
 
 TaskFn: TypeAlias = Callable[[int], Coroutine[Any, Any, RolloutFn]]
-"""Begins a prompt, given its number from 0 on, and returns the function of its rollouts; raises as a RolloutFn."""
+"""Begins a prompt, given its number from 0 on, and returns the function of its rollouts.
+
+Raises EnvironmentFailed if the environment raises, and PromptRejected if the prompt may not be sampled."""
 
 
 @asynccontextmanager
@@ -121,15 +135,17 @@ async def open_tasks(
         first = await workers.call(make_env)
         if isinstance(first, OutsideEnvironment):
             yield _OutsideTasks(first, workers).begin
-        elif not isinstance(first, ScoredDataset | StepEnvironment):
+        elif not isinstance(first, ScoredDataset | PromptSource | StepEnvironment):
             raise InvalidPipeline(
-                f"expected an environment with len, [] and score_answer (a scored data set), with reset and step "
-                f"(step-wise), or with rollout (outside), got {type(first).__name__}"
+                f"expected an environment with len, [] and score_answer (a scored data set), with prompt (prompts), "
+                f"with reset and step (step-wise), or with rollout (outside), got {type(first).__name__}"
             )
         elif tokenizer is None:
             raise InvalidPipeline(f"{first!r} returns text: expected a tokenizer for it, got none")
         elif isinstance(first, ScoredDataset):
             yield _DatasetTasks(first, workers, tokenizer).begin
+        elif isinstance(first, PromptSource):
+            yield _PromptTasks(first, workers, tokenizer).begin
         else:
             pool = _EnvPool(make_env, first, workers)
             try:
@@ -185,6 +201,61 @@ class _DatasetTasks:
         reward = await _called(self._threads, partial(self._dataset.score_answer, text, entry), _reward)
         return RolloutResult(
             turns=[prompt, completion], reward=reward, stop_reason=completion.stop_reason, turn_rewards=[reward]
+        )
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+class _PromptTasks:
+    """Prompts without a score: every reward is 0, and the facts about the prompt are in `meta`."""
+
+    def __init__(self, source: PromptSource, threads: Threads, tokenizer: Tokenizer) -> None:
+        self._source = source
+        self._threads = threads
+        self._tokenizer = tokenizer
+        self._rejected = 0
+        """Prompts in a row."""
+
+    async def begin(self, number: int) -> RolloutFn:
+        prompt, tokens = await _called(self._threads, partial(self._source.prompt, number), self._read)
+        self._check_length(prompt, len(tokens))
+        return partial(self._rollout, tokens, prompt.meta)
+
+    def _read(self, prompt: Prompt) -> tuple[Prompt, NDArray[np.int32]]:
+        if isinstance(prompt.content, str):
+            return prompt, _prompt(self._tokenizer, prompt.content)
+        tokens = _ids(prompt.content)
+        if not len(tokens):
+            raise ValueError("expected a prompt of at least one token, got none")
+        return prompt, tokens
+
+    def _check_length(self, prompt: Prompt, length: int) -> None:
+        """Check the bound on a prompt.
+
+        Raises:
+            PromptRejected: it is longer.
+            InvalidPipeline: so were all of the last REJECTED_LIMIT prompts.
+        """
+        if prompt.max_tokens is None or length <= prompt.max_tokens:
+            self._rejected = 0
+            return
+        self._rejected += 1
+        if self._rejected == REJECTED_LIMIT:
+            raise InvalidPipeline(
+                f"expected a prompt of at most {prompt.max_tokens} tokens among {REJECTED_LIMIT} in a row, got none; "
+                f"the last one has {length}: raise the bound"
+            )
+        raise PromptRejected(f"prompt longer than {prompt.max_tokens} tokens")
+
+    async def _rollout(
+        self, prompt: NDArray[np.int32], meta: Mapping[str, Any], _: int, generate: GenerateFn
+    ) -> RolloutResult:
+        completion = await generate([prompt])
+        if completion is None:
+            return RolloutResult(turns=[prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[], meta=meta)
+        return RolloutResult(
+            turns=[prompt, completion], reward=0.0, stop_reason=completion.stop_reason, turn_rewards=[0.0], meta=meta
         )
 
 

@@ -37,7 +37,7 @@ from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .engines.policies import Completion, Engine, Policy, Tokenizer
 from .engines.sampling_params import SamplingParams
-from .environments import Environment, EnvironmentFailed, RolloutFn, RolloutResult, TaskFn, open_tasks
+from .environments import Environment, EnvironmentFailed, PromptRejected, RolloutFn, RolloutResult, TaskFn, open_tasks
 from .lag_limiter import LagLimiter
 from .rollout_columns import columns_of, sampled_anything, tokens_of
 
@@ -55,7 +55,7 @@ class SourceEnv:
     """Samples groups of trajectories from an environment until the prompts run out or the run ends."""
 
     make_env: Callable[[], Environment]
-    """Makes a scored data set, a step-wise environment or an outside one (see `environments`) in the sampling worker; a
+    """Makes an environment, of one of the four kinds in `environments`, in the sampling worker: a `PromptDataset`, or a
     module-level function, so that the stage can be pickled."""
     policy: Policy
     """Samples the completions; `NoOpPolicy()` where the environment returns finished rollouts."""
@@ -99,7 +99,7 @@ class SourceEnv:
             sends_at_most_tokens=None if self.max_length is None else self.group_size * self.max_length,
             begins_at_most=self._begins_at_most,
             check_workers=self.check_workers,
-            tokenizers=tokenizer_of(self, self.policy),
+            tokenizers=tokenizer_of(self, self.policy, self.make_env),
         )
 
     def resume_from(self, point: ResumePoint) -> SourceEnv:
@@ -358,6 +358,9 @@ class _RolloutScheduler:
             except EnvironmentFailed as error:
                 self._drop(ids, "failed", error)
                 return None
+            except PromptRejected as error:
+                self._drop(ids, "rejected", error)
+                return None
         self._drop(ids, "failed", self._timed_out)
         return None
 
@@ -424,7 +427,7 @@ class _RolloutScheduler:
             rewards=np.array([rollout.reward for rollout in succeeded], np.float32),
             stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
             repetition_ids=np.array(list(rollouts), np.int64),
-            meta={"task": number} | source.recorded,
+            meta={**succeeded[0].meta, "task": number, **source.recorded},
             **columns_of(succeeded, turn_rewards=source.turn_rewards),
         )
 

@@ -1,4 +1,4 @@
-"""The three kinds of environment, as protocols, and the records that they return."""
+"""The kinds of environment, as protocols, and the records that they return."""
 
 from __future__ import annotations
 

@@ -1,0 +1,195 @@
+"""`PromptDataset`: the rows of a file or a list as prompts for `SourceEnv`, each with all its columns for the reward.
+
+`PromptDataset` is a picklable description and the `make_env` of a source; each worker calls it and gets a `PromptSet`,
+with the rows open. Number i of a source is row i % n of epoch i // n, n being the number of rows of the split; so
+workers share the rows of an epoch, and a resumed run goes on in the middle of it. Knows no tokenizer: text is encoded
+by the source, messages by the chat format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, get_args
+
+from ..._pipeline.errors import InvalidConfig, InvalidData
+from ..._schemas.numbers import normalize_counts, normalize_numbers
+from .prompt_order import Shuffled, Split, split_rows
+from .prompts import Prompt
+from .rows import Rows, Source, open_rows
+
+Message: TypeAlias = Mapping[str, Any]
+"""`{"role": …, "content": …}`."""
+
+
+class PromptFormat(Protocol):
+    """Converts messages to the tokens of a prompt: `penstock.chat.ChatFormat`."""
+
+    def prompt(self, messages: Sequence[Message], /) -> Sequence[int]:
+        """Return the tokens of `messages`, the beginning of the policy's turn included."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDataset:
+    """Prompts from the rows of a file or a list; every column reaches the reward.
+
+    >>> rows = [{"question": "3+4=", "answer": 7}, {"question": "2+2=", "answer": 4}]
+    >>> prompts = PromptDataset(rows, prompt="question", shuffle=False)()
+    >>> prompts.prompt(3).content
+    '2+2='
+    >>> prompts.prompt(3).meta["row"]
+    {'question': '2+2=', 'answer': 4}
+
+    Raises:
+        InvalidConfig: an unknown split, or a number out of range.
+    """
+
+    source: Source
+    """A JSONL file, or a sequence of mappings."""
+    prompt: str = "prompt"
+    """The column of the prompt: text, or a list of messages."""
+    split: Split = "train"
+    """The rows that are used: those for training, or those for evaluation."""
+    evaluation: float = 0
+    """Rows that are kept apart for evaluation: below 1 their share, from 1 on their number. They do not depend on
+    `seed`, so that runs with different seeds keep the same rows apart."""
+    seed: int = 0
+    """Of the order; each epoch has another one."""
+    shuffle: bool = True
+    """Whether the order is random; else it is that of the source."""
+    chat: PromptFormat | None = None
+    """Converts messages to tokens; text becomes a message of the user. Without it the text itself is the prompt."""
+    system: str = ""
+    """Text of a message of the system before each text; needs `chat`."""
+    max_prompt_tokens: int | None = None
+    """Bound on the tokens of a prompt; a longer one ends as rejected, and is not sampled."""
+    name: str = ""
+    """The `data_source` in the `meta` of its groups; by default the name of the file without its ending."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        normalize_counts(self, "max_prompt_tokens")
+        normalize_counts(self, "seed", least=0)
+        normalize_numbers(self, "evaluation", zero=True)
+        if self.evaluation > 1:
+            normalize_counts(self, "evaluation")
+        if self.split not in get_args(Split):
+            raise InvalidConfig(f"PromptDataset.split: expected 'train' or 'evaluation', got {self.split!r}")
+        if self.split == "evaluation" and not self.evaluation:
+            raise InvalidConfig("PromptDataset.evaluation: expected a share or a number with split='evaluation', got 0")
+        if self.system and self.chat is None:
+            raise InvalidConfig("PromptDataset.system: expected none without chat, got text")
+
+    @property
+    def data_source(self) -> str:
+        """Return the name of the set in the `meta` of its groups."""
+        if self.name or not isinstance(self.source, str | Path):
+            return self.name or "rows"
+        return Path(self.source).stem
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of `chat`; None without one."""
+        return getattr(self.chat, "tokenizer", None)
+
+    def __call__(self) -> PromptSet:
+        """Open the rows.
+
+        Raises:
+            InvalidData: the source is of another kind than expected, has no rows, or no such column.
+            OSError: the file cannot be read.
+        """
+        return PromptSet(self, open_rows(self.source))
+
+
+class PromptSet:
+    """The opened rows of one split of a `PromptDataset`. Any thread may use it."""
+
+    def __init__(self, dataset: PromptDataset, rows: Rows) -> None:
+        self._dataset = dataset
+        self._rows = rows
+        self._chosen = split_rows(len(rows), dataset.split, dataset.evaluation) if dataset.evaluation else None
+        """The rows of the split; None for all."""
+        self._check()
+        self._order = Shuffled(len(self), dataset.seed) if dataset.shuffle else None
+
+    def __repr__(self) -> str:
+        return f"<PromptSet {self._dataset.data_source!r}: {len(self)} rows for {self._dataset.split}>"
+
+    def __len__(self) -> int:
+        """Return the number of rows of the split: an epoch."""
+        return len(self._rows) if self._chosen is None else len(self._chosen)
+
+    def prompt(self, number: int) -> Prompt:
+        """Return prompt `number`, which counts on from epoch to epoch.
+
+        Raises:
+            InvalidData: the row cannot be read, or its prompt is neither text nor messages.
+        """
+        place = number % len(self) if self._order is None else self._order.place(number)
+        return self._prompt_of(self.row(place))
+
+    def row(self, place: int) -> dict[str, Any]:
+        """Return a row of the split by its place in the source's order, as the reward reads it.
+
+        Raises:
+            InvalidData: it cannot be read.
+        """
+        return dict(self._rows[place if self._chosen is None else int(self._chosen[place])])
+
+    def _check(self) -> None:
+        dataset = self._dataset
+        if not len(self):
+            raise InvalidData(
+                f"{dataset.data_source}: expected at least one row for {dataset.split}, got none of "
+                f"{len(self._rows)} rows with evaluation={dataset.evaluation}"
+            )
+        self._content(self.row(0))
+
+    def _prompt_of(self, row: dict[str, Any]) -> Prompt:
+        dataset = self._dataset
+        content = self._content(row)
+        meta: dict[str, Any] = {"data_source": dataset.data_source, "row": row}
+        if dataset.chat is not None:
+            messages = self._messages(content)
+            meta["messages"] = messages
+            content = dataset.chat.prompt(messages)
+        else:
+            meta["prompt"] = content
+        return Prompt(content=content, meta=meta, max_tokens=dataset.max_prompt_tokens)
+
+    def _content(self, row: Mapping[str, Any]) -> Any:
+        """Return the value of the prompt's column, text or a list of messages."""
+        dataset = self._dataset
+        if dataset.prompt not in row:
+            near = get_close_matches(dataset.prompt, row, n=3, cutoff=0.5) or list(row)
+            raise InvalidData(
+                f"{dataset.data_source}: expected the prompt in column {dataset.prompt!r}, which does not exist: set "
+                f"prompt to one of {', '.join(map(repr, near))}"
+            )
+        content = row[dataset.prompt]
+        if isinstance(content, str) or (dataset.chat is not None and _are_messages(content)):
+            return content
+        expected = "text" if dataset.chat is None else "text or a list of messages with role and content"
+        advice = ": messages need chat=ChatFormat(…)" if dataset.chat is None and _are_messages(content) else ""
+        raise InvalidData(
+            f"{dataset.data_source}: expected {expected} in column {dataset.prompt!r}, got "
+            f"{type(content).__name__}{advice}"
+        )
+
+    def _messages(self, content: Any) -> list[Message]:
+        messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        if self._dataset.system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._dataset.system})
+        return messages
+
+
+def _are_messages(content: Any) -> bool:
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in content)
+    )
