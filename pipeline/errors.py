@@ -113,6 +113,10 @@ class RewardFunctionFailed(PenstockError):
     """A reward function failed so many times in a row that the run ended; `__cause__` is its last exception."""
 
 
+class MissingColumn(PenstockError):
+    """A reward function takes a column that the data does not have; the message lists the columns that it has."""
+
+
 class RecordsSwallowed(PenstockError):
     """Stages received records and neither sent nor dropped them; the message names the stages."""
 

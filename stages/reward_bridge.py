@@ -2,14 +2,14 @@
 
 Only sampled tokens are judged: tokens outside the loss mask (prompts, observations, tool results) are never decoded,
 and no token is decoded if no component reads text. The arithmetic is in `reward_shaping`, the calls of Python functions
-are in `reward_functions`; this stage decodes, gathers and accounts.
+are in `reward_calls`; this stage decodes, gathers and accounts.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -28,7 +28,10 @@ from .._schemas import TrajectoryGroup, TrajectoryId
 from .._schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer
 from .group_stack import GroupStack
-from .rewards.reward_functions import Calls, RewardFailure, RewardFunction, RewardInput
+from .rewards.configured_functions import configured_functions
+from .rewards.reward_calls import Calls, RewardFailure
+from .rewards.reward_functions import RewardComponent
+from .rewards.reward_input import RewardInput
 from .rewards.reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
 
 Turns: TypeAlias = list[list[str]]
@@ -54,26 +57,30 @@ class RewardBridge:
     Args:
         config: the shaping.
         tokenizer: decodes completions; needed if a marker, a bounty by character or a function reads text.
-        functions: further components, in Python.
+        functions: further components, in Python, after those that the configuration names.
 
     Raises:
         ValueError: a component reads text and there is no tokenizer, or two components have the same name.
+        InvalidConfig: the configuration names a function that does not exist.
     """
 
     config: RewardConfig = field(default_factory=RewardConfig)
     tokenizer: Tokenizer | None = None
-    functions: Sequence[RewardFunction] = ()
+    functions: Sequence[RewardComponent] = ()
+    components: tuple[RewardComponent, ...] = field(init=False, repr=False, compare=False)
+    """The functions that the configuration names, and `functions`."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "components", (*configured_functions(self.config), *self.functions))
         if self._reads_text and self.tokenizer is None:
             raise ValueError("tokenizer: expected one, because format markers, characters or functions read text")
-        names = [function.name for function in self.functions]
+        names = [component.name for component in self.components]
         if taken := OWN_PARTS.intersection(names) or {name for name in names if names.count(name) > 1}:
             raise ValueError(f"functions: expected names of their own, got {sorted(taken)} twice")
 
     @classmethod
     def from_yaml(
-        cls, path: str | Path, *, tokenizer: Tokenizer | None = None, functions: Sequence[RewardFunction] = ()
+        cls, path: str | Path, *, tokenizer: Tokenizer | None = None, functions: Sequence[RewardComponent] = ()
     ) -> Self:
         """Return the bridge that a YAML file describes; `reward_shaping` shows one.
 
@@ -90,7 +97,7 @@ class RewardBridge:
         values: Mapping[str, Any],
         *,
         tokenizer: Tokenizer | None = None,
-        functions: Sequence[RewardFunction] = (),
+        functions: Sequence[RewardComponent] = (),
     ) -> Self:
         """Return the bridge that a mapping describes, as YAML or JSON would give it. Raises what `from_yaml` does."""
         return cls(parse_config(RewardConfig, values, root="reward"), tokenizer, functions)
@@ -101,7 +108,7 @@ class RewardBridge:
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Groups leave in the order of their arrival, also with functions."""
-        if self.functions:
+        if self.components:
             await self._run_concurrently(inbox, outbox)
             return
         most = (
@@ -149,7 +156,7 @@ class RewardBridge:
         return (
             bool(self.config.format_markers)
             or (bounty is not None and bounty.unit == "character")
-            or any(function.reads_text for function in self.functions)
+            or any(component.reads_text for component in self.components)
         )
 
     async def _turns(self, group: TrajectoryGroup) -> Turns:
@@ -164,19 +171,27 @@ class RewardBridge:
         self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]
     ) -> None:
         """Start a group while the functions have capacity for more calls; send in order."""
-        limit = max(function.concurrency for function in self.functions)
         queued: deque[tuple[anyio.Event, int]] = deque()
         """For each group, set once it has left, and its number of trajectories."""
-        with unwrap_single(), ExitStack() as stack:
-            calls = {each.name: stack.enter_context(closing(Calls(each))) for each in self.functions}
-            async with anyio.create_task_group() as tasks:
+        with unwrap_single():
+            async with AsyncExitStack() as stack:
+                calls = {each.name: await self._open(each, stack) for each in self.components}
+                tasks = await stack.enter_async_context(anyio.create_task_group())
                 async for group in inbox:
                     before, left = queued[-1][0] if queued else None, anyio.Event()
                     queued.append((left, len(group)))
                     tasks.start_soon(self._judge_and_send, group.owned(), outbox, calls, before, left)
                     del group
-                    while sum(size for _, size in queued) >= limit:
+                    while self._all_busy([size for _, size in queued]):
                         await queued.popleft()[0].wait()
+
+    async def _open(self, component: RewardComponent, stack: AsyncExitStack) -> Calls:
+        function = await stack.enter_async_context(component.open())
+        return stack.enter_context(closing(Calls(component, function)))
+
+    def _all_busy(self, sizes: Sequence[int]) -> bool:
+        """Return whether groups of `sizes` trajectories fill the capacity of every component."""
+        return all((len(sizes) if each.batched else sum(sizes)) >= each.concurrency for each in self.components)
 
     async def _judge_and_send(
         self,
@@ -207,18 +222,27 @@ class RewardBridge:
     ) -> dict[str, list[float | RewardFailure]]:
         """Return the value of each function for each sequence; 0 for right completions, with a fallback."""
         judged = np.flatnonzero(failed(group.rewards.astype(np.float64), self.config)).tolist()
-        outcomes: dict[str, list[float | RewardFailure]] = {f.name: [0.0] * len(group) for f in self.functions}
+        outcomes: dict[str, list[float | RewardFailure]] = {each.name: [0.0] * len(group) for each in self.components}
 
-        async def judge(function: RewardFunction, s: int) -> None:
-            text = "\n".join(turns[s]) if function.reads_text else ""
-            completion = RewardInput(trajectory=group[s], score=float(group.rewards[s]), text=text, meta=group.meta)
-            outcomes[function.name][s] = await calls[function.name].value(completion)
+        async def judge(component: RewardComponent) -> None:
+            inputs = [_input(group, s, turns[s] if component.reads_text else []) for s in judged]
+            for s, value in zip(judged, await calls[component.name].values(inputs), strict=True):
+                outcomes[component.name][s] = value
 
         async with anyio.create_task_group() as tasks:
-            for function in self.functions:
-                for s in judged:
-                    tasks.start_soon(judge, function, s)
+            for component in self.components:
+                tasks.start_soon(judge, component)
         return outcomes
+
+
+def _input(group: TrajectoryGroup, s: int, turns: Sequence[str]) -> RewardInput:
+    return RewardInput(
+        trajectory=group[s],
+        score=float(group.rewards[s]),
+        text="\n".join(turns),
+        turns=tuple(turns),
+        meta=group.meta,
+    )
 
 
 def _kept(group: TrajectoryGroup, outcomes: Mapping[str, Sequence[float | RewardFailure]]) -> NDArray[np.bool_]:

@@ -1,7 +1,9 @@
-"""User functions as components of a reward."""
+"""Components of a reward that are code: functions of the user, of TRL's and of verl's shape."""
 
 from __future__ import annotations
 
-from ._stages.rewards.reward_functions import RewardFunction, RewardInput
+from ._stages.rewards.foreign_functions import trl_reward, verl_reward
+from ._stages.rewards.reward_functions import RewardComponent, RewardFunction
+from ._stages.rewards.reward_input import RewardInput
 
-__all__ = ["RewardFunction", "RewardInput"]
+__all__ = ["RewardComponent", "RewardFunction", "RewardInput", "trl_reward", "verl_reward"]

@@ -7,6 +7,8 @@
     length_bounty: {reward: 0.001, unit: token, cap: 0.2}
     combine: add                    # or fallback
     clip: [-1, 2]
+    functions:
+      - {function: "reward:accuracy", kind: trl, weight: 2.0}
 
 The reward is the raw score plus the components, monotone in the raw score with every configuration. Every component
 and every correction (`fallback`, `clip`) is a separate part, so that the parts always sum to the reward.
@@ -73,6 +75,25 @@ class LengthBounty(Config, frozen=True):
             raise ValueError(f"cap: expected more than 0, got {self.cap}")
 
 
+class FunctionConfig(Config, frozen=True):
+    """A function that is named, and its options; those that are absent keep their defaults."""
+
+    function: Text
+    """`module:name` of a function, or of a component such as a `RewardFunction`."""
+    kind: Literal["trl", "verl", "completion"] | None = None
+    """The arguments that a function takes: those of TRL (the default) or of verl, or a `RewardInput`."""
+    name: Text | None = None
+    """Of the part of the reward, and in metrics."""
+    weight: float | None = None
+    """Factor of the value in the reward; 1 by default."""
+    concurrency: int | None = None
+    """Bound on concurrent calls."""
+    reward_timeout_s: float | None = None
+    """Bound on the time of one call."""
+    on_failure: Literal["drop", "raise"] | float | None = None
+    """The rule for a completion without a value: see `RewardFunction`."""
+
+
 class RewardConfig(Config, frozen=True):
     """The shaping of rewards by `RewardBridge`. By default, the reward is the raw score."""
 
@@ -88,6 +109,8 @@ class RewardConfig(Config, frozen=True):
     """With fallback: the raw score from which a completion is right; 1 by default."""
     clip: tuple[float, float] | None = None
     """Bounds on the reward."""
+    functions: tuple[FunctionConfig, ...] = ()
+    """Further components, in Python."""
 
     def __post_init__(self) -> None:
         """Check the values."""

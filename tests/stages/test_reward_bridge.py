@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.stages.answers import Characters, answering
 from tests.stages.holding import lets_go_of_what_it_sent
 
 from penstock import Context, RewardBridge, TrajectoryGroup
@@ -21,40 +22,6 @@ from penstock.rewards import RewardFunction, RewardInput
 from penstock.testing import VirtualClock, drive, entered, group
 
 fewer = settings(max_examples=50)
-
-
-class Characters:
-    """A tokenizer with one token for each character, which records the decoded tokens."""
-
-    eos_id = 0
-
-    def __init__(self) -> None:
-        self.decoded: list[str] = []
-
-    def encode(self, text: str, /) -> list[int]:
-        return [ord(character) for character in text]
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        self.decoded.append("".join(map(chr, ids)))
-        return self.decoded[-1]
-
-
-def answering(
-    *completions: str | Sequence[str], rewards: Sequence[float] | None = None, prompt: str = "?", instance_id: str = "0"
-) -> TrajectoryGroup:
-    """Return a group of completions. Several texts are a conversation, in which every other text is the policy's."""
-    sequences, masks = [], []
-    for completion in completions:
-        turns = [prompt, completion] if isinstance(completion, str) else [prompt, *completion]
-        sequences.append([ord(c) for turn in turns for c in turn])
-        masks.append([i % 2 == 1 for i, turn in enumerate(turns) for _ in turn])
-    return TrajectoryGroup.build(
-        env="test",
-        instance_id=instance_id,
-        sequences=sequences,
-        loss_mask=masks,
-        rewards=[0.0] * len(completions) if rewards is None else rewards,
-    )
 
 
 def bridge(*functions: RewardFunction, **config: Any) -> RewardBridge:
