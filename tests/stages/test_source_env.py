@@ -41,13 +41,15 @@ class Sums:
 class Game:
     """Two turns; repeats the answer, and rewards each "yes" with 1."""
 
+    turns = 2
+
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         self.turn = 0
         return f"game {seed}?", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.turn += 1
-        return f"<{action}>", float(action == "yes"), self.turn == 2, False, {}
+        return f"<{action}>", float(action == "yes"), self.turn == self.turns, False, {}
 
 
 def moody() -> Callable[[str], str]:
@@ -153,6 +155,37 @@ async def test_the_policy_is_asked_for_no_more_than_the_allowance() -> None:
     assert policy.requests == [sampling] * 3
     assert group.completion_lengths().tolist() == [5, 5, 5]
     assert group.stop_reasons.tolist() == [StopReason.LENGTH] * 3
+
+
+async def test_each_turn_has_its_own_parameters_and_the_last_are_those_of_all_later_turns() -> None:
+    class Long(Game):
+        turns = 3
+
+    policy = FakePolicy(answer=lambda _: "no")
+    first, later = SamplingParams(max_completion_tokens=9), SamplingParams(max_completion_tokens=3, top_k=2)
+
+    (group,) = await sampled(source(Long, policy, group_size=1, sampling=(first, later)))
+
+    assert policy.requests == [first, later, later]
+    assert group.meta["max_completion_tokens"] == [9, 3]
+
+
+async def test_every_turn_of_every_rollout_has_a_seed_of_its_own_and_the_same_in_the_next_run() -> None:
+    async def seeds() -> list[int]:
+        policy = FakePolicy(answer=lambda _: "no")
+        await sampled(source(Game, policy, group_size=2, groups=2, sampling=SamplingParams(seed=4)))
+        return sorted(sampling.seed or 0 for sampling in policy.requests)
+
+    first = await seeds()
+
+    assert len(set(first)) == len(first) == 2 * 2 * 2
+    assert await seeds() == first
+
+
+async def test_groups_of_greedy_completions_are_scored_at_temperature_one() -> None:
+    (group,) = await sampled(source(sampling=SamplingParams(greedy=True, temperature=0.3)))
+
+    assert group.meta["temperature"] == 1
 
 
 async def test_no_sequence_is_longer_than_max_length() -> None:

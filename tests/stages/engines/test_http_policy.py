@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 import aiohttp
 import anyio
+import msgspec
 import numpy as np
 import pytest
+import structlog
 from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
@@ -234,6 +236,67 @@ async def test_nothing_stands_between_the_model_and_the_sample(serve: Serve) -> 
 
     assert asked["prompt"] == [3]
     assert asked.items() >= {"temperature": 0.7, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}.items()
+
+
+PROCESSED = {"tempered_logprobs": True}
+
+RESTRICTED = SamplingParams(max_completion_tokens=3, top_p=0.9, top_k=4, min_p=0.1, repetition_penalty=1.2, seed=3)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_restrictions_stop_strings_and_a_seed_a_prompt_reach_the_server(kind: Server, serve: Serve) -> None:
+    async with engine(serve(kind), kind) as opened:
+        await requests_to(serve(kind))
+        await opened.generate([prompt(3), prompt(4)], msgspec.structs.replace(RESTRICTED, stop=("</a>",)))
+        asked = (await requests_to(serve(kind)))["asked"]
+
+    for request in asked:
+        assert request["max_tokens"] == 3
+        assert request.items() >= {"top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.2}.items()
+        assert request["stop"] == ["</a>"]
+        assert request.get("include_stop_str_in_output", request.get("no_stop_trim"))
+    assert len({request["seed"] for request in asked}) == 2
+
+
+async def test_greedy_sampling_is_not_truncated(serve: Serve) -> None:
+    async with engine(serve("vllm")) as opened:
+        await requests_to(serve("vllm"))
+        await opened.generate([prompt(3)], msgspec.structs.replace(RESTRICTED, greedy=True))
+        (asked,) = (await requests_to(serve("vllm")))["asked"]
+
+    assert asked.items() >= {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1.2}.items()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "restriction", "reason"),
+    [
+        ("vllm", {}, {"top_k": 3}, None),
+        ("vllm", {}, {"repetition_penalty": 1.2}, None),
+        ("vllm", PROCESSED, {"top_p": 0.9}, "the server's are those after truncation"),
+        ("vllm", PROCESSED, {"repetition_penalty": 1.2}, "the server's are those after the repetition penalty"),
+        ("sglang", {}, {"min_p": 0.1, "temperature": 0.7}, None),
+        ("sglang", {}, {"repetition_penalty": 1.2}, "the server's are those after the repetition penalty"),
+        ("openai", {}, {"top_p": 0.9}, "the server's are those after truncation"),
+    ],
+)
+async def test_log_probabilities_of_a_restricted_distribution_are_left_out(
+    kind: Server, options: dict[str, Any], restriction: dict[str, Any], reason: str | None, serve: Serve
+) -> None:
+    given = trouble("tokens as ids") if kind == "openai" else None
+    with structlog.testing.capture_logs() as logs:
+        async with engine(serve(kind), kind, **options) as opened:
+            completion = await one(opened, given, **restriction)
+
+    assert (completion.logprobs is None) == (reason is not None)
+    assert [event["reason"] for event in logs if event["event"] == "logprobs_omitted"] == [reason] * (
+        reason is not None
+    )
+
+
+async def test_a_server_without_a_parameter_refuses_it(serve: Serve) -> None:
+    async with engine(serve("openai"), "openai") as opened:
+        with pytest.raises(InvalidConfig, match=r"SamplingParams.top_k: expected its default at a server of kind o"):
+            await one(opened, top_k=4)
 
 
 async def test_ids_that_are_written_as_tokens_will_do(serve: Serve) -> None:
