@@ -44,6 +44,7 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/training/optimizers.py",
         "stages/training/scoring.py",
         "stages/training/step_clock.py",
+        "stages/models/*.py",
         "stages/*/torch_*.py",
         "benchmarks/decoder.py",
         "benchmarks/training.py",

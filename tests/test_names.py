@@ -14,7 +14,7 @@ from penstock import errors
 EXTRAS = ("torch", "safetensors", "xxhash", "aiohttp", "tokenizers", "starlette", "uvicorn", "httptools", "matplotlib")
 """Packages that only extras install."""
 
-NEEDS_EXTRA = {"penstock.torch": "torch", "penstock.losses": "torch"}
+NEEDS_EXTRA = {"penstock.torch": "torch", "penstock.losses": "torch", "penstock.models": "train"}
 """Public modules that cannot be imported without an extra."""
 
 WITHOUT_EXTRAS = f"""

@@ -6,6 +6,7 @@ identity, and the code that makes prompts applies it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ import msgspec
 
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.util.extras import extra
+
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
+)
+"""The files of a tokenizer, as transformers names them; most folders have some of them."""
 
 
 class PretrainedTokenizer:
@@ -75,6 +82,13 @@ class PretrainedTokenizer:
                 f"{path / 'tokenizer_config.json'}: expected an eos_token of the vocabulary, got {eos_token!r}"
             )
         return int(index)
+
+
+def copy_tokenizer(source: Path, into: Path) -> None:
+    """Copy the files of the tokenizer in `source`, its template included, to the folder `into`."""
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, into / name)
 
 
 def _loaded(path: Path) -> Any:

@@ -11,7 +11,8 @@ D width of a head.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, Self
+from pathlib import Path
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -127,6 +128,23 @@ class CausalModel(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
         """See `torch.nn.Module.load_state_dict`."""
+        ...
+
+
+@runtime_checkable
+class SavedModel(Protocol):
+    """A model with files beside its weights, so that other programs load its checkpoints."""
+
+    folder: Path
+    """The folder that it was made of, with its tokenizer if it has one."""
+
+    @property
+    def weights_file(self) -> str:
+        """Return the name of the file for `state_dict()`."""
+        ...
+
+    def write_files(self, folder: Path) -> None:
+        """Write the files beside the weights into `folder`."""
         ...
 
 

@@ -18,6 +18,9 @@ from ..._pipeline.util.os_errors import explaining_os_errors
 FOLDER_SCHEME = "file://"
 """Scheme of the URL of a folder."""
 
+WEIGHTS = "model.safetensors"
+"""The file of a model's weights in a checkpoint, as transformers names it."""
+
 PREFIX = "step-"
 UNFINISHED = ".unfinished-"
 

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..._pipeline.accounting.committed_prompts import CommittedPrompts, CommittedState
@@ -32,23 +31,25 @@ from ..._schemas import (
     tokenizer_identity,
 )
 from ..._schemas.numbers import finite_number, whole_number
+from ..engines.pretrained_tokenizer import PretrainedTokenizer, copy_tokenizer
 from ..losses.diagnostics import diagnostics
 from ..losses.distillation import TOKENS_USED
 from ..losses.metrics import Mean, Metric, check_used, merge
 from ..losses.policy import PPOClip
 from ..losses.scored import Scored
 from ..losses.terms import Loss
-from .causal_model import CausalModel
-from .checkpoint import write_checkpoint
+from .causal_model import CausalModel, SavedModel
+from .checkpoint import WEIGHTS, write_checkpoint
 from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .scoring import TEMPERATURE, Likelihood, check_temperature, likelihood, own_temperatures
 from .step_clock import StepClock
 from .torch_ranks import Ranks
 from .torch_sharding import Trainable, accumulating, bare, gathered, is_shared, spread, spread_optimizer
+from .torch_weights_file import read_weights, write_weights
 
-WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.pt", "state.json"
-"""The files of a checkpoint."""
+OPTIMIZER, STATE = "optimizer.pt", "state.json"
+"""The files of a checkpoint besides weights, the model's own, and the tokenizer's."""
 
 REFERENCE = "reference.safetensors"
 """The file of a checkpoint with the weights of a reference that is updated."""
@@ -127,6 +128,8 @@ class TorchTrainer:
     ) -> None:
         self.tokenizer: TokenizerIdentity | None = None if tokenizer is None else tokenizer_identity(tokenizer)
         """Identity of the model's tokenizer, if it was given."""
+        self._tokenizer_folder = Path(tokenizer.name_or_path) if isinstance(tokenizer, PretrainedTokenizer) else None
+        """The folder of the tokenizer, whose files are in each checkpoint too."""
         self._model = model
         self.ranks: Ranks | None = Ranks() if is_shared(model) else None
         """The ranks that train the model together; None for a single process."""
@@ -313,14 +316,15 @@ class TorchTrainer:
     def _write(
         self, folder: Path, committed: Mapping[GroupId, int], weights: dict[str, Tensor], optimizer: dict[str, Any]
     ) -> None:
-        save_file(_unshared(weights), folder / WEIGHTS)
+        write_weights(weights, folder / self._weights_file)
+        self._write_model_files(folder)
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         with (folder / OPTIMIZER).open("wb") as file:  # with a path, torch hides the reason of a failure
             schedule = None if self._schedule is None else self._schedule.state_dict()
             random_states = {"torch": torch.get_rng_state(), "cuda": cuda}
             torch.save({"optimizer": optimizer, "schedule": schedule, **random_states}, file)
         if self._reference is not None and self._reference_updates is not None:
-            save_file(_unshared(self._reference.state_dict()), folder / REFERENCE)
+            write_weights(self._reference.state_dict(), folder / REFERENCE)
         state = _State(
             step=self._steps,
             committed=CommittedPrompts(committed).state,
@@ -330,6 +334,20 @@ class TorchTrainer:
             tokenizer=self.tokenizer,
         )
         (folder / STATE).write_bytes(msgspec.json.encode(state))
+
+    @property
+    def _weights_file(self) -> str:
+        model = bare(self._model)
+        return model.weights_file if isinstance(model, SavedModel) else WEIGHTS
+
+    def _write_model_files(self, folder: Path) -> None:
+        """Write the files that other programs need beside the weights; the tokenizer is the trainer's own, if given."""
+        model, tokenizer = bare(self._model), self._tokenizer_folder
+        if isinstance(model, SavedModel):
+            model.write_files(folder)
+            tokenizer = tokenizer or model.folder
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, folder)
 
     def resume(self, checkpoint: str | Path) -> None:
         """Resume from a checkpoint: weights, optimizer, random generators, every Stateful, and the committed ids.
@@ -352,7 +370,7 @@ class TorchTrainer:
             raise ValueError(f"expected a checkpoint with state {sorted(self._state)}, got {sorted(kept.state)}")
         if kept.tokenizer is not None and self.tokenizer is not None:
             check_tokenizers({str(folder): kept.tokenizer, "the trainer": self.tokenizer})
-        weights = load_file(folder / WEIGHTS, device=str(device))
+        weights = read_weights(folder / self._weights_file, device)
         check_weights(specs_of(self.weights()), specs_of(weights), f"weights of {folder} do not fit the model")
         tensors = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
         model = bare(self._model)
@@ -361,7 +379,7 @@ class TorchTrainer:
         if self._schedule is not None:
             self._schedule.load_state_dict(tensors["schedule"])
         if self._reference is not None and self._reference_updates is not None:
-            self._reference.load_state_dict(load_file(folder / REFERENCE, device=str(device)))
+            self._reference.load_state_dict(read_weights(folder / REFERENCE, device))
         for name, stateful in self._state.items():
             stateful.load_state_dict(kept.state[name])
         self._steps = kept.step
@@ -405,17 +423,6 @@ def _checked(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
             f"state {name!r}: expected finite numbers, which a checkpoint can contain, got {state}"
         ) from None
     return dict(state)
-
-
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as safetensors needs them: contiguous, each (tied ones too) in its own memory."""
-    seen: set[int] = set()
-    unshared: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        memory = tensor.untyped_storage().data_ptr()
-        unshared[name] = tensor.clone() if memory in seen else tensor.contiguous()
-        seen.add(memory)
-    return unshared
 
 
 def _numpy_state() -> tuple[list[int], int, int, float]:

@@ -40,7 +40,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
-    loaded = load_file(folder / "checkpoints" / f"step-{STEPS:08d}" / "weights.safetensors")
+    loaded = load_file(folder / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors")
     return {name: array.tobytes() for name, array in loaded.items()}
 
 

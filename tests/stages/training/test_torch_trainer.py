@@ -684,7 +684,7 @@ def test_a_checkpoint_with_other_state_is_refused(tmp_path: Path) -> None:
         fresh().resume(checkpoint)
 
 
-def test_tied_weights_are_saved_under_each_of_their_names(tmp_path: Path) -> None:
+def test_tied_weights_are_restored_under_each_of_their_names(tmp_path: Path) -> None:
     def tied() -> TinyModel:
         model = TinyModel(vocabulary=VOCABULARY)
         model.head.weight = model.token.weight
@@ -716,7 +716,7 @@ def test_weights_can_be_read_by_anyone_who_reads_safetensors(tmp_path: Path) -> 
 
     each = fresh()
 
-    loaded = load_file(each.save(tmp_path, {}) / "weights.safetensors")
+    loaded = load_file(each.save(tmp_path, {}) / "model.safetensors")
 
     assert {name: array.tolist() for name, array in loaded.items()} == {
         name: tensor.tolist() for name, tensor in each.weights().items()

@@ -1,0 +1,11 @@
+"""Models of transformers, from a folder as it saves them, and LoRA adapters. Needs the extra `train`."""
+
+from __future__ import annotations
+
+from ._pipeline.util.extras import extra
+
+with extra("train", "penstock.models"):
+    from ._stages.models.hf_model import HFModel
+    from ._stages.models.lora import LoRA
+
+__all__ = ["HFModel", "LoRA"]

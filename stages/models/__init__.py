@@ -1,0 +1,1 @@
+"""Models in folders as transformers saves them."""

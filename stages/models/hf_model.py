@@ -1,0 +1,294 @@
+"""HFModel: a causal model of transformers as a `CausalModel`, from a folder as transformers saves it.
+
+Rows without a cache are packed: transformers finds the sequences of a row by positions that begin anew, and makes the
+mask that its kernel needs, or none for rows of one sequence. Rows with a cache are padded on the left. The names of the
+tensors are transformers' own, so checkpoints and published weights are what other programs load. Downloads no file.
+
+Axes: B rows, T tokens of this call, V vocabulary, D width of the model.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from types import MethodType
+from typing import Any, Self
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.util.extras import extra
+from ..training.attention import Attention
+from ..training.causal_model import CausalModel
+from ..training.checkpoint import WEIGHTS
+from ..training.torch_weights_file import read_weights
+from . import lora as adapters_of
+from .lora import ADAPTER_CONFIG, LoRA
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+
+ADAPTERS = "adapter_model.safetensors"
+"""The file of adapters, as peft names it."""
+
+
+class HFModel(nn.Module):
+    """A `CausalModel` of any causal model of transformers.
+
+    `from_pretrained` reads its weights; `empty` leaves them to a publisher. Needs the extra `train`.
+    """
+
+    def __init__(self, module: Any, folder: Path, lora: LoRA | None = None) -> None:
+        """Wrap `module`, a causal model of transformers, made of `folder`; insert adapters into it."""
+        super().__init__()
+        self.folder = folder
+        """The folder with its configuration, and perhaps its tokenizer."""
+        self.lora = lora
+        """Its adapters, if it has any."""
+        self.module = module
+        """The model itself, of transformers."""
+        self._config = _json(folder / CONFIG)
+        self._one_row = module.config._attn_implementation.startswith("flash")  # noqa: SLF001 (there is no public name)
+        """Whether several rows are passed as one, which its kernel for packed sequences needs."""
+        if lora is not None:
+            adapters_of.insert(module, lora)
+        _compute_head_in_own_dtype(module.get_output_embeddings())
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        attention: str = "sdpa",
+        gradient_checkpointing: bool = False,
+        device: torch.device | str | None = None,
+        lora: LoRA | None = None,
+    ) -> Self:
+        """Read a model from a folder: of transformers, or a checkpoint of an `HFModel`, adapters included.
+
+        Args:
+            folder: a local path.
+            dtype: dtype of the parameters; None for float32, in which small updates are not lost. Training in bfloat16
+                is `TorchTrainer(autocast=torch.bfloat16)`.
+            attention: the kernel, by transformers' name: `sdpa`, `flash_attention_2`, `flex_attention`, `eager`.
+            gradient_checkpointing: compute the activations of a layer again in the backward pass instead of storing
+                them: less memory for about a third more computation.
+            device: device of the parameters; None for the host.
+            lora: adapters that train instead of the parameters.
+
+        Raises:
+            InvalidConfig: the folder has no model.
+            MissingExtra: transformers or peft is not installed.
+        """
+        path, saved = Path(folder).absolute(), None
+        if (path / ADAPTER_CONFIG).is_file():
+            saved = path / ADAPTERS
+            lora, path = adapters_of.lora_of(path)
+        _check(path)
+        module = _transformers().AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or torch.float32, attn_implementation=attention, local_files_only=True
+        )
+        if gradient_checkpointing:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        model = cls(module, path, lora)
+        if saved is not None:
+            model.load_state_dict(read_weights(saved))
+        return model if device is None else model.to(device)
+
+    @classmethod
+    def empty(cls, folder: str | Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa") -> Self:
+        """Make a model without weights, on the meta device, for a sampler whose weights come from a publisher.
+
+        Raises:
+            InvalidConfig: the folder has no model.
+            MissingExtra: transformers is not installed.
+        """
+        path = Path(folder).absolute()
+        _check(path)
+        transformers = _transformers()
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            module = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype or torch.float32, attn_implementation=attention
+            )
+        return cls(module, path).eval()
+
+    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: Any = None) -> Tensor:
+        """Return logits [B, T, V] float32; with a cache those of the last token alone, [B, 1, V]. See `CausalModel`."""
+        if cache is not None:
+            found = self.module(
+                input_ids=tokens,
+                attention_mask=attend.sequences >= 0,
+                position_ids=positions,
+                past_key_values=cache.states,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        elif self._one_row:
+            found = self.module(input_ids=tokens.view(1, -1), position_ids=positions.view(1, -1), use_cache=False)
+        else:
+            found = self.module(input_ids=tokens, position_ids=positions, use_cache=False)
+        logits: Tensor = found.logits.float()
+        return logits if cache is not None else logits.view(*tokens.shape, -1)
+
+    def new_cache(self, batch: int, capacity: int) -> HFCache:  # noqa: ARG002 (it grows as it is filled)
+        """Return an empty cache; see `CausalModel`."""
+        return HFCache(_transformers().DynamicCache(config=self.module.config))
+
+    # -- tensors, by transformers' names -------------------------------------------------------------------------------
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,  # noqa: FBT001, FBT002
+    ) -> Generator[tuple[str, nn.Module], None, None]:
+        """Yield the modules of the model itself; parameters and buffers are named after them."""
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # one for both overloads
+        """Return the tensors that train: the model's, or its adapters by the names in peft's files."""
+        if self.lora is not None:
+            return adapters_of.adapters(self.module)
+        tensors: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return tensors
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002
+        """Load tensors as in `state_dict()`; see `torch.nn.Module.load_state_dict`.
+
+        Raises:
+            WeightsMismatch: they are not the tensors of this model's adapters.
+        """
+        if self.lora is not None:
+            return adapters_of.load_adapters(self.module, state_dict)
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def merged(self) -> dict[str, Tensor]:
+        """Return the model's tensors by name, with the adapters added to them if it has any."""
+        return adapters_of.merged(self.module) if self.lora is not None else self.state_dict()
+
+    def reference(self) -> CausalModel:
+        """Return the model without its adapters, as the reference of a trainer; it takes no memory.
+
+        Raises:
+            ValueError: the model has no adapters, so the reference would train with it.
+        """
+        if self.lora is None:
+            raise ValueError(
+                "expected a model with adapters, whose parameters stay as they are, got one without: load the "
+                "reference with HFModel.from_pretrained(folder)"
+            )
+        return _Unadapted(self)
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def weights_file(self) -> str:
+        """Return the name of the file for `state_dict()`."""
+        return WEIGHTS if self.lora is None else ADAPTERS
+
+    def write_files(self, folder: Path) -> None:
+        """Write the files that transformers, peft and vLLM need beside the weights into `folder`."""
+        if self.lora is not None:
+            adapters_of.write_config(self.module, folder, self.folder)
+            return
+        key = "torch_dtype" if "torch_dtype" in self._config else "dtype"
+        dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
+        config = self._config | {key: dtype}  # the file's own layout, which older programs may need
+        (folder / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+        if (self.folder / GENERATION).is_file():
+            shutil.copyfile(self.folder / GENERATION, folder / GENERATION)
+
+
+class HFCache:
+    """A cache of transformers; see `Cache`."""
+
+    def __init__(self, states: Any) -> None:
+        self.states = states
+        """A `DynamicCache`: sliding windows keep only what they see."""
+
+    def __repr__(self) -> str:
+        return f"<HFCache: {self.length} tokens>"
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of a row, padding included."""
+        return int(self.states.get_seq_length())
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only `rows`; see `Cache`."""
+        self.states.batch_select_indices(rows)
+
+
+class _Unadapted:
+    """A model whose adapters are switched off during a call: a `CausalModel` that shares its memory."""
+
+    def __init__(self, model: HFModel) -> None:
+        self._model = model
+
+    def __call__(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: Any = None) -> Tensor:
+        """Return logits; see `CausalModel`."""
+        adapters_of.switch(self._model.module, on=False)
+        try:
+            return self._model.forward(tokens, positions=positions, attend=attend, cache=cache)
+        finally:
+            adapters_of.switch(self._model.module, on=True)
+
+    def new_cache(self, batch: int, capacity: int) -> HFCache:
+        """Return an empty cache; see `CausalModel`."""
+        return self._model.new_cache(batch, capacity)
+
+    def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002, ARG002 (torch's own signature)
+        """Leave the mode to the model."""
+        return self
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the model, adapters included."""
+        return self._model.parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return no tensors: none of it ever changes."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Accept no tensors: none of it ever changes.
+
+        Raises:
+            ValueError: there are some.
+        """
+        if state_dict:
+            raise ValueError(f"expected no tensors for a model that never changes, got {sorted(state_dict)}")
+
+
+def _compute_head_in_own_dtype(head: nn.Linear) -> None:
+    """Have `head` compute in the dtype of its weights, also under autocast.
+
+    In bfloat16 its logits have three significant digits, and every ratio of probabilities is wrong by percents.
+    """
+    head.forward = MethodType(_head, head)  # type: ignore[method-assign]
+
+
+def _head(head: nn.Linear, hidden: Tensor) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+
+
+def _check(folder: Path) -> None:
+    if not (folder / CONFIG).is_file():
+        raise InvalidConfig(
+            f"{folder}: expected a model as transformers' save_pretrained(folder) writes it, got no {CONFIG}: give the "
+            f"path of a folder (no model is downloaded)"
+        )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+
+
+def _transformers() -> Any:
+    with extra("train", "HFModel"):
+        import transformers  # noqa: PLC0415 (it takes seconds)
+    return transformers

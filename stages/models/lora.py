@@ -1,0 +1,145 @@
+"""LoRA adapters by peft, in the modules of a model: their names as peft writes them, and their merged weights.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021). Knows no trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ..._pipeline.errors import WeightsMismatch
+from ..._pipeline.util.extras import extra
+from ..._schemas.numbers import finite_number, normalize_counts
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+PREFIX = "base_model.model."
+"""Begins each name in peft's files."""
+
+ADAPTER = "default"
+"""The name of the adapter within the modules, which peft's files leave out."""
+
+
+class LoRA(msgspec.Struct, frozen=True, kw_only=True):
+    """Low-rank adapters of linear layers: these alone train, are published and are saved; the model itself is frozen.
+
+    Raises:
+        InvalidConfig: `rank` is not a whole number from 1 on.
+        ValueError: `alpha` is not above 0, or `dropout` is not from 0 to below 1.
+    """
+
+    rank: int = 16
+    """Rank of each adapter."""
+    alpha: float = 32
+    """An adapter's output is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that are set to 0 while training."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Names of the layers, such as `("q_proj", "v_proj")`; `all-linear` for every linear layer but the head."""
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "rank")
+        finite_number("alpha", self.alpha)
+        if not 0 <= finite_number("dropout", self.dropout, zero=True) < 1:
+            raise ValueError(f"dropout: expected a share from 0 to below 1, got {self.dropout}")
+
+
+def insert(module: nn.Module, lora: LoRA) -> None:
+    """Insert adapters, which change no output yet, into `module`, and freeze all its other parameters.
+
+    The adapters are float32, beside a model of any dtype.
+    """
+    with extra("train", "LoRA"):
+        import peft  # noqa: PLC0415 (a model without adapters does not need it)
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    peft.inject_adapter_in_model(config, module, adapter_name=ADAPTER)
+    for name, parameter in module.named_parameters():
+        if _is_adapter(name):
+            parameter.data = parameter.data.float()
+
+
+def adapters(module: nn.Module) -> dict[str, Tensor]:
+    """Return the adapters of `module`, by their names in peft's files."""
+    return {_saved(name): tensor for name, tensor in module.state_dict().items() if _is_adapter(name)}
+
+
+def load_adapters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors` into the adapters of `module`.
+
+    Raises:
+        WeightsMismatch: their names are others.
+    """
+    own = adapters(module)
+    if own.keys() != tensors.keys():
+        missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+        raise WeightsMismatch(f"adapters: expected those of the model, got none of {missing} and unknown {unknown}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+@torch.no_grad()
+def merged(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of `module` without adapters, under their own names, with the adapters added to them."""
+    deltas = {f"{name}.weight": layer.get_delta_weight(ADAPTER) for name, layer in _adapted(module)}
+    own = {name: tensor for name, tensor in module.state_dict().items() if not _is_adapter(name)}
+    plain = {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}
+    return {name: tensor + deltas[name].to(tensor) if name in deltas else tensor for name, tensor in plain.items()}
+
+
+def switch(module: nn.Module, *, on: bool) -> None:
+    """Switch the adapters of `module` on or off."""
+    for _, layer in _adapted(module):
+        layer.enable_adapters(on)
+
+
+def write_config(module: nn.Module, folder: Path, base: Path) -> None:
+    """Write `adapter_config.json`, from which peft and vLLM load the adapters beside it; `base` is the model's."""
+    config = _config(module)
+    config.base_model_name_or_path = str(base)
+    config.save_pretrained(folder)
+
+
+def lora_of(folder: Path) -> tuple[LoRA, Path]:
+    """Return the adapters that `adapter_config.json` in `folder` describes, and the folder of their model."""
+    found = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=dict[str, Any])
+    targets = found["target_modules"]
+    lora = LoRA(
+        rank=found["r"],
+        alpha=found["lora_alpha"],
+        dropout=found["lora_dropout"],
+        targets=targets if isinstance(targets, str) else tuple(sorted(targets)),
+    )
+    return lora, Path(found["base_model_name_or_path"])
+
+
+def _config(module: Any) -> Any:
+    return module.peft_config[ADAPTER]
+
+
+def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield every layer with an adapter, and its name."""
+    for name, layer in module.named_modules():
+        if hasattr(layer, "get_delta_weight"):
+            yield name, layer
+
+
+def _is_adapter(name: str) -> bool:
+    return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
+
+
+def _saved(name: str) -> str:
+    return PREFIX + name.replace(f".{ADAPTER}.", ".")

@@ -1,0 +1,128 @@
+"""The logits of an HFModel are those of transformers, for packed, padded and cached rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.errors import InvalidConfig
+from penstock.models import HFModel
+from penstock.torch import Attention, positions_of
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma 3"]
+
+ModelFolder = Callable[[str], Path]
+
+SEQUENCES = [torch.arange(n) * 7 % 300 + n for n in (9, 6, 3)]
+"""Longer than the windows of 4 tokens."""
+
+
+@torch.inference_mode()
+def logits_of_transformers(folder: Path, tokens: Tensor) -> Tensor:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    logits: Tensor = model(tokens[None], use_cache=False).logits[0]
+    return logits
+
+
+def packed_rows(*rows: list[Tensor]) -> tuple[Tensor, Tensor, Attention]:
+    """Return tokens, positions and attention of rows of several sequences, padded on the right."""
+    width = max(sum(map(len, row)) for row in rows)
+    tokens, positions, sequences = (torch.full((len(rows), width), fill) for fill in (0, 0, -1))
+    for index, row in enumerate(rows):
+        start = 0
+        for number, sequence in enumerate(row):
+            part = slice(start, start := start + len(sequence))
+            tokens[index, part], positions[index, part] = sequence, torch.arange(len(sequence))
+            sequences[index, part] = number
+    return tokens, positions, Attention.packed(sequences)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_each_packed_sequence_has_the_logits_of_transformers(family: str, model_folder: ModelFolder) -> None:
+    model = HFModel.from_pretrained(model_folder(family))
+    first, second, third = SEQUENCES
+    tokens, positions, attend = packed_rows([first], [second, third[:2]])
+
+    logits = model(tokens, positions=positions, attend=attend)
+
+    assert logits.dtype == torch.float32
+    for found, sequence in ((logits[0], first), (logits[1], second), (logits[1, 6:], third[:2])):
+        expected = logits_of_transformers(model_folder(family), sequence)
+        torch.testing.assert_close(found[: len(sequence)], expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_left_padded_rows_with_a_cache_have_the_logits_of_transformers(family: str, model_folder: ModelFolder) -> None:
+    model = HFModel.from_pretrained(model_folder(family))
+    first, second, _ = SEQUENCES
+    prompts, rest = [first[:5], second[:2]], [first[5:], second[2:]]
+    real = torch.tensor([[True] * 5, [False] * 3 + [True] * 2])
+    tokens = torch.stack([prompts[0], torch.cat([torch.zeros(3, dtype=torch.int64), prompts[1]])])
+    cache = model.new_cache(2, 9)
+
+    found = [model(tokens, positions=positions_of(real), attend=Attention.causal(real), cache=cache)]
+    cache.keep(torch.tensor([1, 0]))
+    for step in range(4):
+        real = torch.nn.functional.pad(real, (0, 1), value=True)
+        chosen = torch.tensor([[rest[1][step]], [rest[0][step]]])
+        positions = torch.tensor([[2 + step], [5 + step]])
+        found.append(model(chosen, positions=positions, attend=Attention.causal(real[[1, 0]], 1), cache=cache))
+
+    assert cache.length == 9
+    for row, (sequence, begin) in enumerate([(first, 5), (second, 2)]):
+        expected = logits_of_transformers(model_folder(family), sequence)[begin - 1 : begin + 4]
+        each = [found[0][row], *(logits[1 - row] for logits in found[1:])]
+        torch.testing.assert_close(torch.cat(each), expected, atol=2e-6, rtol=0)
+
+
+@torch.inference_mode()
+def test_rows_that_are_passed_as_one_have_the_same_logits(model_folder: ModelFolder) -> None:
+    """Kernels for packed sequences take one row; sdpa computes the same for it."""
+    model = HFModel.from_pretrained(model_folder("mistral"))
+    tokens, positions, attend = packed_rows(SEQUENCES[:1], SEQUENCES[1:])
+    separate = model(tokens, positions=positions, attend=attend)
+
+    model._one_row = True
+    together = model(tokens, positions=positions, attend=attend)
+
+    torch.testing.assert_close(together[attend.sequences >= 0], separate[attend.sequences >= 0], atol=2e-6, rtol=0)
+
+
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"no config.json: give the path of a folder \(no model is downloaded\)"):
+        HFModel.from_pretrained(tmp_path)
+
+
+def test_under_autocast_the_head_computes_in_float32(model_folder: ModelFolder) -> None:
+    model = HFModel.from_pretrained(model_folder("qwen2"))
+    tokens, positions, attend = packed_rows(SEQUENCES[:1])
+    seen: list[Tensor] = []
+    head: Any = model.module.get_output_embeddings()
+    head.register_forward_hook(lambda _, given, logits: seen.extend([*given, logits]))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens, positions=positions, attend=attend)
+
+    hidden, logits = seen
+    torch.testing.assert_close(logits, hidden.float() @ head.weight.T, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_gradients_are_the_same_with_checkpointed_activations(family: str, model_folder: ModelFolder) -> None:
+    tokens, positions, attend = packed_rows(SEQUENCES[:1], SEQUENCES[1:])
+    gradients = []
+    for checkpointing in (False, True):
+        model = HFModel.from_pretrained(model_folder(family), gradient_checkpointing=checkpointing).train()
+        torch.autograd.backward(model(tokens, positions=positions, attend=attend).logsumexp(-1).sum())
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+
+    torch.testing.assert_close(gradients[0], gradients[1])
