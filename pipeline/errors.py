@@ -113,6 +113,10 @@ class RewardFunctionFailed(PenstockError):
     """A reward function failed so many times in a row that the run ended; `__cause__` is its last exception."""
 
 
+class RewardProcessDied(PenstockError):
+    """A process that computes rewards ended by itself; the message has its exit status."""
+
+
 class MissingColumn(PenstockError):
     """A reward function takes a column that the data does not have; the message lists the columns that it has."""
 

@@ -1,0 +1,58 @@
+"""The main module of a process that compares mathematical answers with math-verify.
+
+math-verify bounds its time by `signal.alarm`, which works in the main thread of a process only. Requests and replies
+are lines of JSON: an answer that is right and a text in, a verdict out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+import msgspec
+
+from ..._pipeline.processes.worker import die_with
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The verdict about one text."""
+
+    correct: bool | None = None
+    """Whether the text contains the answer; None if the answer itself cannot be read."""
+    error: str = ""
+    """The exception that math-verify raised instead."""
+
+
+def main(parent: str) -> None:
+    """Compare until `parent`, the process that started this one, closes the pipe."""
+    die_with(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    logging.disable(logging.WARNING)  # math-verify logs every timeout
+    with os.fdopen(os.dup(1), "wb", buffering=0) as replies:
+        os.dup2(2, 1)  # for whatever a library prints
+        compare("1", "1")  # compiles its grammar
+        replies.write(msgspec.json.encode(Reply()) + b"\n")
+        for line in sys.stdin.buffer:
+            replies.write(msgspec.json.encode(_reply(*msgspec.json.decode(line, type=tuple[str, str]))) + b"\n")
+
+
+def _reply(answer: str, text: str) -> Reply:
+    try:
+        return Reply(compare(answer, text))
+    except Exception as error:  # noqa: BLE001 (raised in the parent)
+        return Reply(error=f"{type(error).__name__}: {error}")
+
+
+def compare(answer: str, text: str) -> bool | None:
+    r"""Return whether the last answer in `text` equals `answer`; None if `answer` cannot be read.
+
+    >>> compare("0.5", r"It is $\\frac{1}{2}$."), compare("0.5", "It is 2."), compare("", "0")
+    (True, False, None)
+    """
+    import math_verify  # noqa: PLC0415 (an extra)
+
+    expected: list[Any] = math_verify.parse(answer) or math_verify.parse(rf"\boxed{{{answer}}}")
+    return bool(math_verify.verify(expected, math_verify.parse(text))) if expected else None
