@@ -339,8 +339,9 @@ async def _uninterrupted(work: Callable[[], Awaitable[None]], cancel_timeout_s: 
 def batch_metrics(batch: TrainBatch, current_version: int) -> dict[str, float]:
     """Return metrics of a batch, under the names of TRL and verl. `current_version` is that of the weights.
 
-    Means over sequences: `reward`, `rewards/<part>`, `response_length/…`, `prompt_length/mean`; over the tokens that
-    train: `advantages/…`; in optimizer steps: `staleness/…`. `response_length/clip_ratio`: share of LENGTH.
+    Means over sequences: `reward`, also by data set, `rewards/<part>`, `response_length/…`, `prompt_length/mean`; over
+    the tokens that train: `advantages/…`; in optimizer steps: `staleness/…`. `response_length/clip_ratio`: share of
+    LENGTH.
     """
     lengths = batch.completion_lengths()
     lags = batch.lags(current_version)
@@ -358,12 +359,21 @@ def batch_metrics(batch: TrainBatch, current_version: int) -> dict[str, float]:
         "perf/total_num_tokens": float(len(batch.tokens)),
     }
     metrics |= {f"rewards/{name}": _mean(part) for name, part in batch.reward_parts.items()}
+    metrics |= {f"reward/{source}": reward for source, reward in _reward_by_source(batch).items()}
     if batch.advantages is not None and batch.loss_mask.any():
         advantages = batch.advantages[batch.loss_mask]
         metrics["advantages/mean"] = _mean(advantages)
         metrics["advantages/max"] = float(advantages.max())
         metrics["advantages/min"] = float(advantages.min())
     return metrics
+
+
+def _reward_by_source(batch: TrainBatch) -> dict[str, float]:
+    """Return the mean reward of each data set of the batch: see `PromptDataset.data_source`."""
+    sources = np.repeat(
+        [str(group.meta.get("data_source", "")) for group in batch.groups], [group.sequences for group in batch.groups]
+    )
+    return {str(source): _mean(batch.rewards[sources == source]) for source in np.unique(sources) if source}
 
 
 def _mean(values: Any) -> float:

@@ -48,7 +48,7 @@ class PromptDataset:
     """
 
     source: Source
-    """A JSONL file, or a sequence of mappings."""
+    """A JSONL file, a Parquet file (`.parquet`), a folder that `datasets` saved, or a sequence of mappings."""
     prompt: str = "prompt"
     """The column of the prompt: text, or a list of messages."""
     split: Split = "train"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ..._pipeline.errors import InvalidData
+from .arrow_rows import FolderRows, ParquetRows
 from .jsonl_rows import JsonlRows
 from .plain_values import plain_row
 
@@ -25,7 +26,7 @@ class Rows(Protocol):
 
 
 Source: TypeAlias = str | Path | Rows
-"""A JSONL file, or rows."""
+"""A JSONL file, a Parquet file, a folder that `datasets` saved, or rows."""
 
 
 class PlainRows:
@@ -51,15 +52,27 @@ class PlainRows:
 
 
 def open_rows(source: Source) -> Rows:
-    """Return the rows of a source.
+    """Return the rows of a source. A file is JSONL unless its name ends in `.parquet`.
 
     Raises:
         InvalidData: there is none at the path, or it is of another kind.
+        MissingExtra: the kind needs a library that is not installed.
         OSError: the file cannot be read.
     """
     if not isinstance(source, str | Path):
-        return PlainRows(source)
+        return PlainRows(_checked(source))
     path = Path(source)
     if not path.exists():
-        raise InvalidData(f"expected a JSONL file at {path}, got nothing there: the path starts at {Path.cwd()}")
-    return JsonlRows(path)
+        raise InvalidData(f"expected a file or a folder at {path}, got nothing there (looked from {Path.cwd()})")
+    if path.is_dir():
+        return FolderRows(path)
+    return ParquetRows(path) if path.suffix == ".parquet" else JsonlRows(path)
+
+
+def _checked(source: Rows) -> Rows:
+    """Return `source` if it has rows by number; a mapping has sets by name."""
+    if isinstance(source, Mapping):
+        raise InvalidData(f"expected rows by number, got {type(source).__name__}: take one of {', '.join(source)}")
+    if not isinstance(source, Rows):
+        raise InvalidData(f"expected a path, or rows with len() and [number], got {type(source).__name__}")
+    return source

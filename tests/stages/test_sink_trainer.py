@@ -395,6 +395,7 @@ async def test_a_batch_says_what_it_holds() -> None:
         stop_reasons=[StopReason.STOP, StopReason.LENGTH],
         advantages=np.repeat([1.0, -1.0], [6, 8]),
         reward_parts={"format": [0.25, 0.75]},
+        meta={"data_source": "gsm8k"},
     )
 
     emitted: list[dict[str, float]] = []
@@ -403,6 +404,7 @@ async def test_a_batch_says_what_it_holds() -> None:
         await SinkTrainer(Foreign(), max_steps=7).run(inbox)
     expected = {
         "reward": 0.5,
+        "reward/gsm8k": 0.5,
         "rewards/format": 0.5,
         "response_length/mean": 5,
         "response_length/max": 6,

@@ -228,8 +228,21 @@ def test_a_file_that_was_changed_under_the_run_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_path_with_nothing_there_is_refused() -> None:
-    with pytest.raises(InvalidData, match=r"expected a JSONL file at absent\.jsonl, got nothing there"):
+    with pytest.raises(InvalidData, match=r"expected a file or a folder at absent\.jsonl, got nothing there"):
         PromptDataset("absent.jsonl")()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (5, r"expected a path, or rows with len\(\) and \[number\], got int"),
+        ({"train": ROWS, "test": ROWS}, "expected rows by number, got dict: take one of train, test"),
+        (["3+4="], "row 0: expected a mapping from column to value, got str"),
+    ],
+)
+def test_what_has_no_rows_is_refused(source: Any, message: str) -> None:
+    with pytest.raises(InvalidData, match=message):
+        PromptDataset(source)()
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
