@@ -164,9 +164,9 @@ class SinkTrainer:
         normalize_numbers(self, "cancel_timeout_s", zero=True)
 
     def stage_info(self) -> StageInfo:
-        """State the trainer's tokenizer, and the other objects in its checkpoints."""
+        """State the last step, the trainer's tokenizer, and the other objects in its checkpoints."""
         saved = self.trainer.state if isinstance(self.trainer, KeepsState) else {}
-        return StageInfo(tokenizers=tokenizer_of(self.trainer), saved=saved)
+        return StageInfo(max_steps=self.max_steps, tokenizers=tokenizer_of(self.trainer), saved=saved)
 
     def with_checkpoints(self, folder: Path, gathering: Mapping[str, Stateful]) -> tuple[SinkTrainer, ResumePoint]:
         """Return the same sink with checkpoints in `folder`, resumed from the last one, and its ResumePoint.

@@ -20,7 +20,7 @@ LAYERS = ["schemas", "pipeline", "stages", "stages/integrations", "src/penstock"
 
 PIPELINE_FOLDERS = (
     *("errors", "util", "accounting", "channels", "graph"),
-    *("processes", "weights", "durability", "runtime", "testing"),
+    *("processes", "weights", "durability", "view", "runtime", "testing"),
 )
 """The parts of pipeline/, each of which may import those before it, and itself."""
 

@@ -22,10 +22,10 @@ from penstock.accounting import JsonlMetrics, Metrics
 from .exam import final_exam, quiz
 from .model import Transformer
 
-__all__ = ["RECENT", "Run", "Summary"]
+__all__ = ["Run", "Summary"]
 
 RECENT = 10
-"""Optimizer steps over which displayed values are averaged."""
+"""Optimizer steps over which the reward is averaged."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,6 +36,8 @@ class StageInfo:
     """The most trajectories that a source begins before an optimizer step trains some of them."""
     waits_for: int | None = None
     """The number of trajectories that it must receive before it sends any."""
+    max_steps: int | None = None
+    """The optimizer step at which a sink ends the run; None where it has no such step."""
     keeps_groups: int = 0
     """The number of groups that it holds, not copied, before it sends any."""
     sees_everything: bool = False

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
 from ..accounting.ledger import Balance
 from ..channels.channel import ChannelStatistics
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 StageState: TypeAlias = Literal["not started", "running", "returned", "cancelled", "failed"]
 """returned: by itself · cancelled: by the pipeline, or because the stage after it had ended · failed: it raised."""
@@ -81,6 +84,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The ledger's balance at the end: trajectories that were in flight are counted as lost, with the reason."""
     in_flight: int
     """Trajectories that were in flight when the run ended, and were counted as lost then."""
+    steps: int = 0
+    """Optimizer steps done, those before a resumption included."""
+    folder: str = ""
+    """The folder of the run; "" for a run without one."""
     checkpoint: str = ""
     """Path of the last checkpoint that this run wrote; "" where it wrote none."""
     statistics: PipelineStatistics
@@ -90,3 +97,24 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def ended(self) -> dict[str, int]:
         """Trajectories that ended during the run, by state; those in flight at its end are not counted as lost here."""
         return self.balance.ended | {"lost": self.balance.ended["lost"] - self.in_flight}
+
+    @property
+    def to_resume(self) -> str:
+        """The way to resume the run, as a sentence."""
+        if self.folder:
+            return f"start the script again: it continues from the newest checkpoint in {self.folder}"
+        if self.checkpoint:
+            return f"call trainer.resume({self.checkpoint!r}) before the run"
+        return "not possible: the next run starts from the beginning"
+
+    def __str__(self) -> str:
+        """Return the result as tables, in plain text."""
+        from .report_table import plain  # noqa: PLC0415 (rich takes 50 ms, and most processes print no report)
+
+        return plain(self)
+
+    def __rich__(self) -> RenderableType:
+        """Return the result as tables, for rich."""
+        from .report_table import tables  # noqa: PLC0415 (as above)
+
+        return tables(self)

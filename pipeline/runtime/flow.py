@@ -30,9 +30,13 @@ from ..graph.stage_node import StageNode, name_of, named, sent_along
 from ..graph.statistics import PipelineStatistics, Report
 from ..processes.worker import refuse_while_importing_main
 from ..util.blocking import enter_in_thread
+from ..util.printing import print_line
+from ..view.progress import Progress
+from ..view.snapshot import Watched
+from ..view.watching import View, refuse_unknown_view, watching
 from .outcome import check_outcome, stop_message
 from .run import Run
-from .stop_signals import STOP_TIMEOUT_S, StopRequest, print_line, stop_request
+from .stop_signals import STOP_TIMEOUT_S, StopRequest, stop_request
 
 log = get_logger("penstock.pipeline")
 
@@ -145,6 +149,7 @@ class Pipeline:
         folder: str | Path | None = None,
         ledger: Ledger | None = None,
         metrics: Metrics | None = None,
+        view: View | None = None,
         stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> Report:
         """Run until the sink has returned, which it does when the stream ends or when it needs no more records.
@@ -160,6 +165,8 @@ class Pipeline:
                 earlier run, that run is continued.
             ledger: counts the trajectories, a restored one to continue a run; a new one by default.
             metrics: collects the metrics of stages; give one with sinks to see them.
+            view: shows the run on stderr: `live` as a table on the terminal, `lines` as plain lines, `auto` as the
+                table where stderr is a terminal, and otherwise as lines. None shows nothing.
             stop_timeout_s: seconds from the first signal to the end of the process; then it is ended by force.
 
         Raises:
@@ -172,8 +179,10 @@ class Pipeline:
             WorkerFailed: a stage raised in a worker, whose traceback is in the message, or a worker died too often.
             RunStopped: a signal has stopped the run; alone, or in an exception group. Leave it to end the script.
             RuntimeError: the pipeline is running already.
+            InvalidConfig: `view` is none of its values.
             ValueError: `stop_timeout_s` is not positive.
         """
+        refuse_unknown_view(view)
         refuse_while_importing_main()
         self.check()
         if self._running:
@@ -186,15 +195,21 @@ class Pipeline:
                     nodes: Sequence[StageNode] = self.nodes
                     if folder is not None:
                         nodes = await enter_in_thread(stack, with_checkpoints(Path(folder), nodes, context))
-                    self.report = await self._run_once(Run(nodes, context), context.ledger, stop)
+                    run = Run(nodes, context)
+                    await stack.enter_async_context(watching(view, self._watched(run, context), context.metrics))
+                    self.report = await self._run_once(run, context.ledger, folder, stop)
             finally:
                 self._running = False
             if stop.by is not None:
-                print_line(stop_message(self.report, folder))
+                print_line(stop_message(self.report))
                 raise await stop.error()
         return self.report
 
-    async def _run_once(self, run: Run, ledger: Ledger, stop: StopRequest) -> Report:
+    def _watched(self, run: Run, context: Context) -> Watched:
+        progress = Progress(info_of(self.nodes[-1].stage).max_steps)
+        return Watched(progress, context.ledger, run.statistics, lambda: self.report)
+
+    async def _run_once(self, run: Run, ledger: Ledger, folder: str | Path | None, stop: StopRequest) -> Report:
         self._run = run
         stop.call(run.stop)
         started = time.monotonic()
@@ -202,7 +217,7 @@ class Pipeline:
             with ledger.on_failure(run.limit_failures):
                 await run.run()
         finally:
-            self.report = _report(run, ledger, time.monotonic() - started)
+            self.report = _report(run, ledger, folder, time.monotonic() - started)
         check_outcome(self.report, ledger)
         return self.report
 
@@ -233,15 +248,17 @@ def source(stage: Source[Out], *, on: Placement = HERE) -> Flow[Out]:
     return Flow(named([StageNode(stage, name_of(stage), on)]))
 
 
-def _report(run: Run, ledger: Ledger, seconds: float) -> Report:
+def _report(run: Run, ledger: Ledger, folder: str | Path | None, seconds: float) -> Report:
     run.lose_in_flight(ledger)
     report = Report(
         stop_reason=run.stop_reason,
         seconds=seconds,
         balance=ledger.balance(),
         in_flight=run.in_flight_at_end,
-        statistics=run.statistics(),
+        steps=ledger.step,
+        folder="" if folder is None else str(folder),
         checkpoint=ledger.checkpoint,
+        statistics=run.statistics(),
     )
     log.info("run_ended", stop_reason=report.stop_reason, in_flight=report.in_flight, ended=report.ended)
     return report

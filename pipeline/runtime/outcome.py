@@ -6,8 +6,6 @@ a run that a signal has stopped, the result is printed, the path of its checkpoi
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..accounting.failure_streak import first_reasons
 from ..accounting.ledger import Ledger
 from ..errors import NothingTrained, RecordsSwallowed
@@ -51,16 +49,16 @@ def _ends(report: Report) -> str:
     return f"{balance.admitted} trajectories were begun, {'; '.join(ends)}"
 
 
-def stop_message(report: Report, folder: str | Path | None) -> str:
-    """Return the lines to print about a run that was stopped; `folder` is that of `Pipeline.run`, if any."""
+def stop_message(report: Report) -> str:
+    """Return the lines to print about a run that was stopped."""
     return "\n".join(
         [
             f"the run was {report.stop_reason}"
             if report.stop_reason.startswith("stopped")
             else f"ended: {report.stop_reason}",
             f"  after {report.seconds:.0f} s; {_counts(report)}",
-            f"  checkpoint: {report.checkpoint or _no_checkpoint(folder)}",
-            f"  to resume: {_to_resume(report, folder)}",
+            f"  checkpoint: {report.checkpoint or _no_checkpoint(report)}",
+            f"  to resume: {report.to_resume}",
         ]
     )
 
@@ -73,15 +71,7 @@ def _counts(report: Report) -> str:
     return f"{report.balance.admitted} trajectories = {' + '.join(parts) or '0'}"
 
 
-def _no_checkpoint(folder: str | Path | None) -> str:
-    if folder is not None:
+def _no_checkpoint(report: Report) -> str:
+    if report.folder:
         return "none was written by this run"
     return "none, for there is no folder for one: give Pipeline.run(folder=...)"
-
-
-def _to_resume(report: Report, folder: str | Path | None) -> str:
-    if folder is not None:
-        return f"start the script again: it continues from the newest checkpoint in {folder}"
-    if report.checkpoint:
-        return f"call trainer.resume({report.checkpoint!r}) before the run"
-    return "not possible: the next run starts from the beginning"

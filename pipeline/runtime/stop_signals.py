@@ -26,6 +26,7 @@ import anyio
 
 from ..errors import RunStopped
 from ..util.exception_groups import all_of
+from ..util.printing import print_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -143,12 +144,6 @@ def stop_request(stop_timeout_s: float) -> Iterator[StopRequest]:
     finally:
         _handlers.remove(request)
         _within_run.reset(token)
-
-
-def print_line(line: str) -> None:
-    """Print a line to stderr, where that is open."""
-    with suppress(OSError, ValueError):
-        print(f"penstock: {line}", file=sys.stderr, flush=True)  # noqa: T201 (for the user)
 
 
 def _may_install() -> bool:

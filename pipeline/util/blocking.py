@@ -1,14 +1,20 @@
-"""Enter and leave blocking context managers without blocking the event loop."""
+"""Call what blocks, and enter and leave blocking context managers, without blocking the event loop."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, AsyncExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 
 R = TypeVar("R")
+
+
+async def in_thread(call: Callable[..., R], *arguments: Any) -> R:
+    """Return the result of a call in a worker thread, which goes on where the wait is cancelled."""
+    return await anyio.to_thread.run_sync(call, *arguments, abandon_on_cancel=True)
 
 
 async def enter_in_thread(stack: AsyncExitStack, context: AbstractContextManager[R]) -> R:

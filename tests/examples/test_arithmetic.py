@@ -1,4 +1,4 @@
-"""The parts of the demo: task, tokenizer, model, warm-up, exam, optimizer, live view and run folder."""
+"""The parts of the demo: task, tokenizer, model, warm-up, exam, optimizer, run folder and results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 
 from arithmetic.exam import ExaminedTrainer, final_exam, quiz
-from arithmetic.live import show_summary, view, watched
 from arithmetic.model import Shape, Transformer, make_model
 from arithmetic.optimizer import annealed_adamw
+from arithmetic.results import show_summary
 from arithmetic.run import Run
 from arithmetic.task import HELD_OUT, LONGEST_ANSWER, TrainingProblems, held_out, is_right
 from arithmetic.tokenizer import CHARACTERS, TOKENIZER
@@ -213,7 +213,7 @@ def test_the_configured_reward_reads() -> None:
     assert [marker.marker for marker in bridge.config.format_markers] == ["+", "="]
 
 
-# -- run folder and view -------------------------------------------------------------------------------------------
+# -- run folder and results ----------------------------------------------------------------------------------------
 
 
 def test_a_run_that_ended_before_it_began_keeps_everything_all_the_same(tmp_path: Path) -> None:
@@ -262,38 +262,13 @@ async def test_a_run_is_stopped_once_the_policy_is_good_enough(run: Run) -> None
     assert run.stop_reason == "90% of the held-out problems solved"
 
 
-def shown(run: Run) -> str:
-    console = Console(width=140, file=io.StringIO(), record=True)
-    console.print(view(run))
-    return console.export_text()
-
-
-def test_the_view_shows_reward_accuracy_speed_and_lag(tmp_path: Path) -> None:
-    run = run_in(tmp_path)
-    run.metrics.emit(1, metrics(accuracy=0.875))
-
-    text = shown(run)
-
-    for part in ("step 1", "reward 0.50", "accuracy 87.5%", "tokens/s 1,000", "lag 1.0", "▅"):
-        assert part in text
-
-
-async def test_without_a_terminal_every_tenth_step_is_a_line(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    async with watched(run):
-        for step in range(1, 21):
-            run.note(metrics(), step)
-
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
-    assert [line.partition(":")[0] for line in lines] == ["step 10", "step 20"]
-
-
 def test_the_summary_shows_before_and_after(tmp_path: Path) -> None:
-    run, console = run_in(tmp_path), Console(width=140, file=io.StringIO(), record=True)
+    run, console = run_in(tmp_path), Console(width=240, file=io.StringIO(), record=True)
     run.warmed_up()
     run.end("all steps done")
 
     show_summary(run, run.keep(), console)
 
     text = console.export_text()
-    for part in ("all steps done", "before", "after", "admitted", "in flight"):
+    for part in ("all steps done", "before", "after", "in flight", str(run.folder)):
         assert part in text

@@ -1,0 +1,1 @@
+"""The view of a run: a live table on a terminal, plain lines elsewhere."""

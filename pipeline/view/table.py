@@ -1,0 +1,75 @@
+"""A run as a table: its metrics, and a row for each stage."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..graph.statistics import EdgeStatistics, StageStatistics
+from .snapshot import Snapshot, duration, number
+
+
+def table(shown: Snapshot) -> RenderableType:
+    """Return the state of a run."""
+    head = Text.assemble((shown.steps(), "bold"), "   ", "   ".join([shown.times(), *shown.speeds()]))
+    return Group(head, _metrics(shown), _stages(shown), _totals(shown))
+
+
+def _metrics(shown: Snapshot) -> Table:
+    """Return each metric that is emitted, with its last value and its course."""
+    grid = Table.grid(padding=(0, 2))
+    for name, last, bars in shown.progress.metrics:
+        grid.add_row(name, Text(number(last), style="bold"), Text(bars, style="cyan"))
+    return grid
+
+
+def _stages(shown: Snapshot) -> Table:
+    """Return a row for each stage: its wait, the channel before it, and its waits for records and credit in all."""
+    rows = Table(box=None, padding=(0, 1), pad_edge=False)
+    for title in ("stage", "where", "waits for", "channel before"):
+        rows.add_column(title, no_wrap=True)
+    for title in ("passed", "records", "credit"):
+        rows.add_column(title, no_wrap=True, justify="right", min_width=len(title))
+    for stage, edge in zip(shown.statistics.stages, chain([None], shown.statistics.edges), strict=False):
+        rows.add_row(stage.name, _where(stage), _wait(stage), *_channel(edge), *_waited(stage))
+    return rows
+
+
+def _where(stage: StageStatistics) -> str:
+    """Return the placement of a stage, and the restarts of its workers."""
+    where, _, _ = stage.placement.partition(",")
+    restarts = sum(worker.restarts for worker in stage.workers)
+    return f"{where}, {restarts} died" if restarts else where
+
+
+def _wait(stage: StageStatistics) -> Text:
+    """Return the cause of a stage's wait, or its state where it does not run."""
+    if stage.state != "running":
+        return Text(stage.state, style="dim")
+    return Text(stage.waiting_for) if stage.waiting_for else Text("busy", style="green")
+
+
+def _waited(stage: StageStatistics) -> tuple[str, str]:
+    return duration(stage.waited_for_records_s), duration(stage.waited_for_credit_s)
+
+
+def _channel(edge: EdgeStatistics | None) -> tuple[RenderableType, str]:
+    """Return the fill of a channel, and the number of trajectories that passed it."""
+    if edge is None:
+        return "", ""
+    channel = edge.channel
+    fill = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=1, completed=channel.fill, width=5)
+    fill.add_row(bar, f"{channel.items}/{channel.capacity} {channel.transport}")
+    return fill, f"{edge.trajectories:,}"
+
+
+def _totals(shown: Snapshot) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("trajectories", shown.trajectories())
+    grid.add_row("memory", ", ".join(shown.memory_parts()))
+    return grid

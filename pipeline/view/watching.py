@@ -1,0 +1,111 @@
+"""Show a run while it runs. A view that fails is logged and ends: watching a run must never end it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Literal, Protocol, TypeAlias, get_args
+
+import anyio
+
+from ..._schemas.errors import InvalidConfig
+from ..accounting.telemetry import Metrics, get_logger
+from ..util.blocking import in_thread
+from ..util.exception_groups import unwrap_single
+from ..util.printing import print_line
+from .lines import Lines
+from .snapshot import Watched, duration
+
+log = get_logger("penstock.view")
+
+View: TypeAlias = Literal["auto", "live", "lines"]
+"""live: a table on the terminal of stderr · lines: plain lines on stderr · auto: live where stderr is a terminal."""
+
+
+OUTPUT_TIMEOUT_S = 5.0
+"""Bound on showing the beginning or the end: a terminal that is stopped by Ctrl-S takes no output."""
+
+
+class Display(Protocol):
+    """Shows a run."""
+
+    async def open(self) -> None:
+        """Begin to show it."""
+        ...
+
+    async def refresh(self) -> None:
+        """Show it until cancelled."""
+        ...
+
+    async def close(self) -> None:
+        """Show it for the last time, and leave the terminal as it was."""
+        ...
+
+
+def refuse_unknown_view(view: object) -> None:
+    """Check that `view` is a View or None.
+
+    Raises:
+        InvalidConfig: it is not.
+    """
+    if view is not None and view not in get_args(View):
+        raise InvalidConfig(f"view: expected one of {', '.join(get_args(View))} or None, got {view!r}")
+
+
+@asynccontextmanager
+async def watching(view: View | None, watched: Watched, metrics: Metrics) -> AsyncIterator[None]:
+    """Show a run within the body, which is the run."""
+    if view is None:
+        yield
+        return
+    display, sink = _display(view, watched), watched.progress.note
+    metrics.sinks.append(sink)
+    try:
+        with anyio.move_on_after(OUTPUT_TIMEOUT_S, shield=True), _logging_failures():
+            await display.open()
+        with unwrap_single():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_refresh, display)
+                yield
+                tasks.cancel_scope.cancel()
+    finally:
+        with suppress(ValueError):  # it raised, and was removed
+            metrics.sinks.remove(sink)
+        with anyio.move_on_after(OUTPUT_TIMEOUT_S, shield=True):
+            with _logging_failures():
+                await display.close()
+            await _print_end(watched)
+
+
+async def _refresh(display: Display) -> None:
+    with _logging_failures():
+        await display.refresh()
+
+
+@contextmanager
+def _logging_failures() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        log.exception("view_failed")
+
+
+def _display(view: View, watched: Watched) -> Display:
+    if view == "live" or (view == "auto" and _can_move_the_cursor()):
+        from .live import LiveTable  # noqa: PLC0415 (rich takes 50 ms, and most processes show nothing)
+
+        return LiveTable(watched)
+    return Lines(watched)
+
+
+def _can_move_the_cursor() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM") not in {"dumb", "unknown"}
+
+
+async def _print_end(watched: Watched) -> None:
+    """Print the end of the run; that of a stopped one is printed with the way to resume it."""
+    report = watched.report()
+    if report is not None and not report.stop_reason.startswith("stopped by"):
+        await in_thread(print_line, f"ended: {report.stop_reason}, after {duration(report.seconds)}")

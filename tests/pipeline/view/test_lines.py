@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import anyio
+import pytest
+from tests.loop_clock import LoopClock
+from tests.pipeline.flow_stages import Collect
+from tests.pipeline.view.watched import STEPS, Silent, small_run
+
+from penstock import source
+from penstock._pipeline.view.lines import QUIET_S
+from penstock.errors import InvalidConfig, StageFailed
+
+
+async def test_lines_show_the_beginning_the_last_step_and_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    await small_run().run(view="lines")
+
+    out, errors = capsys.readouterr()
+    first, *_, last, end = errors.splitlines()
+    assert out == ""
+    assert first == "penstock: Groups → DropOdd → Pack → SinkTrainer"
+    assert last.startswith(f"penstock: step {STEPS}/{STEPS}, ")
+    for part in ("reward 1", "accuracy 0.875", "response_length/mean 5", "loss 0.25", "tokens/s", "MiB here"):
+        assert part in last
+    assert re.search(rf"\d+ begun = \d+ in flight \+ {2 * STEPS} trained", last)
+    assert end.startswith("penstock: ended: SinkTrainer returned, after ")
+
+
+async def test_where_stderr_is_no_terminal_the_view_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    await small_run().run(view="auto")
+
+    assert f"step {STEPS}/{STEPS}" in capsys.readouterr().err
+
+
+async def test_a_run_shows_nothing_unless_a_view_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    await small_run().run()
+
+    assert capsys.readouterr() == ("", "")
+
+
+async def test_a_run_that_fails_shows_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(StageFailed, match="no such token"):
+        await small_run("fail").run(view="lines")
+
+    assert "penstock: ended: SinkTrainer raised ValueError: no such token" in capsys.readouterr().err
+
+
+async def test_a_run_without_steps_says_from_time_to_time_what_its_stages_wait_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock, printed = LoopClock(), list[str]()
+    pipeline = source(Silent()).sink(Collect())
+
+    def has_printed() -> bool:
+        printed.append(capsys.readouterr().err)
+        return "waiting: Collect for records from Silent" in "".join(printed)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(pipeline.run, view="lines"))
+        await clock.set_forward_until(has_printed, QUIET_S)
+        tasks.cancel_scope.cancel()
+
+    assert "penstock: ended: cancelled" in "".join([*printed, capsys.readouterr().err])
+
+
+async def test_an_unknown_view_is_refused() -> None:
+    view: str = "table"
+
+    with pytest.raises(InvalidConfig, match=r"^view: expected one of auto, live, lines or None, got 'table'$"):
+        await small_run().run(view=view)  # type: ignore[arg-type]

@@ -1,0 +1,44 @@
+"""Small runs that the tests of views watch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import anyio
+from tests.pipeline.flow_stages import DropOdd, Groups, Pack
+
+from penstock import Pipeline, SendChannel, SinkTrainer, TrainBatch, source
+
+STEPS = 4
+
+
+class Trainer:
+    """Returns metrics; prints, or fails, at step 3 if it is told to."""
+
+    def __init__(self, at_step_3: Literal["", "print", "fail"] = "") -> None:
+        self.steps = 0
+        self._at_step_3 = at_step_3
+
+    def step(self, _: TrainBatch) -> Mapping[str, float]:
+        self.steps += 1
+        if self.steps == 3 and self._at_step_3 == "print":
+            print("printed [by the trainer]")  # noqa: T201 (as a user does)
+        if self.steps == 3 and self._at_step_3 == "fail":
+            raise ValueError("no such token")
+        return {"loss": 1 / self.steps, "accuracy": 0.875}
+
+
+@dataclass(frozen=True)
+class Silent:
+    """Sends nothing."""
+
+    async def run(self, outbox: SendChannel[int]) -> None:  # noqa: ARG002 (the protocol's)
+        await anyio.sleep_forever()
+
+
+def small_run(at_step_3: Literal["", "print", "fail"] = "") -> Pipeline:
+    """Return a pipeline that ends after `STEPS` steps, with groups left over."""
+    trainer = Trainer(at_step_3)
+    return source(Groups(8 * STEPS)).then(DropOdd()).then(Pack()).sink(SinkTrainer(trainer, max_steps=STEPS))
