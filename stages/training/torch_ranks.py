@@ -135,7 +135,8 @@ class _Heartbeat:
         self._rank = rank
         self._store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 (the store of the process group)
         self._stopped = threading.Event()
-        threading.Thread(target=self._beat, name="penstock rank", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, name="penstock rank", daemon=True)
+        self._thread.start()
 
     def _beat(self) -> None:
         try:
@@ -158,7 +159,9 @@ class _Heartbeat:
         return sorted(others)
 
     def stop(self) -> None:
+        """Stop, and wait for the thread: one that is inside the store when the interpreter ends aborts the process."""
         self._stopped.set()
+        self._thread.join(HEARTBEAT_TIMEOUT_S)
 
 
 def _bytes_of(data: bytes) -> Tensor:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.tiny_model import TinyModel
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock import TrainBatch
 from penstock._stages.training.torch_ranks import decode_share, encode_share, owners
@@ -53,3 +58,15 @@ def test_a_share_may_be_empty() -> None:
 def test_a_model_that_is_not_shared_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="wrap it in DistributedDataParallel, or call fully_shard"):
         RankedTrainer(TorchTrainer(TinyModel(), optimizer=torch.optim.SGD))
+
+
+def test_no_thread_of_a_rank_is_left_when_its_trainer_has_ended(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(TinyModel())
+        with RankedTrainer(TorchTrainer(model, optimizer=torch.optim.AdamW)):
+            assert "penstock rank" in {thread.name for thread in threading.enumerate()}
+
+        assert "penstock rank" not in {thread.name for thread in threading.enumerate()}
+    finally:
+        dist.destroy_process_group()
