@@ -97,6 +97,10 @@ class InvalidData(PenstockError, ValueError):
     """A file or a row of a data set is not what its reader expects; the message names the file, line or column."""
 
 
+class UnstableTemplate(PenstockError, ValueError):
+    """A chat template changes earlier turns of the policy when other messages follow; the message says what to do."""
+
+
 class InvalidPipeline(PenstockError):
     """A chain cannot work as written; the message lists every problem, and says what to write instead."""
 

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 from .._pipeline.errors import InvalidPipeline, PenstockError
 from .._schemas import InvalidRecord, StopReason
+from .chat.chat_format import ChatFormat
+from .chat.conversations import Conversation, conversation, text_of
 from .data.prompts import Prompt, PromptSource
 from .engines.policies import Completion, Tokenizer
 from .threads import Threads
@@ -116,18 +118,25 @@ Raises EnvironmentFailed if the environment raises, and PromptRejected if the pr
 
 @asynccontextmanager
 async def open_tasks(
-    make_env: Callable[[], Environment], tokenizer: Tokenizer | None, *, threads: int, seed: int
+    make_env: Callable[[], Environment],
+    tokenizer: Tokenizer | None,
+    chat: ChatFormat | None = None,
+    *,
+    threads: int,
+    seed: int,
 ) -> AsyncIterator[TaskFn]:
     """Make the environment, yield the function of its prompts, and close it and its copies when the body ends.
 
     Args:
         make_env: called once, and for a step-wise environment once more for each concurrent rollout.
         tokenizer: converts text of environments to tokens; only an outside environment needs none.
+        chat: makes messages of the text, and converts them to tokens.
         threads: number of blocking calls at once.
         seed: added to a prompt's number; the sum resets a step-wise environment.
 
     Raises:
         InvalidPipeline: `make_env` returned no environment, or one that needs a tokenizer and has none.
+        UnstableTemplate: `chat` cannot be used for the turns of a step-wise environment.
         Exception: raised by `make_env`.
     """
     workers = Threads(threads)
@@ -143,13 +152,15 @@ async def open_tasks(
         elif tokenizer is None:
             raise InvalidPipeline(f"{first!r} returns text: expected a tokenizer for it, got none")
         elif isinstance(first, ScoredDataset):
-            yield _DatasetTasks(first, workers, tokenizer).begin
+            yield _DatasetTasks(first, workers, tokenizer, chat).begin
         elif isinstance(first, PromptSource):
-            yield _PromptTasks(first, workers, tokenizer).begin
+            yield _PromptTasks(first, workers, tokenizer, chat).begin
         else:
+            if chat is not None:
+                await workers.call(chat.check_turns)
             pool = _EnvPool(make_env, first, workers)
             try:
-                yield _EpisodeTasks(pool, tokenizer, seed).begin
+                yield _EpisodeTasks(pool, tokenizer, chat, seed).begin
             finally:
                 await pool.close()
     finally:
@@ -179,28 +190,36 @@ async def _called(
 class _DatasetTasks:
     """The questions of a scored data set, repeated after the last."""
 
-    def __init__(self, dataset: ScoredDataset, threads: Threads, tokenizer: Tokenizer) -> None:
+    def __init__(self, dataset: ScoredDataset, threads: Threads, tokenizer: Tokenizer, chat: ChatFormat | None) -> None:
         self._dataset = dataset
         self._threads = threads
         self._tokenizer = tokenizer
+        self._chat = chat
 
     async def begin(self, number: int) -> RolloutFn:
-        def question() -> tuple[Mapping[str, Any], NDArray[np.int32]]:
+        def question() -> tuple[Mapping[str, Any], NDArray[np.int32], Mapping[str, Any]]:
             entry = self._dataset[number % len(self._dataset)]
-            return entry, _prompt(self._tokenizer, entry["question"])
+            asked = conversation(self._tokenizer, self._chat)
+            return entry, asked.begin(entry["question"]), asked.meta
 
         return partial(self._rollout, *await _called(self._threads, question, _unchanged))
 
     async def _rollout(
-        self, entry: Mapping[str, Any], prompt: NDArray[np.int32], _: int, generate: GenerateFn
+        self,
+        entry: Mapping[str, Any],
+        prompt: NDArray[np.int32],
+        meta: Mapping[str, Any],
+        _: int,
+        generate: GenerateFn,
     ) -> RolloutResult:
         completion = await generate([prompt])
         if completion is None:
-            return RolloutResult(turns=[prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[])
-        text = _text(self._tokenizer, completion)
+            return RolloutResult(turns=[prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[], meta=meta)
+        text = text_of(self._tokenizer, completion)
         reward = await _called(self._threads, partial(self._dataset.score_answer, text, entry), _reward)
+        stop_reason = completion.stop_reason
         return RolloutResult(
-            turns=[prompt, completion], reward=reward, stop_reason=completion.stop_reason, turn_rewards=[reward]
+            turns=[prompt, completion], reward=reward, stop_reason=stop_reason, turn_rewards=[reward], meta=meta
         )
 
 
@@ -210,25 +229,27 @@ class _DatasetTasks:
 class _PromptTasks:
     """Prompts without a score: every reward is 0, and the facts about the prompt are in `meta`."""
 
-    def __init__(self, source: PromptSource, threads: Threads, tokenizer: Tokenizer) -> None:
+    def __init__(self, source: PromptSource, threads: Threads, tokenizer: Tokenizer, chat: ChatFormat | None) -> None:
         self._source = source
         self._threads = threads
         self._tokenizer = tokenizer
+        self._chat = chat
         self._rejected = 0
         """Prompts in a row."""
 
     async def begin(self, number: int) -> RolloutFn:
-        prompt, tokens = await _called(self._threads, partial(self._source.prompt, number), self._read)
+        prompt, tokens, meta = await _called(self._threads, partial(self._source.prompt, number), self._read)
         self._check_length(prompt, len(tokens))
-        return partial(self._rollout, tokens, prompt.meta)
+        return partial(self._rollout, tokens, meta)
 
-    def _read(self, prompt: Prompt) -> tuple[Prompt, NDArray[np.int32]]:
+    def _read(self, prompt: Prompt) -> tuple[Prompt, NDArray[np.int32], Mapping[str, Any]]:
         if isinstance(prompt.content, str):
-            return prompt, _prompt(self._tokenizer, prompt.content)
+            asked = conversation(self._tokenizer, self._chat)
+            return prompt, asked.begin(prompt.content), {**prompt.meta, **asked.meta}
         tokens = _ids(prompt.content)
         if not len(tokens):
             raise ValueError("expected a prompt of at least one token, got none")
-        return prompt, tokens
+        return prompt, tokens, prompt.meta
 
     def _check_length(self, prompt: Prompt, length: int) -> None:
         """Check the bound on a prompt.
@@ -331,9 +352,10 @@ class _PooledEnv:
 class _EpisodeTasks:
     """Episodes of a step-wise environment, one seed for each prompt."""
 
-    def __init__(self, pool: _EnvPool, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, pool: _EnvPool, tokenizer: Tokenizer, chat: ChatFormat | None, seed: int) -> None:
         self._pool = pool
         self._tokenizer = tokenizer
+        self._chat = chat
         self._seed = seed
 
     async def begin(self, number: int) -> RolloutFn:
@@ -344,14 +366,15 @@ class _EpisodeTasks:
             return await self._play(env, seed, generate)
 
     async def _play(self, env: _PooledEnv, seed: int, generate: GenerateFn) -> RolloutResult:
-        prompt = await env.call(partial(env.env.reset, seed=seed), self._prompt_of)
+        said = conversation(self._tokenizer, self._chat)
+        prompt = await env.call(partial(env.env.reset, seed=seed), lambda started: said.begin(started[0]))
         turns: list[NDArray[np.int32] | Completion] = [prompt]
         rewards: list[float] = []
         stop_reason = StopReason.LENGTH
         while (completion := await generate(turns)) is not None:
             turns.append(completion)
-            action = _text(self._tokenizer, completion)
-            outcome = await env.call(partial(env.env.step, action), self._outcome_of)
+            action = text_of(self._tokenizer, completion)
+            outcome = await env.call(partial(env.env.step, action), partial(_outcome, said, completion))
             observation, reward, terminated, truncated = outcome
             rewards.append(reward)
             if terminated or truncated:
@@ -361,14 +384,16 @@ class _EpisodeTasks:
             turns.append(observation)
         if len(turns) > 1 and not isinstance(turns[-1], Completion):
             turns.pop()  # no completion follows it
-        return RolloutResult(turns=turns, reward=sum(rewards, 0.0), stop_reason=stop_reason, turn_rewards=rewards)
+        return RolloutResult(
+            turns=turns, reward=sum(rewards, 0.0), stop_reason=stop_reason, turn_rewards=rewards, meta=said.meta
+        )
 
-    def _prompt_of(self, started: Any) -> NDArray[np.int32]:
-        return _prompt(self._tokenizer, started[0])
 
-    def _outcome_of(self, outcome: Any) -> tuple[NDArray[np.int32], float, bool, bool]:
-        observation, reward, terminated, truncated, _ = outcome
-        return _tokens(self._tokenizer, observation), _reward(reward), bool(terminated), bool(truncated)
+def _outcome(said: Conversation, completion: Completion, outcome: Any) -> tuple[NDArray[np.int32], float, bool, bool]:
+    observation, reward, terminated, truncated, _ = outcome
+    ended = bool(terminated or truncated)
+    tokens = np.zeros(0, np.int32) if ended else said.go_on(completion, observation)
+    return tokens, _reward(reward), bool(terminated), bool(truncated)
 
 
 # -- rollouts from outside -----------------------------------------------------------------------------------------
@@ -440,24 +465,3 @@ def _ids(tokens: Any) -> NDArray[np.int32]:
     if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
         raise InvalidRecord(f"tokens: expected a row of ids of 0 or more, got {ids.dtype} {ids.shape}")
     return ids.astype(np.int32, copy=False)
-
-
-def _tokens(tokenizer: Tokenizer, text: Any) -> NDArray[np.int32]:
-    if not isinstance(text, str):
-        raise TypeError(f"expected an observation of type str, got {type(text).__name__}")
-    return np.asarray(tokenizer.encode(text), np.int32)
-
-
-def _prompt(tokenizer: Tokenizer, text: Any) -> NDArray[np.int32]:
-    prompt = _tokens(tokenizer, text)
-    if not len(prompt):
-        raise ValueError(f"expected a prompt of at least one token, got none for {text!r}")
-    return prompt
-
-
-def _text(tokenizer: Tokenizer, completion: Completion) -> str:
-    """Return the text of a completion, without the end-of-sequence token."""
-    tokens = completion.tokens
-    if len(tokens) and tokens[-1] == tokenizer.eos_id:
-        tokens = tokens[:-1]
-    return tokenizer.decode(tokens.tolist())

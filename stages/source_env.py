@@ -35,6 +35,7 @@ from .._pipeline.util.exception_groups import unwrap_first
 from .._pipeline.util.repeated_errors import RepeatedErrors
 from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
+from .chat.chat_format import ChatFormat
 from .engines.policies import Completion, Engine, Policy, Tokenizer
 from .engines.sampling_params import SamplingParams
 from .environments import Environment, EnvironmentFailed, PromptRejected, RolloutFn, RolloutResult, TaskFn, open_tasks
@@ -60,7 +61,11 @@ class SourceEnv:
     policy: Policy
     """Samples the completions; `NoOpPolicy()` where the environment returns finished rollouts."""
     tokenizer: Tokenizer | None = None
-    """Between the environment's text and the policy's tokens; an outside environment needs none."""
+    """Between the environment's text and the policy's tokens; by default that of `chat`. An outside environment needs
+    none."""
+    chat: ChatFormat | None = None
+    """Makes messages of the environment's text and converts them to tokens, so that prompts, and the tokens between
+    turns, are those of the tokenizer's template. Without it text is encoded as it is."""
     group_size: int = 8
     """Rollouts of each prompt."""
     sampling: SamplingParams | tuple[SamplingParams, ...] = SamplingParams()  # noqa: RUF009 (a frozen value)
@@ -99,7 +104,7 @@ class SourceEnv:
             sends_at_most_tokens=None if self.max_length is None else self.group_size * self.max_length,
             begins_at_most=self._begins_at_most,
             check_workers=self.check_workers,
-            tokenizers=tokenizer_of(self, self.policy, self.make_env),
+            tokenizers=tokenizer_of(self, self.chat, self.policy, self.make_env),
         )
 
     def resume_from(self, point: ResumePoint) -> SourceEnv:
@@ -123,6 +128,10 @@ class SourceEnv:
         self._check_sampling()
         if self.step_groups is not None and self.max_lag is None:
             raise InvalidConfig(f"SourceEnv.step_groups: expected none without max_lag, got {self.step_groups}")
+
+    @property
+    def _tokenizer(self) -> Tokenizer | None:
+        return self.tokenizer if self.tokenizer is not None or self.chat is None else self.chat.tokenizer
 
     def _check_sampling(self) -> None:
         if not self.samplings or not all(isinstance(sampling, SamplingParams) for sampling in self.samplings):
@@ -162,7 +171,7 @@ class SourceEnv:
         """
         context = current()
         async with (
-            open_tasks(self.make_env, self.tokenizer, threads=self.threads, seed=self.seed) as begin,
+            open_tasks(self.make_env, self._tokenizer, self.chat, threads=self.threads, seed=self.seed) as begin,
             self.policy.open(context.worker) as engine,
         ):
             await _RolloutScheduler(self, begin, engine, outbox, context).work()

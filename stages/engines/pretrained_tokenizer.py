@@ -1,7 +1,7 @@
 """`PretrainedTokenizer`: the tokenizer in a folder, as transformers saves it, between text and token ids.
 
 No file is downloaded: a missing folder is an error. Applies no chat template: a template is part of the tokenizer's
-identity, and the code that makes prompts applies it.
+identity, and `ChatFormat` applies it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ FILES = (
     *("vocab.json", "merges.txt", "tokenizer.model"),
 )
 """The files of a tokenizer, as transformers names them; most folders have some of them."""
+
+
+SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Names that transformers gives to special tokens."""
 
 
 class PretrainedTokenizer:
@@ -47,6 +51,8 @@ class PretrainedTokenizer:
         template = path / "chat_template.jinja"
         self.chat_template: Any = template.read_text() if template.is_file() else config.get("chat_template")
         """The template that makes a prompt of messages; None if there is none."""
+        self.special_tokens_map: Mapping[str, str] = _special_tokens(config)
+        """The text of special tokens by the names that templates use: `bos_token`, `eos_token`, …"""
 
     def __repr__(self) -> str:
         return f"PretrainedTokenizer({self.name_or_path!r})"
@@ -89,6 +95,12 @@ def copy_tokenizer(source: Path, into: Path) -> None:
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, into / name)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {f"{name}_token": config.get(f"{name}_token") for name in SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _loaded(path: Path) -> Any:

@@ -448,8 +448,8 @@ async def test_an_environment_that_waits_for_completions_fails_beside_a_policy_t
 
 async def test_logprobs_that_are_not_finite_end_the_run() -> None:
     class Nan(FakePolicy):
-        async def generate(self, *args: Any) -> Any:
-            completions = await super().generate(*args)
+        async def generate(self, prompts: Any, sampling: Any) -> Any:
+            completions = await super().generate(prompts, sampling)
             for completion in completions:
                 completion.logprobs[:] = np.nan  # type: ignore[index]
             return completions

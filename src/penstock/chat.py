@@ -1,0 +1,7 @@
+"""Messages to tokens by the chat template of a tokenizer."""
+
+from __future__ import annotations
+
+from ._stages.chat.chat_format import ChatFormat
+
+__all__ = ["ChatFormat"]

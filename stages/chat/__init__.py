@@ -1,0 +1,1 @@
+"""Messages to tokens by the template of a tokenizer."""

@@ -1,0 +1,115 @@
+"""The conversation of one episode: observations to tokens, as text or by a chat template. Knows no environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engines.policies import Completion, Tokenizer
+from .chat_format import ChatFormat, Message
+
+
+class Conversation(Protocol):
+    """Converts what an environment says; of one rollout."""
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Return facts about the prompt, for the `meta` of the group."""
+        ...
+
+    def begin(self, observation: Any) -> NDArray[np.int32]:
+        """Return the tokens of the prompt, at least one."""
+        ...
+
+    def go_on(self, completion: Completion, observation: Any) -> NDArray[np.int32]:
+        """Return the tokens between `completion` and the next turn of the policy."""
+        ...
+
+
+def conversation(tokenizer: Tokenizer, chat: ChatFormat | None) -> Conversation:
+    """Return a conversation that has not begun: by `chat`, or of plain text."""
+    return TextConversation(tokenizer) if chat is None else ChatConversation(chat)
+
+
+class TextConversation:
+    """Observations are encoded as they are."""
+
+    meta: Mapping[str, Any] = {}
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def begin(self, observation: Any) -> NDArray[np.int32]:
+        """See `Conversation`.
+
+        Raises:
+            TypeError: the observation is no text.
+            ValueError: it has no tokens.
+        """
+        prompt = self.go_on(None, observation)
+        if not len(prompt):
+            raise ValueError(f"expected a prompt of at least one token, got none for {observation!r}")
+        return prompt
+
+    def go_on(self, _: Completion | None, observation: Any) -> NDArray[np.int32]:
+        """See `Conversation`.
+
+        Raises:
+            TypeError: the observation is no text.
+        """
+        if not isinstance(observation, str):
+            raise TypeError(f"expected an observation of type str, got {type(observation).__name__}")
+        return np.asarray(self._tokenizer.encode(observation), np.int32)
+
+
+class ChatConversation:
+    """Observations are messages, and text is the content of one."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._messages: list[Message] = []
+        """All messages so far, with the turns of the policy as text."""
+        self.meta: Mapping[str, Any] = {}
+
+    def begin(self, observation: Any) -> NDArray[np.int32]:
+        """See `Conversation`.
+
+        Raises:
+            TypeError: the observation is neither text nor a list of messages.
+        """
+        self._messages = self._as_messages(observation, "user")
+        self.meta = {"messages": list(self._messages)}
+        return np.asarray(self._chat.prompt(self._messages), np.int32)
+
+    def go_on(self, completion: Completion, observation: Any) -> NDArray[np.int32]:
+        """See `Conversation`.
+
+        Raises:
+            TypeError: the observation is neither text nor a list of messages.
+            UnstableTemplate: the template changes earlier turns.
+        """
+        self._messages.append({"role": "assistant", "content": text_of(self._chat.tokenizer, completion)})
+        new = self._as_messages(observation, self._chat.observation_role)
+        ended = len(completion.tokens) > 0 and completion.tokens[-1] == self._chat.tokenizer.eos_id
+        between = self._chat.after(self._messages, new, ended=bool(ended))
+        self._messages += new
+        return np.asarray(between, np.int32)
+
+    @staticmethod
+    def _as_messages(observation: Any, role: str) -> list[Message]:
+        if isinstance(observation, str):
+            return [{"role": role, "content": observation}]
+        if not isinstance(observation, Sequence) or not all(isinstance(message, Mapping) for message in observation):
+            raise TypeError(f"expected an observation of type str or a list of messages, got {observation!r}")
+        return list(observation)
+
+
+def text_of(tokenizer: Tokenizer, completion: Completion) -> str:
+    """Return the text of a completion, without the end-of-sequence token."""
+    tokens = completion.tokens
+    if len(tokens) and tokens[-1] == tokenizer.eos_id:
+        tokens = tokens[:-1]
+    return tokenizer.decode(tokens.tolist())
