@@ -11,7 +11,10 @@ from tests.public_surface import public_modules, public_names
 
 from penstock import errors
 
-EXTRAS = ("torch", "safetensors", "xxhash", "aiohttp", "tokenizers", "starlette", "uvicorn", "httptools", "matplotlib")
+EXTRAS = (
+    *("torch", "safetensors", "xxhash", "aiohttp", "tokenizers", "starlette", "uvicorn", "httptools", "matplotlib"),
+    *("datasets", "pyarrow"),
+)
 """Packages that only extras install."""
 
 NEEDS_EXTRA = {"penstock.torch": "torch", "penstock.losses": "torch", "penstock.models": "train"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.data import PromptDataset
-from penstock.errors import InvalidData
+from penstock.errors import InvalidData, MissingExtra
 
 datasets = pytest.importorskip("datasets")
 
@@ -99,3 +100,17 @@ def test_a_damaged_page_is_an_error_of_its_rows(tmp_path: Path) -> None:
     assert prompts.row(999) == {"prompt": "999"}
     with pytest.raises(InvalidData, match=r"rows\.parquet: expected row group 1 to be readable, got "):
         prompts.row(1000)
+
+
+@pytest.mark.parametrize(("name", "missing"), [("rows.parquet", "pyarrow"), ("", "datasets")])
+def test_a_missing_library_is_named_with_the_command_that_installs_it(
+    name: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / name
+    path.touch()
+    monkeypatch.setitem(sys.modules, missing, None)
+
+    with pytest.raises(
+        MissingExtra, match=rf"needs {missing}, which is not installed: pip install 'penstock\[train\]'"
+    ):
+        PromptDataset(path)()
