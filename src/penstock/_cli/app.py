@@ -10,6 +10,7 @@ import sys
 import typer
 
 from .._pipeline.errors import PenstockError
+from .doctor import doctor
 from .gateway import gateway
 
 commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -20,6 +21,7 @@ def penstock() -> None:
     """Bring trajectories from reinforcement-learning environments to a trainer."""
 
 
+commands.command()(doctor)
 commands.command()(gateway)
 
 

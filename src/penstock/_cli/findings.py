@@ -1,0 +1,22 @@
+"""The result of one check of `penstock doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Verdict: TypeAlias = Literal["ok", "note", "fails"]
+"""note: something optional does not work · fails: something that every run needs does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One row of the table."""
+
+    name: str
+    found: str
+    verdict: Verdict = "ok"
+    affects: str = ""
+    """What will not work, as a sentence without a full stop; empty where everything does."""
+    remedy: str = ""
+    """The thing to do."""

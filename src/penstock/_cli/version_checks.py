@@ -1,0 +1,86 @@
+"""Checks of what is installed, for `penstock doctor`: versions, extras, CURVE, the GPU."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import zmq
+
+from .. import __version__
+from .findings import Finding
+
+BASE = ("anyio", "msgspec", "numpy", "pyzmq", "structlog")
+
+EXTRAS = {
+    "torch": ("torch", "safetensors", "xxhash"),
+    "http": ("aiohttp",),
+    "tokenizers": ("tokenizers",),
+    "train": ("datasets", "jinja2", "peft", "transformers"),
+    "math": ("math-verify",),
+    "gateway": ("httptools", "starlette", "uvicorn"),
+}
+"""The packages of each extra, as in pyproject.toml."""
+
+NEEDED_FOR = {
+    "torch": "training and sampling torch models",
+    "http": "inference servers, judges, and Atropos",
+    "tokenizers": "tokenizers in a folder",
+    "train": "models of transformers, and data sets",
+    "math": "the reward of math-verify",
+    "gateway": "penstock gateway",
+}
+
+
+def version_checks() -> list[Finding]:
+    """Return the findings about what is installed. Imports torch, if it is there."""
+    return [base(), *(of_extra(name) for name in EXTRAS), curve(), *gpu()]
+
+
+def base() -> Finding:
+    """Report the versions of penstock and of what it always needs."""
+    versions = [f"Python {platform.python_version()}", f"ZeroMQ {zmq.zmq_version()}"]
+    return Finding(f"penstock {__version__}", ", ".join([*versions, *(f"{name} {_version(name)}" for name in BASE)]))
+
+
+def of_extra(name: str) -> Finding:
+    """Report the packages of an extra, those that are absent included."""
+    found = {package: _version(package) for package in EXTRAS[name]}
+    text = ", ".join(f"{package} {installed}" for package, installed in found.items() if installed)
+    if absent := [package for package, installed in found.items() if not installed]:
+        text = ", ".join(filter(None, [text, f"{' and '.join(absent)} not installed"]))
+        return Finding(
+            f"extra {name}", text, "note", f"{NEEDED_FOR[name]} will not work", f"pip install 'penstock[{name}]'"
+        )
+    return Finding(f"extra {name}", text)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def curve() -> Finding:
+    """Report whether ZeroMQ has CURVE, which every tcp channel uses."""
+    if zmq.has("curve"):
+        return Finding("encryption", "CURVE")
+    remedy = "pip install --force-reinstall pyzmq, whose wheels have it"
+    return Finding("encryption", "ZeroMQ was built without CURVE", "note", "tcp:// channels will not work", remedy)
+
+
+def gpu() -> list[Finding]:
+    """Report the CUDA devices, if torch is installed."""
+    if not _version("torch"):
+        return []
+    import torch  # noqa: PLC0415 (a second or more)
+
+    if torch.cuda.is_available():
+        devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        names = [f"{device.name}, {device.total_memory / 2**30:.0f} GiB" for device in devices]
+        return [Finding("GPU", f"{'; '.join(names)}; CUDA {torch.version.cuda}")]
+    affects = "torch trains and samples on the CPU"
+    if torch.version.cuda is None:
+        return [Finding("GPU", "torch was built without CUDA", "note", affects, "install a build of torch with CUDA")]
+    return [Finding("GPU", "torch finds no device", "note", affects, "check nvidia-smi, the driver, the container")]
