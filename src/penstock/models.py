@@ -5,7 +5,8 @@ from __future__ import annotations
 from ._pipeline.util.extras import extra
 
 with extra("train", "penstock.models"):
-    from ._stages.models.hf_model import HFModel
+    from ._stages.models.export import export
+    from ._stages.models.hf_model import HFModel, MergedWeights
     from ._stages.models.lora import LoRA
 
-__all__ = ["HFModel", "LoRA"]
+__all__ = ["HFModel", "LoRA", "MergedWeights", "export"]

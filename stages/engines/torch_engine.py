@@ -303,13 +303,17 @@ class TorchEngine:
             await anyio.sleep_forever()
 
     def _attach(self, weights: Subscriber) -> None:
-        """Attach the model: as views if it follows versions that it can map; else as copies, which stay unchanged."""
+        """Attach the model: as views if it follows versions that it can map; else as copies, which stay unchanged.
+
+        A model of which only a part is published, such as adapters, has that part copied.
+        """
         model = self._model
         devices = {str(parameter.device) for parameter in model.parameters()}
         if not isinstance(model, torch.nn.Module):
             weights.attach(model.state_dict())
         else:
-            weights.attach(model, copied=not (self._follows and devices <= {weights.device, "meta"}))
+            whole = len(model.state_dict()) >= len(list(model.parameters()))
+            weights.attach(model, copied=not (whole and self._follows and devices <= {weights.device, "meta"}))
 
     async def pause(self) -> None:
         """Stop sampling until `resume`; return when the running batch is done."""

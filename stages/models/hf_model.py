@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any, Self
 
+import anyio.to_thread
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.util.extras import extra
+from ..engines.engine_publisher import PublishedWeights
 from ..training.attention import Attention
 from ..training.causal_model import CausalModel
 from ..training.checkpoint import WEIGHTS
@@ -88,9 +91,10 @@ class HFModel(nn.Module):
             saved = path / ADAPTERS
             lora, path = adapters_of.lora_of(path)
         _check(path)
-        module = _transformers().AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or torch.float32, attn_implementation=attention, local_files_only=True
-        )
+        with _without_progress_bar() as transformers:
+            module = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype or torch.float32, attn_implementation=attention, local_files_only=True
+            )
         if gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         model = cls(module, path, lora)
@@ -194,13 +198,50 @@ class HFModel(nn.Module):
         """Write the files that transformers, peft and vLLM need beside the weights into `folder`."""
         if self.lora is not None:
             adapters_of.write_config(self.module, folder, self.folder)
-            return
+        else:
+            self.write_config(folder)
+
+    def write_config(self, folder: Path) -> None:
+        """Write `config.json` and, if there is one, `generation_config.json` into `folder`."""
         key = "torch_dtype" if "torch_dtype" in self._config else "dtype"
         dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
         config = self._config | {key: dtype}  # the file's own layout, which older programs may need
         (folder / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config)))
         if (self.folder / GENERATION).is_file():
             shutil.copyfile(self.folder / GENERATION, folder / GENERATION)
+
+
+class MergedWeights:
+    """A publisher of a model with adapters for engines without: publishes the model's tensors, adapters added to them.
+
+    EnginePublisher(MergedWeights(WeightFolder(folder, model.merged()), model), [engine])
+    """
+
+    def __init__(self, weights: PublishedWeights, model: HFModel) -> None:
+        """Publish by `weights`, which was made of `model.merged()`."""
+        self._weights = weights
+        self._model = model
+
+    def __repr__(self) -> str:
+        return f"<MergedWeights of {self._weights!r}>"
+
+    @property
+    def url(self) -> str:
+        """Return the URL for subscribers."""
+        return self._weights.url
+
+    @property
+    def version(self) -> int:
+        """Return the newest version; −1 before the first."""
+        return self._weights.version
+
+    async def publish(self, tensors: Mapping[str, Any], version: int) -> None:  # noqa: ARG002 (the adapters, which the model has)
+        """Make the merged tensors of the model the newest weights.
+
+        Raises:
+            Exception: see the publisher's `publish`.
+        """
+        await self._weights.publish(await anyio.to_thread.run_sync(self._model.merged), version)
 
 
 class HFCache:
@@ -286,6 +327,20 @@ def _check(folder: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[Any]:
+    """Yield transformers, which prints no progress within the body: a run has a view of its own."""
+    transformers = _transformers()
+    logging = transformers.utils.logging
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield transformers
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def _transformers() -> Any:

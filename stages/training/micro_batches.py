@@ -2,7 +2,7 @@
 
 A row is as wide as the longest sequence of its micro-batch. Shorter ones share rows, each with its own positions and
 attending to itself alone, so that little is computed for padding. Long sequences come first, beside others of similar
-length, and each is put into the fullest row with room for it.
+length, and each is put into the fullest row with room for it; rows wider than `PACKED_WIDTH` have one sequence each.
 
 The alignment of logits and tokens is computed here: token t of a sequence is predicted at t − 1, and the first token
 has no prediction. Columns keep only the tokens that train.
@@ -24,6 +24,9 @@ from torch import Tensor
 
 from ..._schemas import Array, InvalidRecord, TrainBatch
 from ..._schemas.columns import count_between
+
+PACKED_WIDTH = 4096
+"""Tokens of the widest row of several sequences: its dense mask takes 16 MB. A row of one sequence needs no mask."""
 
 Rows: TypeAlias = list[list[int]]
 """The sequences in each row."""
@@ -56,7 +59,7 @@ class MicroBatch(NamedTuple):
     tokens: Tensor
     """[R, W] int64, 0 where there is none."""
     positions: Tensor
-    """[R, W] int64, position of each token within its sequence."""
+    """[R, W] int64, position of each token within its sequence; they continue over the padding behind it."""
     sequences: Tensor
     """[R, W] int64, the sequence of each token; −1 where there is none."""
     predicted_at: Tensor
@@ -131,9 +134,10 @@ def _fill(waiting: list[int], lengths: list[int], max_tokens: int | None) -> tup
             rows[row].append(sequence)
             insort(rooms, (room - length, row))
         elif len(rows) < most:
-            insort(rooms, (width - length, len(rows)))
+            if width <= PACKED_WIDTH:
+                insort(rooms, (width - length, len(rows)))
             rows.append([sequence])
-        elif rooms[-1][0] < shortest:
+        elif not rooms or rooms[-1][0] < shortest:
             return rows, left + waiting[index:]
         else:
             left.append(sequence)
@@ -150,9 +154,12 @@ def _laid_out(
     order = np.array(list(chain.from_iterable(rows)))
     width = int(lengths[order[0]])
     many = lengths[order]
-    positions = _ranges(many)
-    taken = np.repeat(sequences.cu_seqlens[order], many) + positions
-    at = np.repeat(_starts(rows, lengths.tolist(), width), many) + positions
+    starts = _starts(rows, lengths.tolist(), width)
+    within = _ranges(many)
+    taken = np.repeat(sequences.cu_seqlens[order], many) + within
+    at = np.repeat(starts, many) + within
+    everywhere = np.arange(len(rows) * width)
+    positions = everywhere - starts[np.searchsorted(starts, everywhere, "right") - 1]
     owner = np.repeat(np.arange(len(order)), many)
     trains = sequences.loss_mask[taken]
 
@@ -166,7 +173,7 @@ def _laid_out(
 
     return MicroBatch(
         tokens=rectangle(sequences.tokens[taken], 0),
-        positions=rectangle(positions, 0),
+        positions=torch.from_numpy(positions).view(len(rows), width).to(device),
         sequences=rectangle(owner, -1),
         predicted_at=torch.from_numpy(at[trains] - 1).to(device),
         targets=column(sequences.tokens).long(),

@@ -51,9 +51,6 @@ from .torch_weights_file import read_weights, write_weights
 OPTIMIZER, STATE = "optimizer.pt", "state.json"
 """The files of a checkpoint besides weights, the model's own, and the tokenizer's."""
 
-REFERENCE = "reference.safetensors"
-"""The file of a checkpoint with the weights of a reference that is updated."""
-
 SCORED_COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_ids", "teacher_logprobs")
 """Columns of a batch that a loss receives, where present."""
 
@@ -322,9 +319,8 @@ class TorchTrainer:
         with (folder / OPTIMIZER).open("wb") as file:  # with a path, torch hides the reason of a failure
             schedule = None if self._schedule is None else self._schedule.state_dict()
             random_states = {"torch": torch.get_rng_state(), "cuda": cuda}
-            torch.save({"optimizer": optimizer, "schedule": schedule, **random_states}, file)
-        if self._reference is not None and self._reference_updates is not None:
-            write_weights(self._reference.state_dict(), folder / REFERENCE)
+            reference = None if self._moving_reference is None else self._moving_reference.state_dict()
+            torch.save({"optimizer": optimizer, "schedule": schedule, "reference": reference, **random_states}, file)
         state = _State(
             step=self._steps,
             committed=CommittedPrompts(committed).state,
@@ -334,6 +330,11 @@ class TorchTrainer:
             tokenizer=self.tokenizer,
         )
         (folder / STATE).write_bytes(msgspec.json.encode(state))
+
+    @property
+    def _moving_reference(self) -> CausalModel | None:
+        """The reference, if checkpoints must contain it."""
+        return None if self._reference_updates is None else self._reference
 
     @property
     def _weights_file(self) -> str:
@@ -378,8 +379,8 @@ class TorchTrainer:
         self._optimizer.load_state_dict(spread_optimizer(tensors["optimizer"], self._parameters))
         if self._schedule is not None:
             self._schedule.load_state_dict(tensors["schedule"])
-        if self._reference is not None and self._reference_updates is not None:
-            self._reference.load_state_dict(read_weights(folder / REFERENCE, device))
+        if self._moving_reference is not None:
+            self._moving_reference.load_state_dict(tensors["reference"])
         for name, stateful in self._state.items():
             stateful.load_state_dict(kept.state[name])
         self._steps = kept.step

@@ -51,6 +51,19 @@ def test_short_sequences_fill_up_the_rows_of_long_ones() -> None:
     assert lay_out([2, 10, 4, 6, 3, 5], 20) == [[[1], [3, 2]], [[5], [4, 0]]]
 
 
+def test_rows_too_wide_for_a_dense_mask_have_one_sequence() -> None:
+    assert lay_out([4000, 2000, 1000], None) == [[[0], [1, 2]]]
+    assert lay_out([5000, 2000, 1000], None) == [[[0], [1], [2]]]
+    assert lay_out([5000, 2000, 1000], 6000) == [[[0]], [[1], [2]]]
+
+
+def test_positions_continue_over_the_padding_so_that_a_row_of_one_sequence_needs_no_mask() -> None:
+    (laid,) = micro_batches(batch(groups=1, completion_lengths=[6, 4], prompt_length=1), {}, None, torch.device("cpu"))
+
+    assert laid.sequences.tolist() == [[0] * 7, [1] * 5 + [-1] * 2]
+    assert laid.positions.tolist() == [[*range(7)]] * 2
+
+
 @pytest.mark.parametrize("budget", [None, 1, 16, 24])
 def test_every_token_is_where_the_model_and_the_loss_look_for_it(budget: int | None) -> None:
     packed = made([3, 9, 1, 4, 2, 2])

@@ -1,0 +1,68 @@
+"""Export: a folder that transformers and vLLM load, from a checkpoint of a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.util.os_errors import explaining_os_errors
+from ..engines.pretrained_tokenizer import copy_tokenizer
+from ..training.checkpoint import WEIGHTS, latest_checkpoint
+from ..training.torch_trainer import OPTIMIZER, STATE
+from ..training.torch_weights_file import write_weights
+from .hf_model import CONFIG, HFModel
+from .lora import ADAPTER_CONFIG
+
+CHECKPOINTS = "checkpoints"
+"""The folder of the checkpoints in that of a run."""
+
+
+def export(source: str | Path, into: str | Path, *, merge: bool = True) -> Path:
+    """Write the model of a checkpoint into the folder `into`, with its tokenizer, and return its path. Blocks.
+
+    Args:
+        source: a checkpoint of an `HFModel`, or the folder of a run, of which the latest is taken.
+        into: a new folder, or an empty one.
+        merge: add adapters to the model's weights; else they stay apart, and need the model's own folder.
+
+    Raises:
+        InvalidConfig: `source` contains no such checkpoint, or `into` contains files.
+        MissingExtra: the checkpoint has adapters, and transformers or peft is not installed.
+        DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written.
+    """
+    checkpoint, target = _checkpoint(Path(source)), Path(into).absolute()
+    if target.exists() and any(target.iterdir()):
+        raise InvalidConfig(f"{target}: expected an empty folder to write the model into, got one with files")
+    with explaining_os_errors("the exported model", target):
+        target.mkdir(parents=True, exist_ok=True)
+        if merge and (checkpoint / ADAPTER_CONFIG).is_file():
+            _write_merged(checkpoint, target)
+        else:
+            _copy(checkpoint, target)
+    return target
+
+
+def _checkpoint(source: Path) -> Path:
+    """Return the checkpoint that `source` is, or the latest in it."""
+    runs = [source, source / CHECKPOINTS]
+    found = next((latest for folder in runs if (latest := latest_checkpoint(folder))), source)
+    if not any((found / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
+        raise InvalidConfig(
+            f"{found}: expected a checkpoint of an HFModel, or the folder of a run with one, got neither {CONFIG} nor "
+            f"{ADAPTER_CONFIG}"
+        )
+    return found
+
+
+def _write_merged(checkpoint: Path, target: Path) -> None:
+    model = HFModel.from_pretrained(checkpoint)
+    write_weights(model.merged(), target / WEIGHTS)
+    model.write_config(target)
+    copy_tokenizer(checkpoint, target)
+
+
+def _copy(checkpoint: Path, target: Path) -> None:
+    for file in checkpoint.iterdir():
+        if file.name not in {OPTIMIZER, STATE}:
+            shutil.copyfile(file, target / file.name)
