@@ -121,6 +121,10 @@ class RewardProcessDied(PenstockError):
     """A process that computes rewards ended by itself; the message has its exit status."""
 
 
+class UnreadableScore(PenstockError, ValueError):
+    """The response of a judge has no number where its `parse` expects one; the message has the response."""
+
+
 class MissingColumn(PenstockError):
     """A reward function takes a column that the data does not have; the message lists the columns that it has."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ._stages.rewards.foreign_functions import trl_reward, verl_reward
+from ._stages.rewards.judge import Judge
 from ._stages.rewards.math_verify import MathVerify
 from ._stages.rewards.reward_functions import RewardComponent, RewardFunction
 from ._stages.rewards.reward_input import RewardInput
 
-__all__ = ["MathVerify", "RewardComponent", "RewardFunction", "RewardInput", "trl_reward", "verl_reward"]
+__all__ = ["Judge", "MathVerify", "RewardComponent", "RewardFunction", "RewardInput", "trl_reward", "verl_reward"]

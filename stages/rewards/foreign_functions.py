@@ -155,7 +155,7 @@ class _VerlFunction:
     def __call__(self, completion: RewardInput) -> Verdict | Awaitable[Verdict]:
         row = completion.row
         arguments = {
-            "data_source": row.get("data_source", ""),
+            "data_source": row.get("data_source", completion.meta.get("data_source", "")),
             "solution_str": completion.text,
             "extra_info": {
                 **(row.get("extra_info") or {}),

@@ -43,6 +43,15 @@ class RewardInput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return prompt
 
     @property
+    def prompt_text(self) -> str:
+        """Return the prompt as text: of a conversation of one message its content, of others a line for each."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        if len(self.prompt) == 1:
+            return str(self.prompt[0]["content"])
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+
+    @property
     def completion(self) -> str | Messages:
         """Return the completion in the form of the prompt: a message for each turn of the policy, or the text."""
         if isinstance(self.prompt, str):
