@@ -77,6 +77,15 @@ def test_an_extra_that_is_not_installed_is_a_note_with_the_command_that_installs
     assert found.remedy == "pip install 'penstock[http]'"
 
 
+def test_a_torch_that_cannot_be_imported_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    (found,) = version_checks.gpu()
+
+    assert found.verdict == "note"
+    assert found.found.startswith("torch cannot be imported: ")
+
+
 def test_the_extras_are_those_of_the_package() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     names = {extra: [re.split(r"[>=\[]", line)[0] for line in lines] for extra, lines in declared.items()}

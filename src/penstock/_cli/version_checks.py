@@ -74,8 +74,13 @@ def gpu() -> list[Finding]:
     """Report the CUDA devices, if torch is installed."""
     if not _version("torch"):
         return []
-    import torch  # noqa: PLC0415 (a second or more)
-
+    try:
+        import torch  # noqa: PLC0415 (a second or more)
+    except (ImportError, OSError) as error:  # a library of the system is absent, or of another version
+        found = f"torch cannot be imported: {error}"
+        return [
+            Finding("GPU", found, "note", "training and sampling torch models will not work", "install torch again")
+        ]
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
         names = [f"{device.name}, {device.total_memory / 2**30:.0f} GiB" for device in devices]
