@@ -55,6 +55,8 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     stop_reason: StopReason = StopReason.STOP
     turn_rewards: Sequence[float] | None = None
     """Reward of each Completion, where known; `reward` is their sum."""
+    scored: bool = True
+    """Whether the environment gave the reward; else it is 0, and a later stage gives one."""
     meta: Mapping[str, Any] = {}
     """Facts about the prompt, for the `meta` of the group, which takes those of its first rollout; values that JSON
     can hold."""
@@ -273,10 +275,13 @@ class _PromptTasks:
         self, prompt: NDArray[np.int32], meta: Mapping[str, Any], _: int, generate: GenerateFn
     ) -> RolloutResult:
         completion = await generate([prompt])
-        if completion is None:
-            return RolloutResult(turns=[prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[], meta=meta)
         return RolloutResult(
-            turns=[prompt, completion], reward=0.0, stop_reason=completion.stop_reason, turn_rewards=[0.0], meta=meta
+            turns=[prompt] if completion is None else [prompt, completion],
+            reward=0.0,
+            stop_reason=StopReason.LENGTH if completion is None else completion.stop_reason,
+            turn_rewards=[] if completion is None else [0.0],
+            scored=False,
+            meta=meta,
         )
 
 

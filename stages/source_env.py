@@ -444,7 +444,8 @@ class _RolloutScheduler:
         metrics = self._context.metrics
         completion_lengths = group.completion_lengths()
         metrics.total("rollout/trajectories", len(group))
-        metrics.mean("rollout/reward", group.rewards)
+        if all(rollout.scored for rollout in rollouts):
+            metrics.mean("rollout/reward", group.rewards)
         metrics.mean("rollout/response_length", completion_lengths)
         metrics.mean("rollout/prompt_length", [len(tokens_of(rollout.turns[0])) for rollout in rollouts])
         metrics.mean("rollout/turns", [sum(isinstance(t, Completion) for t in rollout.turns) for rollout in rollouts])

@@ -83,6 +83,10 @@ class PromptDataset:
         if self.system and self.chat is None:
             raise InvalidConfig("PromptDataset.system: expected none without chat, got text")
 
+    def __repr__(self) -> str:
+        """Return a short text: the source may be a list of any length."""
+        return f"<PromptDataset {self.data_source!r}: {self.split}, column {self.prompt!r}, seed {self.seed}>"
+
     @property
     def data_source(self) -> str:
         """Return the name of the set in the `meta` of its groups."""
@@ -174,7 +178,11 @@ class PromptSet:
         if isinstance(content, str) or (dataset.chat is not None and _are_messages(content)):
             return content
         expected = "text" if dataset.chat is None else "text or a list of messages with role and content"
-        advice = ": messages need chat=ChatFormat(…)" if dataset.chat is None and _are_messages(content) else ""
+        advice = (
+            ": messages need PromptDataset(chat=ChatFormat(…))"
+            if dataset.chat is None and _are_messages(content)
+            else ""
+        )
         raise InvalidData(
             f"{dataset.data_source}: expected {expected} in column {dataset.prompt!r}, got "
             f"{type(content).__name__}{advice}"

@@ -175,7 +175,9 @@ def test_messages_are_used_as_they_are() -> None:
 
 
 def test_messages_without_a_chat_format_are_refused_with_what_to_do() -> None:
-    with pytest.raises(InvalidData, match=r"expected text in column 'prompt', got list: messages need chat=ChatFormat"):
+    with pytest.raises(
+        InvalidData, match=r"expected text in column 'prompt', got list: messages need PromptDataset\(chat="
+    ):
         PromptDataset([{"prompt": [{"role": "user", "content": "2+2="}]}])()
 
 
@@ -267,6 +269,10 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
         PromptDataset(ROWS, **options)
 
 
+def test_a_long_list_is_not_printed() -> None:
+    assert repr(PromptDataset(ROWS, name="sums")) == "<PromptDataset 'sums': train, column 'prompt', seed 0>"
+
+
 # -- in a source ---------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +293,14 @@ async def test_a_group_carries_the_row_of_its_prompt_and_a_score_of_zero() -> No
     assert group.rewards.tolist() == [0, 0]
     assert group.meta["row"] == {"prompt": "3+1=", "answer": 4}
     assert group.meta["task"] == 3
+
+
+async def test_the_score_of_zero_is_in_no_metric() -> None:
+    groups = await sampled(source(PromptDataset(ROWS), groups=1))
+
+    metrics = groups.metrics.emit(0)
+    assert "rollout/reward" not in metrics
+    assert metrics["rollout/trajectories"] == 2
 
 
 async def test_workers_share_the_rows_of_an_epoch() -> None:
