@@ -2,15 +2,16 @@
 
 Ids mean nothing without the tokenizer they were made with, and a run in which two parts have different ones trains on
 noise without ever failing. So the decisive parts are compared: the vocabulary, the special tokens, the end token, the
-chat template. Names and revisions are reported and not compared: one tokenizer may lie in two folders, and two of one
-name may differ. Knows the methods that transformers and tokenizers give theirs, and imports neither.
+chat template, and the ids of a text, because two tokenizers of one vocabulary may split text in different ways. Names
+and revisions are reported and not compared: one tokenizer may lie in two folders, and two of one name may differ.
+Knows the methods that transformers and tokenizers give theirs, and imports neither.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, cycle
 from typing import Any
 
 import msgspec
@@ -35,6 +36,8 @@ class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The token that ends a completion."""
     chat_template_hash: str | None = None
     """SHA-256 of the template that makes a prompt of messages."""
+    text_hash: str | None = None
+    """SHA-256 of the ids of the texts in `PROBES`, and of a text of words of the vocabulary."""
 
     def __str__(self) -> str:
         """Return the identity as text, with shortened hashes."""
@@ -45,7 +48,8 @@ class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.name}{f' at {self.revision}' if self.revision else ''}: "
             f"{self.vocabulary} tokens #{self.vocabulary_hash[:8]}, special tokens {special}, "
             f"end token {'?' if self.eos_id is None else self.eos_id}, "
-            f"chat template {f'#{self.chat_template_hash[:8]}' if self.chat_template_hash else '?'}"
+            f"chat template {f'#{self.chat_template_hash[:8]}' if self.chat_template_hash else '?'}, "
+            f"ids of a text {f'#{self.text_hash[:8]}' if self.text_hash else '?'}"
         )
 
 
@@ -58,7 +62,7 @@ def tokenizer_identity(tokenizer: Any) -> TokenizerIdentity:
     ...     def get_vocab(self):
     ...         return {"0": 0, "1": 1, ".": 2}
     >>> str(tokenizer_identity(Bits()))
-    'Bits: 3 tokens #12dec7e0, special tokens ?, end token 2, chat template ?'
+    'Bits: 3 tokens #12dec7e0, special tokens ?, end token 2, chat template ?, ids of a text ?'
 
     The identity of an identity is itself.
 
@@ -79,7 +83,51 @@ def tokenizer_identity(tokenizer: Any) -> TokenizerIdentity:
         special_tokens=_special_tokens(tokenizer),
         eos_id=getattr(tokenizer, "eos_id", getattr(tokenizer, "eos_token_id", None)),
         chat_template_hash=_hash(template) if template else None,
+        text_hash=_text_hash(tokenizer, vocabulary),
     )
+
+
+PROBES = (
+    "They'll say it's 1,234,567.89 or 20261123;  isn't IT'S?\n\n",
+    "def f(x):\n\treturn x**2 + 3.0e-4  # ok\r\n\n   \n",
+    "   leading,  trailing   ",
+    "Größe naïve Ελληνικά Русский עברית العربية हिन्दी ไทย 中文，日本語。한국어 1２٣",
+    "HTTPServer2x CamelCase snake_case 'quoted' http://a.b/c?d=1&e=%20 #### 12",
+)
+"""Texts at which tokenizers differ: contractions, numbers, spaces, code, scripts."""
+
+WORDS = 256
+"""Number of words of the vocabulary in a text: the merges of a tokenizer that was trained on few words."""
+
+SPACES = {"Ġ": " ", "▁": " ", "Ċ": "\n"}
+"""Spaces and line breaks as they are written in vocabularies."""
+
+
+def _text_hash(tokenizer: Any, vocabulary: Mapping[str, int]) -> str | None:
+    """Return SHA-256 of the ids of probes; None if the tokenizer encodes none of them."""
+    words = sorted(vocabulary)[:: max(1, len(vocabulary) // WORDS)]
+    joined = "".join(word + separator for word, separator in zip(words, cycle(("", " ", "\n", "1", "'", "."))))
+    text = "".join(SPACES.get(letter, letter) for letter in joined)
+    found = [_ids(tokenizer, probe) for probe in (*PROBES, text)]
+    return None if all(ids is None for ids in found) else _hash(found)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int] | None:
+    """Return the ids of `text` without tokens at either end; None if the tokenizer cannot encode it, or cuts it."""
+    if (
+        not hasattr(tokenizer, "encode")
+        or getattr(tokenizer, "truncation", None)
+        or getattr(tokenizer, "padding", None)
+    ):
+        return None
+    try:
+        try:
+            encoded = tokenizer.encode(text, add_special_tokens=False)
+        except TypeError:  # no such option: nothing is added
+            encoded = tokenizer.encode(text)
+        return [int(index) for index in getattr(encoded, "ids", encoded)]
+    except Exception:  # noqa: BLE001 (a tokenizer of few letters raises any error for the others)
+        return None
 
 
 def _special_tokens(tokenizer: Any) -> tuple[tuple[str, int], ...] | None:
@@ -111,6 +159,7 @@ COMPARED = {
     "special_tokens": "special tokens",
     "eos_id": "end token",
     "chat_template_hash": "chat template",
+    "text_hash": "splitting of text",
 }
 
 

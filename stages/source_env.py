@@ -61,8 +61,8 @@ class SourceEnv:
     policy: Policy
     """Samples the completions; `NoOpPolicy()` where the environment returns finished rollouts."""
     tokenizer: Tokenizer | None = None
-    """Between the environment's text and the policy's tokens; by default that of `chat`. An outside environment needs
-    none."""
+    """Between the environment's text and the policy's tokens; by default that of `chat`, or of a data set's. An outside
+    environment needs none."""
     chat: ChatFormat | None = None
     """Makes messages of the environment's text and converts them to tokens, so that prompts, and the tokens between
     turns, are those of the tokenizer's template. Without it text is encoded as it is."""
@@ -131,7 +131,7 @@ class SourceEnv:
 
     @property
     def _tokenizer(self) -> Tokenizer | None:
-        return self.tokenizer if self.tokenizer is not None or self.chat is None else self.chat.tokenizer
+        return next(iter(tokenizer_of(self, self.chat, self.make_env)), None)
 
     def _check_sampling(self) -> None:
         if not self.samplings or not all(isinstance(sampling, SamplingParams) for sampling in self.samplings):

@@ -20,11 +20,11 @@ class Conversation(Protocol):
         """Return facts about the prompt, for the `meta` of the group."""
         ...
 
-    def begin(self, observation: Any) -> NDArray[np.int32]:
+    def begin(self, observation: Any, /) -> NDArray[np.int32]:
         """Return the tokens of the prompt, at least one."""
         ...
 
-    def go_on(self, completion: Completion, observation: Any) -> NDArray[np.int32]:
+    def go_on(self, completion: Completion, observation: Any, /) -> NDArray[np.int32]:
         """Return the tokens between `completion` and the next turn of the policy."""
         ...
 
@@ -54,7 +54,7 @@ class TextConversation:
             raise ValueError(f"expected a prompt of at least one token, got none for {observation!r}")
         return prompt
 
-    def go_on(self, _: Completion | None, observation: Any) -> NDArray[np.int32]:
+    def go_on(self, _: Completion | None, observation: Any, /) -> NDArray[np.int32]:
         """See `Conversation`.
 
         Raises:

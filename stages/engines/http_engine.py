@@ -106,7 +106,7 @@ class HttpEngine:
     def __init__(self, policy: HttpPolicy, client: ServerClient, server: KnownServer) -> None:
         """Make a client; `server` is the kind of server, also if `policy` does not give it."""
         self._policy = policy
-        self._server = server
+        self._server: KnownServer = server
         self._requests = SERVERS[server]
         self._client = client
         self._permits = anyio.Semaphore(policy.concurrency)
