@@ -7,5 +7,15 @@ from ._stages.rewards.judge import Judge
 from ._stages.rewards.math_verify import MathVerify
 from ._stages.rewards.reward_functions import RewardComponent, RewardFunction
 from ._stages.rewards.reward_input import RewardInput
+from ._stages.rewards.reward_model import RewardModel
 
-__all__ = ["Judge", "MathVerify", "RewardComponent", "RewardFunction", "RewardInput", "trl_reward", "verl_reward"]
+__all__ = [
+    "Judge",
+    "MathVerify",
+    "RewardComponent",
+    "RewardFunction",
+    "RewardInput",
+    "RewardModel",
+    "trl_reward",
+    "verl_reward",
+]
