@@ -25,18 +25,22 @@ EPOCHS_KEPT = 2
 def split_rows(count: int, split: Split, evaluation: float) -> NDArray[np.int64]:
     """Return the rows of a split, ascending.
 
+    The rows are cut into stretches of equal length, and from each stretch one row is drawn for evaluation.
+
     Args:
         count: number of rows.
         split: the part to return. The two are disjoint, and have every row together.
-        evaluation: below 1 the share of the rows that are for evaluation: each row is drawn by its place, so that rows
-            which are appended move no other. From 1 on their number, exactly.
+        evaluation: below 1 the share of the rows that are for evaluation: rows that are appended move no other, because
+            the stretches stay. From 1 on their number, exactly.
     """
-    drawn: NDArray[np.uint64] = _bits(count, SPLIT_SEED)
     if evaluation < 1:
-        chosen = drawn < np.uint64(int(evaluation * 2**64))
+        edges = np.ceil(np.arange(int(count * evaluation) + 2) / evaluation).astype(np.int64)
     else:
-        chosen = np.zeros(count, np.bool_)
-        chosen[np.argsort(drawn, kind="stable")[: int(evaluation)]] = True
+        number = min(int(evaluation), count)
+        edges = np.arange(number + 1) * count // max(number, 1)
+    drawn = edges[:-1] + (_random(len(edges) - 1, SPLIT_SEED) * np.diff(edges)).astype(np.int64)
+    chosen = np.zeros(count, np.bool_)
+    chosen[drawn[drawn < count]] = True
     return np.flatnonzero(chosen if split == "evaluation" else ~chosen)
 
 
@@ -59,9 +63,10 @@ class Shuffled:
         return int(self._permutation(epoch)[step])
 
     def _permuted(self, epoch: int) -> NDArray[np.int64]:
-        return np.argsort(_bits(self._count, self._seed, epoch), kind="stable")
+        return np.argsort(_random(self._count, self._seed, epoch), kind="stable")
 
 
-def _bits(count: int, *seed: int) -> NDArray[np.uint64]:
-    """Return [count] random numbers of 64 bits; those of a larger count begin with the same ones."""
-    return np.asarray(PCG64(SeedSequence(seed)).random_raw(count), np.uint64)
+def _random(count: int, *seed: int) -> NDArray[np.float64]:
+    """Return [count] random numbers from 0 to 1, exclusive; those of a larger count begin with the same ones."""
+    bits = np.asarray(PCG64(SeedSequence(seed)).random_raw(count), np.uint64)
+    return (bits >> np.uint64(11)) / 2.0**53

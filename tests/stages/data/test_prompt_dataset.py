@@ -81,7 +81,27 @@ def test_the_splits_are_disjoint_and_have_every_row(evaluation: float) -> None:
 
 
 def test_a_number_of_rows_for_evaluation_is_exact() -> None:
-    assert len(PromptDataset(ROWS, split="evaluation", evaluation=4)()) == 4
+    assert [len(PromptDataset(ROWS, split="evaluation", evaluation=number)()) for number in range(1, 10)] == [
+        *range(1, 10)
+    ]
+
+
+@pytest.mark.parametrize("count", [20, 50, 100, 1000])
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
+def test_a_share_for_evaluation_is_met_in_files_of_any_length(count: int, share: float) -> None:
+    held_out = PromptDataset([{"prompt": "?"}] * count, split="evaluation", evaluation=share)
+
+    assert len(held_out()) == pytest.approx(share * count, abs=1)
+
+
+def test_the_rows_for_evaluation_have_every_kind_of_a_file_whose_kinds_alternate() -> None:
+    rows = [{"prompt": "?", "kind": n % 10} for n in range(2000)]
+    held_out = PromptDataset(rows, split="evaluation", evaluation=0.1)()
+
+    counted = Counter(held_out.row(place)["kind"] for place in range(len(held_out)))
+
+    assert set(counted) == set(range(10))
+    assert all(count == pytest.approx(20, abs=10) for count in counted.values())
 
 
 def test_the_split_is_the_same_for_every_seed() -> None:
