@@ -368,7 +368,7 @@ class _RolloutScheduler:
                 self._drop(ids, "failed", error)
                 return None
             except PromptRejected as error:
-                self._drop(ids, "rejected", error)
+                drop(ids, "rejected", str(error))  # not logged: it is the user's own bound
                 return None
         self._drop(ids, "failed", self._timed_out)
         return None

@@ -14,9 +14,10 @@ import pytest
 import structlog
 from tests.fake_policy import FakePolicy, Letters
 
-from penstock import SourceEnv, TrajectoryGroup, Worker
+from penstock import AdvantageNormalizer, Batcher, SinkTrainer, SourceEnv, TrainBatch, TrajectoryGroup, Worker
+from penstock import source as flow
 from penstock.data import PromptDataset
-from penstock.errors import InvalidConfig, InvalidData
+from penstock.errors import InvalidConfig, InvalidData, InvalidPipeline
 from penstock.testing import Driven, drive_source
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(10)]
@@ -344,6 +345,37 @@ async def test_a_prompt_past_the_bound_ends_as_rejected() -> None:
 
     assert [group.meta["prompt"] for group in groups] == ["short"]
     assert groups.ledger.balance().reasons["rejected"] == {"prompt longer than 5 tokens": 2}
+
+
+async def test_a_synchronous_schedule_goes_on_past_rejected_prompts() -> None:
+    rows = [{"prompt": "much longer" if n % 3 else "short", "id": n} for n in range(12)]
+    dataset = PromptDataset(rows, max_prompt_tokens=5, shuffle=False)
+    batcher = Batcher(max_tokens=64, sequences=4, max_lag=0)
+
+    report = await (
+        flow(source(dataset, groups=12, max_lag=0, step_groups=2))
+        .then(AdvantageNormalizer("none"))
+        .then(batcher)
+        .sink(SinkTrainer(Counting()))
+        .run()
+    )
+
+    assert report.balance.ended["trained"] == 8
+    assert report.balance.reasons["rejected"] == {"prompt longer than 5 tokens": 16}
+
+
+async def test_a_run_whose_prompts_are_all_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock._stages.environments.REJECTED_LIMIT", 30)
+
+    with pytest.raises(
+        InvalidPipeline, match="at most 3 tokens among 30 in a row, got none; the last one has 4: raise"
+    ):
+        await sampled(source(PromptDataset(ROWS, max_prompt_tokens=3), groups=None))
+
+
+class Counting:
+    def step(self, batch: TrainBatch, /) -> dict[str, float]:
+        return {"groups": len(batch.groups)}
 
 
 async def test_a_broken_line_costs_only_its_own_prompt(tmp_path: Path) -> None:
