@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import lru_cache
 from typing import NamedTuple
 
 import anyio
@@ -113,6 +114,7 @@ def _order(each: tuple[str, Trend]) -> tuple[int, str]:
     return _place(each[0]) or 0, each[0]
 
 
+@lru_cache(maxsize=1024)
 def _place(name: str) -> int | None:
     """Return the place of metric `name` in the view; None where it is not shown."""
     for place, shown in enumerate(SHOWN):
