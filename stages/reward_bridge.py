@@ -19,6 +19,7 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
+from .._pipeline.accounting.shared_counters import EndState
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
 from .._pipeline.graph.context import drop
@@ -29,7 +30,7 @@ from .._schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer
 from .group_stack import GroupStack
 from .rewards.configured_functions import configured_functions
-from .rewards.reward_calls import Calls, RewardFailure
+from .rewards.reward_calls import Calls, Outcome, RewardFailure
 from .rewards.reward_functions import RewardComponent
 from .rewards.reward_input import RewardInput
 from .rewards.reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
@@ -148,6 +149,10 @@ class RewardBridge:
             components["length_bounty"] = bounty_of_lengths(np.asarray(lengths, np.int64), bounty)
         return components
 
+    @property
+    def _only_functions(self) -> bool:
+        return not self.config.format_markers and self.config.length_bounty is None
+
     # -- text --------------------------------------------------------------------------------------------------------
 
     @property
@@ -204,7 +209,7 @@ class RewardBridge:
         """Send `group` with its rewards, once the group `before` it has left."""
         turns = await self._turns(group) if self._reads_text else [[] for _ in range(len(group))]
         outcomes = await self._judged(group, turns, calls)
-        keep = _kept(group, outcomes)
+        keep = _kept(group, outcomes, without_value=self._only_functions and "row" in group.meta)
         if keep.all():
             shaped = self._shaped([group], turns, _values(outcomes, keep))
         elif keep.any():
@@ -219,10 +224,10 @@ class RewardBridge:
 
     async def _judged(
         self, group: TrajectoryGroup, turns: Turns, calls: Mapping[str, Calls]
-    ) -> dict[str, list[float | RewardFailure]]:
+    ) -> dict[str, list[Outcome]]:
         """Return the value of each function for each sequence; 0 for right completions, with a fallback."""
         judged = np.flatnonzero(failed(group.rewards.astype(np.float64), self.config)).tolist()
-        outcomes: dict[str, list[float | RewardFailure]] = {each.name: [0.0] * len(group) for each in self.components}
+        outcomes: dict[str, list[Outcome]] = {each.name: [0.0] * len(group) for each in self.components}
 
         async def judge(component: RewardComponent) -> None:
             inputs = [_input(group, s, turns[s] if component.reads_text else []) for s in judged]
@@ -245,28 +250,37 @@ def _input(group: TrajectoryGroup, s: int, turns: Sequence[str]) -> RewardInput:
     )
 
 
-def _kept(group: TrajectoryGroup, outcomes: Mapping[str, Sequence[float | RewardFailure]]) -> NDArray[np.bool_]:
-    """Return [S] true on sequences with a value from every function; drop the others as failed."""
-    lost: dict[str, list[TrajectoryId]] = {}
+def _kept(
+    group: TrajectoryGroup, outcomes: Mapping[str, Sequence[Outcome]], *, without_value: bool
+) -> NDArray[np.bool_]:
+    """Return [S] true on sequences that are sent; drop the others.
+
+    Args:
+        group: of S sequences.
+        outcomes: for each component, [S]. A sequence with a failure ends as failed.
+        without_value: whether a sequence to which no component applies ends as filtered: its prompt has no score.
+    """
+    lost: dict[tuple[EndState, str], list[TrajectoryId]] = {}
     keep = np.ones(len(group), np.bool_)
     for s, id_ in enumerate(group.ids):
-        failure = next(
-            (outcome for values in outcomes.values() if isinstance(outcome := values[s], RewardFailure)), None
-        )
+        of_sequence = [values[s] for values in outcomes.values()]
+        failure = next((outcome for outcome in of_sequence if isinstance(outcome, RewardFailure)), None)
         if failure is not None:
-            keep[s] = False
-            lost.setdefault(failure.reason, []).append(id_)
-    for reason, ids in lost.items():
-        drop(ids, "failed", reason)
+            lost.setdefault(("failed", failure.reason), []).append(id_)
+        elif without_value and all(outcome is None for outcome in of_sequence):
+            lost.setdefault(("filtered", "no reward function applies"), []).append(id_)
+        else:
+            continue
+        keep[s] = False
+    for (state, reason), ids in lost.items():
+        drop(ids, state, reason)
     return keep
 
 
-def _values(
-    outcomes: Mapping[str, Sequence[float | RewardFailure]], keep: NDArray[np.bool_]
-) -> dict[str, NDArray[np.float64]]:
+def _values(outcomes: Mapping[str, Sequence[Outcome]], keep: NDArray[np.bool_]) -> dict[str, NDArray[np.float64]]:
     """Return the values of each function for the sequences in `keep`."""
     places = np.flatnonzero(keep).tolist()
-    return {name: np.array([values[s] for s in places], np.float64) for name, values in outcomes.items()}
+    return {name: np.array([values[s] or 0.0 for s in places], np.float64) for name, values in outcomes.items()}
 
 
 def turns_of(group: TrajectoryGroup, tokenizer: Tokenizer) -> Turns:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 import numpy as np
@@ -27,6 +27,9 @@ from .reward_functions import RewardComponent
 from .reward_input import RewardInput
 
 log = get_logger("penstock.reward")
+
+Outcome: TypeAlias = "float | RewardFailure | None"
+"""The contribution to the reward; None where the function does not apply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Calls:
         self._errors = RepeatedErrors(log, "reward_function_failed")
         self._failed_in_a_row = 0
 
-    async def values(self, inputs: Sequence[RewardInput]) -> list[float | RewardFailure]:
+    async def values(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         """Return the contribution to the reward of each completion of a group, or the result of its failure.
 
         Raises:
@@ -56,7 +59,7 @@ class Calls:
             MissingColumn: the data lacks a column that the function takes.
             Exception: raised by the function, if `on_failure` is "raise".
         """
-        values: list[float | RewardFailure] = [0.0] * len(inputs)
+        values: list[Outcome] = [None] * len(inputs)
 
         async def judge(places: range) -> None:
             for place, value in zip(places, await self._judged([inputs[s] for s in places]), strict=True):
@@ -74,7 +77,7 @@ class Calls:
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
-    async def _judged(self, inputs: Sequence[RewardInput]) -> list[float | RewardFailure]:
+    async def _judged(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         """Return the contributions of completions that are judged in one call."""
         try:
             async with self._permits:
@@ -95,8 +98,8 @@ class Calls:
 
     # -- its values ----------------------------------------------------------------------------------------------------
 
-    def _contribution(self, verdict: Any, judged: RewardInput) -> float | RewardFailure:
-        """Return the contribution to the reward of a verdict, 0 if the function does not apply; observe it."""
+    def _contribution(self, verdict: Any, judged: RewardInput) -> Outcome:
+        """Return the contribution to the reward of a verdict; observe it."""
         try:
             value = _value(verdict)
         except (TypeError, ValueError) as error:
@@ -104,7 +107,7 @@ class Calls:
         self._failed_in_a_row = 0
         if isinstance(verdict, Mapping):
             self._observe_others(verdict)
-        return 0.0 if value is None else self._weighted(value)
+        return None if value is None else self._weighted(value)
 
     def _weighted(self, value: float) -> float:
         current().metrics.mean(f"rewards/{self._component.name}/mean", value)

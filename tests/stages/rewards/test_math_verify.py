@@ -34,7 +34,7 @@ def children() -> list[int]:
     return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
 
 
-async def test_an_answer_counts_in_any_notation_and_unreadable_ones_add_nothing() -> None:
+async def test_an_answer_counts_in_any_notation_and_unreadable_ones_are_left_out() -> None:
     groups = [
         question(r"It is $\frac{1}{2}$.", r"First 7, then \boxed{.5}", "2", "no idea"),
         question("72", "71", answer=72, instance_id="1"),
@@ -44,8 +44,9 @@ async def test_an_answer_counts_in_any_notation_and_unreadable_ones_add_nothing(
 
     out = await drive(bridge(weight=2), groups)
 
-    assert [group.rewards.tolist() for group in out] == [[2, 2, 0, 0], [2, 0], [2], [0]]
+    assert [group.rewards.tolist() for group in out] == [[2, 2, 0, 0], [2, 0], [2]]
     assert out.metrics.emit(0)["rewards/math_verify/mean"] == pytest.approx(4 / 7)
+    assert out.ledger.balance().reasons["filtered"] == {"no reward function applies": 1}
     assert children() == []
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from tests.fake_policy import FakePolicy, Letters
 from tests.stages.answers import Characters, answering
 
-from penstock import RewardBridge, TrajectoryGroup
+from penstock import RewardBridge, SourceEnv, TrajectoryGroup
+from penstock.data import PromptDataset
 from penstock.errors import MissingColumn
 from penstock.rewards import RewardComponent, RewardFunction, RewardInput, trl_reward, verl_reward
-from penstock.testing import drive
+from penstock.testing import drive, drive_source
 
 
 def bridge(*functions: RewardComponent, **config: Any) -> RewardBridge:
@@ -60,10 +62,21 @@ async def test_none_adds_nothing_and_is_not_in_the_metric() -> None:
     def sometimes(completion: RewardInput) -> float | None:
         return None if completion.text == "?" else 3.0
 
-    out = await drive(bridge(RewardFunction(sometimes)), [question("4", "?")])
+    out = await drive(bridge(RewardFunction(sometimes), RewardFunction(length)), [question("4", "?")])
 
-    assert out[0].rewards.tolist() == [3, 0]
+    assert out[0].rewards.tolist() == [4, 1]
     assert out.metrics.emit(0)["rewards/sometimes/mean"] == 3
+
+
+async def test_a_completion_to_which_no_function_applies_ends_as_filtered_if_its_prompt_has_no_score() -> None:
+    def sometimes(completion: RewardInput) -> float | None:
+        return None if completion.text == "?" else 3.0
+
+    scored = answering("?", rewards=[1], instance_id="1")
+    out = await drive(bridge(RewardFunction(sometimes, weight=2)), [question("4", "?"), scored])
+
+    assert [group.rewards.tolist() for group in out] == [[6], [1]]
+    assert out.ledger.balance().reasons["filtered"] == {"no reward function applies": 1}
 
 
 async def test_of_a_mapping_the_score_trains_and_other_numbers_are_metrics() -> None:
@@ -160,9 +173,9 @@ async def test_trls_none_and_nan_add_nothing() -> None:
     def some(completions: list[str], **_: Any) -> list[float | None]:
         return [None, math.nan, 1.0][: len(completions)]
 
-    out = await drive(bridge(trl_reward(some), trl_reward(some, 0.5, "again")), [question("a", "b", "c")])
+    out = await drive(bridge(trl_reward(some, 0.5), RewardFunction(length)), [question("a", "b", "c")])
 
-    assert out[0].rewards.tolist() == [0, 0, 1.5]
+    assert out[0].rewards.tolist() == [1, 1, 1.5]
 
 
 async def test_an_async_function_of_trl_runs_on_the_event_loop() -> None:
@@ -249,6 +262,28 @@ async def test_verls_function_needs_a_ground_truth() -> None:
 
     with pytest.raises(MissingColumn, match="compute_score: expected the data to have a column 'ground_truth'"):
         await drive(bridge(verl_reward(compute_score)), [question("4", row={"question": "2+2?"})])
+
+
+# -- from a data set ---------------------------------------------------------------------------------------------------
+
+
+async def test_every_column_of_a_data_set_reaches_functions_of_trl_and_verl() -> None:
+    def exact(completions: list[str], answer: list[str], level: list[int], **_: Any) -> list[float]:
+        return [hard * float(a == b) for a, b, hard in zip(completions, answer, level, strict=True)]
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+        return float((data_source, solution_str, extra_info["index"]) == ("sums", ground_truth, 7))
+
+    rows = [{"question": "2+2=", "answer": "4", "level": 3, "extra_info": {"index": 7}}]
+    policy = FakePolicy(answer=lambda _: "4")
+    dataset = PromptDataset(rows, prompt="question", name="sums")
+    groups = await drive_source(SourceEnv(dataset, policy, Letters(), group_size=2, groups=1))
+
+    (out,) = await drive(
+        RewardBridge(tokenizer=Letters(), functions=[trl_reward(exact), verl_reward(compute_score)]), groups
+    )
+
+    assert parts(out) == {"score": [0, 0], "exact": [3, 3], "compute_score": [1, 1]}
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
