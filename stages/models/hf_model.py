@@ -100,7 +100,7 @@ class HFModel(nn.Module):
         model = cls(module, path, lora)
         if saved is not None:
             model.load_state_dict(read_weights(saved))
-        return model if device is None else model.to(device)
+        return (model if device is None else model.to(device)).eval()
 
     @classmethod
     def empty(cls, folder: str | Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa") -> Self:
@@ -150,7 +150,8 @@ class HFModel(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,  # noqa: FBT001, FBT002
     ) -> Generator[tuple[str, nn.Module], None, None]:
-        """Yield the modules of the model itself; parameters and buffers are named after them."""
+        """Yield this module, and those of transformers by their own names, from which those of the tensors follow."""
+        yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # one for both overloads

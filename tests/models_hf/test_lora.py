@@ -93,6 +93,19 @@ def test_adapters_learn_an_answer_while_the_model_stays_as_it_was(model_folder: 
     assert all(torch.equal(each, base[name]) for name, each in plain.named_parameters())
 
 
+def test_adapters_are_float32_beside_a_model_in_bfloat16(model_folder: ModelFolder) -> None:
+    model = HFModel.from_pretrained(model_folder("llama"), dtype=torch.bfloat16, lora=LoRA(rank=4))
+    trainer = TorchTrainer(model, optimizer=ADAM, loss=AdvantageWeighted(), autocast=torch.bfloat16)
+    before = probability(model)
+
+    for _ in range(5):
+        trainer.step(answers())
+
+    dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    assert probability(model) > 2 * before
+
+
 def test_without_adapters_the_model_is_the_reference(model_folder: ModelFolder) -> None:
     plain = HFModel.from_pretrained(model_folder("llama"))
     adapted, _ = trained(model_folder("llama"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from anyio import to_thread
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from penstock import TrainBatch, Worker
@@ -21,7 +25,7 @@ from penstock.errors import InvalidConfig
 from penstock.models import HFModel, export
 from penstock.policies import PretrainedTokenizer, SamplingParams
 from penstock.testing import batch
-from penstock.torch import TorchPolicy, TorchTrainer
+from penstock.torch import RankedTrainer, TorchPolicy, TorchTrainer
 from penstock.weights import WeightPublisher
 
 ModelFolder = Callable[[str], Path]
@@ -59,6 +63,25 @@ def test_micro_batches_change_neither_loss_nor_gradient(family: str, model_folde
 
     for name in ("loss", "grad_norm", "entropy"):
         assert [metrics[name] for metrics in found] == pytest.approx([found[0][name]] * 3, rel=1e-4)
+
+
+@pytest.mark.long  # tracing takes 10 s
+def test_a_compiled_model_takes_the_same_steps(model_folder: ModelFolder) -> None:
+    traced = partial(torch.compile, dynamic=True, backend="aot_eager")
+    found = [trained(model_folder("qwen2"), compile=each)[1].step(given()) for each in (None, traced)]
+
+    for name in ("loss", "grad_norm", "entropy"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4)
+
+
+def test_autocast_leaves_parameters_in_float32_and_changes_a_step_little(model_folder: ModelFolder) -> None:
+    model, trainer = trained(model_folder("llama"), autocast=torch.bfloat16, steps=0)
+
+    mixed, exact = trainer.step(given()), trained(model_folder("llama"), steps=0)[1].step(given())
+
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert mixed["entropy"] == pytest.approx(exact["entropy"], rel=1e-2)
+    assert mixed["grad_norm"] == pytest.approx(exact["grad_norm"], rel=5e-2)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -149,6 +172,28 @@ async def test_a_sampler_without_weights_of_its_own_has_views_of_those_published
         assert set(completion.policy_versions.tolist()) == {2}
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Make this process the only one of its process group."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("wrap", [fully_shard, DistributedDataParallel])
+def test_a_model_that_ranks_share_takes_the_same_step(wrap: Any, model_folder: ModelFolder) -> None:
+    alone, trainer = trained(model_folder("qwen2"), steps=0)
+    shared = TorchTrainer(wrap(HFModel.from_pretrained(model_folder("qwen2"))), optimizer=ADAM)
+
+    with RankedTrainer(shared) as ranked:
+        found, expected = ranked.step(given()), trainer.step(given())
+        weights = ranked.weights()
+
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    torch.testing.assert_close(dict(weights), alone.state_dict(), atol=1e-5, rtol=0)
+
+
 class Kernels(TorchFunctionMode):
     """Records the shape of each dense mask that the attention kernel receives, or None for is_causal."""
 
@@ -163,6 +208,7 @@ class Kernels(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 makes a mask for every row")
 def test_a_dense_mask_is_made_for_packed_rows_alone(model_folder: ModelFolder) -> None:
     _, trainer = trained(model_folder("llama"), steps=0)
 
