@@ -31,8 +31,6 @@ from ..graph.statistics import PipelineStatistics, Report
 from ..processes.worker import refuse_while_importing_main
 from ..util.blocking import enter_in_thread
 from ..util.printing import print_line
-from ..view.progress import Progress
-from ..view.snapshot import Watched
 from ..view.watching import View, refuse_unknown_view, watching
 from .outcome import check_outcome, stop_message
 from .run import Run
@@ -196,7 +194,10 @@ class Pipeline:
                     if folder is not None:
                         nodes = await enter_in_thread(stack, with_checkpoints(Path(folder), nodes, context))
                     run = Run(nodes, context)
-                    await stack.enter_async_context(watching(view, self._watched(run, context), context.metrics))
+                    if view is not None:
+                        max_steps = info_of(self.nodes[-1].stage).max_steps
+                        watched = watching(view, context, run.statistics, lambda: self.report, max_steps)
+                        await stack.enter_async_context(watched)
                     self.report = await self._run_once(run, context.ledger, folder, stop)
             finally:
                 self._running = False
@@ -204,10 +205,6 @@ class Pipeline:
                 print_line(stop_message(self.report))
                 raise await stop.error()
         return self.report
-
-    def _watched(self, run: Run, context: Context) -> Watched:
-        progress = Progress(info_of(self.nodes[-1].stage).max_steps)
-        return Watched(progress, context.ledger, run.statistics, lambda: self.report)
 
     async def _run_once(self, run: Run, ledger: Ledger, folder: str | Path | None, stop: StopRequest) -> Report:
         self._run = run

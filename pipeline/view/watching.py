@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 import anyio
 
 from ..._schemas.errors import InvalidConfig
-from ..accounting.telemetry import Metrics, get_logger
+from ..accounting.telemetry import get_logger
+from ..graph.context import Context
+from ..graph.statistics import PipelineStatistics, Report
 from ..util.blocking import in_thread
 from ..util.exception_groups import unwrap_single
 from ..util.printing import print_line
-from .lines import Lines
-from .snapshot import Watched, duration
+
+if TYPE_CHECKING:
+    from .snapshot import Watched
 
 log = get_logger("penstock.view")
 
@@ -55,12 +58,27 @@ def refuse_unknown_view(view: object) -> None:
 
 
 @asynccontextmanager
-async def watching(view: View | None, watched: Watched, metrics: Metrics) -> AsyncIterator[None]:
-    """Show a run within the body, which is the run."""
-    if view is None:
-        yield
-        return
-    display, sink = _display(view, watched), watched.progress.note
+async def watching(
+    view: View,
+    context: Context,
+    statistics: Callable[[], PipelineStatistics],
+    report: Callable[[], Report | None],
+    max_steps: int | None,
+) -> AsyncIterator[None]:
+    """Show a run within the body, which is the run.
+
+    Args:
+        view: how.
+        context: of the run: its ledger, and its metrics.
+        statistics: returns those of the run now.
+        report: returns the report once the run has ended, and None before.
+        max_steps: the step at which the run ends; None where that is not known.
+    """
+    from .progress import Progress  # noqa: PLC0415 (most processes that import penstock show nothing)
+    from .snapshot import Watched  # noqa: PLC0415 (as above)
+
+    watched = Watched(Progress(max_steps), context.ledger, statistics, report)
+    display, sink, metrics = _display(view, watched), watched.progress.note, context.metrics
     metrics.sinks.append(sink)
     try:
         with anyio.move_on_after(OUTPUT_TIMEOUT_S, shield=True), _logging_failures():
@@ -94,9 +112,11 @@ def _logging_failures() -> Iterator[None]:
 
 def _display(view: View, watched: Watched) -> Display:
     if view == "live" or (view == "auto" and _can_move_the_cursor()):
-        from .live import LiveTable  # noqa: PLC0415 (rich takes 50 ms, and most processes show nothing)
+        from .live import LiveTable  # noqa: PLC0415 (as above)
 
         return LiveTable(watched)
+    from .lines import Lines  # noqa: PLC0415 (as above)
+
     return Lines(watched)
 
 
@@ -106,6 +126,8 @@ def _can_move_the_cursor() -> bool:
 
 async def _print_end(watched: Watched) -> None:
     """Print the end of the run; that of a stopped one is printed with the way to resume it."""
+    from .snapshot import duration  # noqa: PLC0415 (as above)
+
     report = watched.report()
     if report is not None and not report.stop_reason.startswith("stopped by"):
         await in_thread(print_line, f"ended: {report.stop_reason}, after {duration(report.seconds)}")
