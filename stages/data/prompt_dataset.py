@@ -189,10 +189,16 @@ class PromptSet:
         )
 
     def _messages(self, content: Any) -> list[Message]:
-        messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        said = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        messages = _without_absent_keys(said)
         if self._dataset.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._dataset.system})
         return messages
+
+
+def _without_absent_keys(messages: Sequence[Message]) -> list[Message]:
+    """Return messages without keys that are None: Arrow gives each message the keys of all, and templates read them."""
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def _are_messages(content: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -47,6 +48,23 @@ def test_dates_and_decimals_become_text(tmp_path: Path, write: Any) -> None:
     read = PromptDataset(write(tmp_path / "dates.parquet", [row]))().row(0)
 
     assert read == {"prompt": "?", "at": "2026-11-23T21:00:00+00:00", "price": "1.50"}
+
+
+class Named:
+    """A chat format that reads which keys a message has."""
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return [len(message) for message in messages]
+
+
+@pytest.mark.parametrize("write", [parquet, folder])
+def test_a_message_has_no_keys_that_only_others_have(tmp_path: Path, write: Any) -> None:
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "?", "name": "Ada"}]
+
+    prompt = PromptDataset(write(tmp_path / "chats.parquet", [{"prompt": messages}]), chat=Named())().prompt(0)
+
+    assert prompt.content == [2, 3]
+    assert prompt.meta["messages"] == messages
 
 
 @pytest.mark.parametrize("write", [parquet, folder])
