@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import anyio
 
@@ -19,6 +19,7 @@ from ..util.exception_groups import unwrap_single
 from ..util.printing import print_line
 
 if TYPE_CHECKING:
+    from .display import Display
     from .snapshot import Watched
 
 log = get_logger("penstock.view")
@@ -29,22 +30,6 @@ View: TypeAlias = Literal["auto", "live", "lines"]
 
 OUTPUT_TIMEOUT_S = 5.0
 """Bound on showing the beginning or the end: a terminal that is stopped by Ctrl-S takes no output."""
-
-
-class Display(Protocol):
-    """Shows a run."""
-
-    async def open(self) -> None:
-        """Begin to show it."""
-        ...
-
-    async def refresh(self) -> None:
-        """Show it until cancelled."""
-        ...
-
-    async def close(self) -> None:
-        """Show it for the last time, and leave the terminal as it was."""
-        ...
 
 
 def refuse_unknown_view(view: object) -> None:
