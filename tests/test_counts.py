@@ -82,13 +82,16 @@ MAKING: dict[str, Callable[..., Any]] = {
     "ServerConfig": PUBLIC.ServerConfig,
     "GroupAssembler": partial(PUBLIC.GroupAssembler, group_size=4, stragglers="drop", deadline_s=4.0),
     "HttpPolicy": partial(PUBLIC.HttpPolicy, url="http://127.0.0.1:1", model="m"),
+    "Judge": partial(PUBLIC.Judge, "http://127.0.0.1:1", "m", "{completion}"),
     "Journal": partial(PUBLIC.Journal, "journal"),
     "JsonlMetrics": partial(PUBLIC.JsonlMetrics, "metrics.jsonl"),
+    "MathVerify": PUBLIC.MathVerify,
     "ReplayingSender": partial(PUBLIC.ReplayingSender, capacity=4, capacity_bytes=4, reconnect_timeout_s=4.0),
     "Limits": PUBLIC.Limits,
     "OutsideServer": partial(PUBLIC.OutsideServer, command=["true"], ready=http_ready("http://127.0.0.1:1")),
     "Packer": PUBLIC.Packer,
     "RewardFunction": partial(PUBLIC.RewardFunction, length),
+    "RewardModel": partial(PUBLIC.RewardModel, "folder"),
     "SinkTrainer": partial(PUBLIC.SinkTrainer, Idle()),
     "SourceChannel": PUBLIC.SourceChannel,
     "SourceEnv": partial(PUBLIC.SourceEnv, environment, NoOpPolicy(), max_lag=4),
@@ -105,6 +108,8 @@ MAKING: dict[str, Callable[..., Any]] = {
     "connect_with_replay": partial(connect_with_replay, "shm:///nowhere"),
     "processes": partial(PUBLIC.processes, count=4),
     "serve": partial(PUBLIC.serve, "shm://", TrajectoryGroup),
+    "trl_reward": partial(PUBLIC.trl_reward, length),
+    "verl_reward": partial(PUBLIC.verl_reward, length),
 }
 """Make each with all required arguments but the number under test."""
 
@@ -115,6 +120,7 @@ RESULTS |= {
     "RemoteSender",
     "Report",
     "ResumePoint",
+    "RewardComponent",
     "RewardInput",
     "RolloutResult",
 }
@@ -128,7 +134,7 @@ BUILDERS = {"batch", "drive_source", "group", "trajectory", "write_checkpoint"}
 RATIOS = {"Aggregated", "CISPO", "Distillation", "GSPO", "ImportanceWeight", "KLReward", "PPOClip"}
 """Classes whose numbers have other bounds, tested elsewhere; a loss makes `Aggregated`."""
 
-NO_COUNTS = {"seed", "eos_id", "clip", "gamma", "gae_lambda", "on_failure"}
+NO_COUNTS = {"seed", "eos_id", "clip", "gamma", "gae_lambda", "on_failure", "weight"}
 """Arguments that are neither counts nor seconds."""
 
 LEAST = {"Journal.capacity_bytes": 65536, "AtroposGateway.checkpoint_interval": -1}

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 from ..._pipeline.errors import InvalidConfig
@@ -58,8 +59,8 @@ class RewardComponent(ABC):
             object.__setattr__(self, "name", self.default_name())
         normalize_counts(self, "concurrency")
         normalize_numbers(self, "reward_timeout_s")
-        if not math.isfinite(self.weight):
-            raise InvalidConfig(f"{self.name}: weight: expected a finite number, got {self.weight}")
+        if isinstance(self.weight, bool) or not isinstance(self.weight, Real) or not math.isfinite(self.weight):
+            raise InvalidConfig(f"{self.name}: weight: expected a finite number, got {self.weight!r}")
         if isinstance(self.on_failure, str):
             known = self.on_failure in {"drop", "raise"}
         else:
