@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..._pipeline.weights.weight_specs import specs_of
 from ..._schemas.numbers import finite_number, normalize_counts
 from .causal_model import CausalModel
 
@@ -75,6 +76,7 @@ class ReferenceUpdates:
         """Update `reference` if an update is due after `step`."""
         if step % self.every:
             return
-        policy_tensors = policy.state_dict()
-        for name, tensor in reference.state_dict().items():
-            tensor.lerp_(policy_tensors[name].to(tensor), self.share)
+        policy_tensors, own = policy.state_dict(), reference.state_dict()
+        for spec in specs_of(own):
+            if not spec.tied:  # else the tensor was updated under its first name
+                own[spec.name].lerp_(policy_tensors[spec.name].to(own[spec.name]), self.share)

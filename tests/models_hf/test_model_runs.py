@@ -25,7 +25,7 @@ from penstock.errors import InvalidConfig
 from penstock.models import HFModel, export
 from penstock.policies import PretrainedTokenizer, SamplingParams
 from penstock.testing import batch
-from penstock.torch import RankedTrainer, TorchPolicy, TorchTrainer
+from penstock.torch import RankedTrainer, ReferenceUpdates, TorchPolicy, TorchTrainer
 from penstock.weights import WeightPublisher
 
 ModelFolder = Callable[[str], Path]
@@ -82,6 +82,17 @@ def test_autocast_leaves_parameters_in_float32_and_changes_a_step_little(model_f
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert mixed["entropy"] == pytest.approx(exact["entropy"], rel=1e-2)
     assert mixed["grad_norm"] == pytest.approx(exact["grad_norm"], rel=5e-2)
+
+
+def test_an_averaged_reference_moves_tied_tensors_once(model_folder: ModelFolder) -> None:
+    reference = HFModel.from_pretrained(model_folder("qwen2"))
+    before = reference.state_dict()["lm_head.weight"].clone()
+    updates = ReferenceUpdates(share=0.5)
+
+    model, _ = trained(model_folder("qwen2"), steps=1, reference=reference, reference_updates=updates)
+
+    middle = (before + model.state_dict()["lm_head.weight"]) / 2
+    torch.testing.assert_close(reference.state_dict()["lm_head.weight"], middle)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -192,6 +203,19 @@ def test_a_model_that_ranks_share_takes_the_same_step(wrap: Any, model_folder: M
 
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     torch.testing.assert_close(dict(weights), alone.state_dict(), atol=1e-5, rtol=0)
+
+
+async def test_a_sampler_in_bfloat16_has_views_of_weights_that_are_published_so(model_folder: ModelFolder) -> None:
+    model, trainer = await to_thread.run_sync(trained, model_folder("llama"))
+    sampler = await to_thread.run_sync(partial(HFModel.empty, model_folder("llama"), dtype=torch.bfloat16))
+
+    async with WeightPublisher(model, cast={"float32": "bfloat16"}) as publisher:
+        await publisher.publish(trainer.weights(), 2)
+        async with TorchPolicy(lambda: sampler, eos_id=0, weights=publisher.url).open(Worker()) as engine:
+            await engine.generate([np.array([5, 6], np.int32)], SamplingParams(max_completion_tokens=2))
+
+        expected = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+        torch.testing.assert_close(sampler.state_dict(), expected, atol=0, rtol=0)
 
 
 class Kernels(TorchFunctionMode):
