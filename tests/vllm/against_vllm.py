@@ -23,7 +23,7 @@ from tests.failsafe import FAILSAFE_S
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from penstock import Worker
+from penstock import StopReason, Worker
 from penstock._stages.engines import http_engine
 from penstock.errors import EngineRefused, ServerFailed
 from penstock.policies import Completion, Engine, HttpPolicy, SamplingParams
@@ -151,6 +151,38 @@ async def test_the_server_is_detected_as_vllm_and_samples_its_model(url: str) ->
     async with opened(url) as engine:
         assert repr(engine).startswith("<HttpEngine vllm at ")
         assert_sampled_by(0, await greedy(engine))
+
+
+async def test_a_stop_string_ends_a_completion_after_the_token_that_completes_it(url: str) -> None:
+    async with opened(url) as engine:
+        whole = await greedy(engine)
+        words = [f"w{token}" for token in whole.tokens]
+        last = next(place for place in range(1, 8) if words[place] not in "".join(words[:place]))
+        stop = (words[last - 1] + words[last],)  # vLLM writes no spaces between the words of this tokenizer
+        (cut,) = await engine.generate([PROMPT], SamplingParams(max_completion_tokens=8, greedy=True, stop=stop))
+
+    assert cut.tokens.tolist() == whole.tokens[: last + 1].tolist()
+    assert cut.stop_reason == StopReason.STOP
+    assert whole.logprobs is not None
+    assert cut.logprobs is not None
+    np.testing.assert_allclose(cut.logprobs, whole.logprobs[: last + 1], atol=1e-5)
+
+
+async def test_truncated_and_penalised_samples_have_the_log_probabilities_of_the_whole_distribution(url: str) -> None:
+    sampling = SamplingParams(max_completion_tokens=4, top_k=3, repetition_penalty=1.3, seed=5)
+
+    async with opened(url) as engine:
+        first, again = [await engine.generate([PROMPT] * 4, sampling) for _ in range(2)]
+
+    for completion in first:
+        tokens: NDArray[np.int32] = np.concatenate([PROMPT, completion.tokens])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(0)(torch.from_numpy(tokens).long()[None]).logits[0], dim=-1)
+        sampled = logprobs[len(PROMPT) - 1 : -1].gather(1, torch.from_numpy(completion.tokens).long()[:, None])
+        assert completion.logprobs is not None
+        np.testing.assert_allclose(completion.logprobs, sampled[:, 0].numpy(), atol=1e-4)
+    assert [completion.tokens.tolist() for completion in first] == [completion.tokens.tolist() for completion in again]
+    assert len({tuple(completion.tokens) for completion in first}) > 1
 
 
 async def test_it_samples_with_updated_weights_and_reports_their_version(url: str, tmp_path: Path) -> None:
