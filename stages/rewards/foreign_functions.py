@@ -107,8 +107,8 @@ class _TrlFunction:
 
 
 def _trl_arguments(inputs: Sequence[RewardInput]) -> dict[str, Any]:
-    columns = {name: [each.row[name] for each in inputs] for name in inputs[0].row}
-    columns.pop("prompt", None)
+    names = inputs[0].row.keys() - {"prompt", "completion"}
+    columns = {name: [each.row[name] for each in inputs] for name in names}
     return columns | {
         "prompts": [each.prompt for each in inputs],
         "completions": [each.completion for each in inputs],

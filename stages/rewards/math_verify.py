@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
@@ -97,7 +97,7 @@ class _Processes:
 
     @asynccontextmanager
     async def borrowed(self) -> AsyncGenerator[_MathProcess]:
-        """Yield a process that nobody else uses; end it if the body raises or is cancelled."""
+        """Yield a process that has no other call; end it if the body raises or is cancelled."""
         while self._idle and self._idle[-1].ended:
             await self._idle.pop().close()
         process = self._idle.pop() if self._idle else await _MathProcess.start()
@@ -172,5 +172,6 @@ class _MathProcess:
         """End the process, and wait for its end."""
         with anyio.CancelScope(shield=True):
             if not self.ended:
-                self._process.kill()
+                with suppress(ProcessLookupError):  # it has ended since
+                    self._process.kill()
             await self._process.aclose()
