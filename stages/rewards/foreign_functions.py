@@ -114,7 +114,7 @@ def _trl_arguments(inputs: Sequence[RewardInput]) -> dict[str, Any]:
         "completions": [each.completion for each in inputs],
         "completion_ids": [each.trajectory.tokens[each.trajectory.prompt_length :].tolist() for each in inputs],
         "trainer_state": SimpleNamespace(
-            global_step=max(int(each.trajectory.policy_versions.max()) for each in inputs)
+            global_step=max(int(each.trajectory.policy_versions.max(initial=0)) for each in inputs)
         ),
     }
 

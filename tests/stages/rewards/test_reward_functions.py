@@ -188,6 +188,18 @@ async def test_an_async_function_of_trl_runs_on_the_event_loop() -> None:
     assert out.rewards.tolist() == [2, 2]
 
 
+async def test_an_empty_completion_is_judged_like_others() -> None:
+    def length_of(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(len(text) + len(ids)) for text, ids in zip(completions, completion_ids, strict=True)]
+
+    empty = TrajectoryGroup.build(
+        env="e", instance_id="0", sequences=[[]], loss_mask=[[]], rewards=[0.0], policy_versions=np.zeros(0, np.int64)
+    )
+    (out,) = await drive(bridge(trl_reward(length_of)), [empty])
+
+    assert out.rewards.tolist() == [0]
+
+
 async def test_what_a_function_of_trl_logs_becomes_metrics() -> None:
     def logging(completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
         log_metric("share", 0.25)
