@@ -90,6 +90,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "Limits": PUBLIC.Limits,
     "OutsideServer": partial(PUBLIC.OutsideServer, command=["true"], ready=http_ready("http://127.0.0.1:1")),
     "Packer": PUBLIC.Packer,
+    "PromptDataset": partial(PUBLIC.PromptDataset, [{"prompt": "?"}]),
     "RewardFunction": partial(PUBLIC.RewardFunction, length),
     "RewardModel": partial(PUBLIC.RewardModel, "folder"),
     "SinkTrainer": partial(PUBLIC.SinkTrainer, Idle()),
@@ -116,6 +117,7 @@ MAKING: dict[str, Callable[..., Any]] = {
 RESULTS = {"Action", "Balance", "ChannelKey", "ChannelStatistics", "EdgeStatistics", "KVCache", "PaddedBatch"}
 RESULTS |= {
     "PipelineStatistics",
+    "Prompt",
     "RemoteReceiver",
     "RemoteSender",
     "Report",

@@ -74,8 +74,10 @@ class PromptDataset:
         normalize_counts(self, "max_prompt_tokens")
         normalize_counts(self, "seed", least=0)
         normalize_numbers(self, "evaluation", zero=True)
-        if self.evaluation > 1:
-            normalize_counts(self, "evaluation")
+        if self.evaluation > 1 and self.evaluation % 1:
+            raise InvalidConfig(
+                f"PromptDataset.evaluation: expected a share below 1 or a whole number of rows, got {self.evaluation}"
+            )
         if self.split not in get_args(Split):
             raise InvalidConfig(f"PromptDataset.split: expected 'train' or 'evaluation', got {self.split!r}")
         if self.split == "evaluation" and not self.evaluation:
