@@ -88,11 +88,14 @@ MAKING: dict[str, Callable[..., Any]] = {
     "MathVerify": PUBLIC.MathVerify,
     "ReplayingSender": partial(PUBLIC.ReplayingSender, capacity=4, capacity_bytes=4, reconnect_timeout_s=4.0),
     "Limits": PUBLIC.Limits,
+    "LoRA": PUBLIC.LoRA,
     "OutsideServer": partial(PUBLIC.OutsideServer, command=["true"], ready=http_ready("http://127.0.0.1:1")),
     "Packer": PUBLIC.Packer,
     "PromptDataset": partial(PUBLIC.PromptDataset, [{"prompt": "?"}]),
+    "ReferenceUpdates": PUBLIC.ReferenceUpdates,
     "RewardFunction": partial(PUBLIC.RewardFunction, length),
     "RewardModel": partial(PUBLIC.RewardModel, "folder"),
+    "SamplingParams": PUBLIC.SamplingParams,
     "SinkTrainer": partial(PUBLIC.SinkTrainer, Idle()),
     "SourceChannel": PUBLIC.SourceChannel,
     "SourceEnv": partial(PUBLIC.SourceEnv, environment, NoOpPolicy(), max_lag=4),
@@ -133,10 +136,11 @@ RESULTS |= {"TrajectoryId", "Worker", "WorkerStatistics"}
 BUILDERS = {"batch", "drive_source", "group", "trajectory", "write_checkpoint"}
 """Of penstock's own tests and trainers; their numbers end in records and names, which have rules of their own."""
 
-RATIOS = {"Aggregated", "CISPO", "Distillation", "GSPO", "ImportanceWeight", "KLReward", "PPOClip"}
-"""Classes whose numbers have other bounds, tested elsewhere; a loss makes `Aggregated`."""
+RATIOS = {"Aggregated", "CISPO", "Distillation", "GSPO", "ImportanceWeight", "KLReward", "PPOClip", "adamw"}
+"""Names whose numbers have other bounds, tested elsewhere; a loss makes `Aggregated`, and torch checks `adamw`."""
 
 NO_COUNTS = {"seed", "eos_id", "clip", "gamma", "gae_lambda", "on_failure", "weight"}
+NO_COUNTS |= {"dropout", "share", "top_p", "min_p"}
 """Arguments that are neither counts nor seconds."""
 
 LEAST = {"Journal.capacity_bytes": 65536, "AtroposGateway.checkpoint_interval": -1}
