@@ -96,7 +96,7 @@ class HFModel(nn.Module):
                 path, dtype=dtype or torch.float32, attn_implementation=attention, local_files_only=True
             )
         if gradient_checkpointing:
-            module.gradient_checkpointing_enable({"use_reentrant": False})
+            _checkpoint_activations(module)
         model = cls(module, path, lora)
         if saved is not None:
             model.load_state_dict(read_weights(saved))
@@ -328,6 +328,13 @@ def _check(folder: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+
+
+def _checkpoint_activations(module: Any) -> None:
+    if hasattr(module, "activation_checkpointing_enable"):  # its name in transformers 5 and later
+        module.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 @contextmanager

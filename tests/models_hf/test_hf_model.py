@@ -84,6 +84,20 @@ def test_left_padded_rows_with_a_cache_have_the_logits_of_transformers(family: s
         torch.testing.assert_close(torch.cat(each), expected, atol=2e-6, rtol=0)
 
 
+@pytest.mark.long  # compiling the kernel takes 20 s
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@torch.inference_mode()
+def test_a_kernel_with_block_masks_computes_the_same_for_packed_rows(family: str, model_folder: ModelFolder) -> None:
+    tokens, positions, attend = packed_rows(SEQUENCES[:1], SEQUENCES[1:])
+
+    dense, blocks = (
+        HFModel.from_pretrained(model_folder(family), attention=attention)(tokens, positions=positions, attend=attend)
+        for attention in ("sdpa", "flex_attention")
+    )
+
+    torch.testing.assert_close(blocks[attend.sequences >= 0], dense[attend.sequences >= 0], atol=5e-6, rtol=0)
+
+
 @torch.inference_mode()
 def test_rows_that_are_passed_as_one_have_the_same_logits(model_folder: ModelFolder) -> None:
     """Kernels for packed sequences take one row; sdpa computes the same for it."""
