@@ -37,6 +37,10 @@ ADAPTERS = "adapter_model.safetensors"
 """The file of adapters, as peft names it."""
 
 
+PACKING_TOLERANCE = 0.02
+"""Difference of logits, as a share of the largest, that rounding in bfloat16 explains."""
+
+
 class HFModel(nn.Module):
     """A `CausalModel` of any causal model of transformers.
 
@@ -83,7 +87,7 @@ class HFModel(nn.Module):
             lora: adapters that train instead of the parameters.
 
         Raises:
-            InvalidConfig: the folder has no model.
+            InvalidConfig: the folder has no model, or one whose packed sequences influence each other.
             MissingExtra: transformers or peft is not installed.
         """
         path, saved = Path(folder).absolute(), None
@@ -100,7 +104,13 @@ class HFModel(nn.Module):
         model = cls(module, path, lora)
         if saved is not None:
             model.load_state_dict(read_weights(saved))
-        return (model if device is None else model.to(device)).eval()
+        model = (model if device is None else model.to(device)).eval()
+        if attention in {
+            "sdpa",
+            "eager",
+        }:  # the others compile their kernel, or need a device that the model may get later
+            _check_packing(model)
+        return model
 
     @classmethod
     def empty(cls, folder: str | Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa") -> Self:
@@ -316,6 +326,19 @@ def _compute_head_in_own_dtype(head: nn.Linear) -> None:
 def _head(head: nn.Linear, hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+
+
+@torch.inference_mode()
+def _check_packing(model: HFModel) -> None:
+    """Check that a sequence has the same logits behind another one; of a recurrent model, for example, it has not."""
+    pair = torch.arange(2, device=next(model.parameters()).device)[None]
+    twice, sequences = pair.repeat(1, 2), pair.repeat_interleave(2, dim=1)
+    first, second = model(twice, positions=twice, attend=Attention.packed(sequences))[0].chunk(2)
+    if (first - second).abs().max() > PACKING_TOLERANCE * first.abs().max():
+        raise InvalidConfig(
+            f"{model.folder}: expected a model in which packed sequences do not see each other, got a "
+            f"{type(model.module).__name__}, whose logits depend on the sequence before: use one with attention alone"
+        )
 
 
 def _check(folder: Path) -> None:

@@ -116,6 +116,22 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
         HFModel.from_pretrained(tmp_path)
 
 
+def test_a_model_whose_packed_sequences_influence_each_other_is_refused(model_folder: ModelFolder) -> None:
+    with pytest.raises(InvalidConfig, match="got a MambaForCausalLM, whose logits depend on the sequence before"):
+        HFModel.from_pretrained(model_folder("mamba"), attention="eager")
+
+
+@torch.inference_mode()
+def test_a_model_without_sdpa_is_packed_by_eager_attention(model_folder: ModelFolder) -> None:
+    model = HFModel.from_pretrained(model_folder("gemma 2"), attention="eager")
+    tokens, positions, attend = packed_rows(SEQUENCES[1:])
+
+    logits = model(tokens, positions=positions, attend=attend)
+
+    expected = logits_of_transformers(model_folder("gemma 2"), SEQUENCES[2])
+    torch.testing.assert_close(logits[0, 6:], expected, atol=2e-6, rtol=0)
+
+
 def test_under_autocast_the_head_computes_in_float32(model_folder: ModelFolder) -> None:
     model = HFModel.from_pretrained(model_folder("qwen2"))
     tokens, positions, attend = packed_rows(SEQUENCES[:1])
