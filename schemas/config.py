@@ -7,11 +7,12 @@ Knows nothing about any stage; a stage brings its own `Config`.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -50,13 +51,38 @@ def load_config(schema: type[C], path: str | Path, *, root: str = "config") -> C
         InvalidConfig: the file is not YAML of plain values in UTF-8, or does not fit `schema`.
         OSError: the file cannot be read.
     """
+    values = load_values(path, root=root)
     try:
-        values = yaml.load(Path(path).read_text("utf-8"), _Loader)  # noqa: S506 (a SafeLoader)
-        return parse_config(schema, {} if values is None else values, root=root)
+        return parse_config(schema, values, root=root)
     except InvalidConfig as error:
         raise InvalidConfig(f"{error} (in {path})") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: not UTF-8, or no date
+
+
+def load_values(path: str | Path, *, root: str = "config") -> dict[str, Any]:
+    """Return the values in a YAML file; none for an empty file. Raises what `load_config` does."""
+    try:
+        values = parse_yaml(Path(path).read_text("utf-8"), root=root)
+    except UnicodeDecodeError as error:
         raise InvalidConfig(f"{root}: expected YAML of plain values in UTF-8, got {error} (in {path})") from None
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{error} (in {path})") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise InvalidConfig(f"{root}: Expected `object`, got `{type(values).__name__}` (in {path})")
+    return values
+
+
+def parse_yaml(text: str, *, root: str = "config") -> Any:
+    """Return the value that a YAML text holds.
+
+    Raises:
+        InvalidConfig: it is not YAML of plain values.
+    """
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: no date
+        raise InvalidConfig(f"{root}: expected YAML of plain values in UTF-8, got {error}") from None
 
 
 def parse_config(schema: type[C], values: Mapping[str, Any], *, root: str = "config") -> C:
@@ -68,12 +94,42 @@ def parse_config(schema: type[C], values: Mapping[str, Any], *, root: str = "con
         root: the beginning of error messages.
 
     Raises:
-        InvalidConfig: the values do not fit `schema`; the message has the path, the expected value and the actual one.
+        InvalidConfig: the values do not fit `schema`; the message has the path, the expected value and the actual one,
+            and for an unknown key the nearest known one.
     """
     try:
         return msgspec.convert(values, schema)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise InvalidConfig(f"{root}: {error}") from None
+        raise InvalidConfig(f"{root}: {error}{_nearest_key(schema, str(error))}") from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the public name in `known` that is nearest to `name`, as the end of an error message; empty if none is."""
+    public = {each.lower(): each for each in known if not each.startswith("_")}
+    close = difflib.get_close_matches(name.lower(), public, n=1)
+    return f"; did you mean {public[close[0]]!r}?" if close else ""
+
+
+_UNKNOWN_KEY = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`( - at `\$(?P<path>[^`]*)`)?$")
+
+
+def _nearest_key(schema: type[Config], message: str) -> str:
+    """Return the nearest key for the unknown one that a message of msgspec names; empty for any other message."""
+    found = _UNKNOWN_KEY.match(message)
+    if found is None:
+        return ""
+    schemas: set[Any] = {schema}
+    for key in re.findall(r"\.(\w+)", found["path"] or ""):
+        schemas = {inner for each in schemas for inner in _schemas_within(get_type_hints(each).get(key))}
+    return nearest(found["key"], sorted({field for each in schemas for field in each.__struct_fields__}))
+
+
+def _schemas_within(annotation: Any) -> Iterator[type[Config]]:
+    """Yield the configurations in a type, such as those of a union or of a tuple."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _schemas_within(inner)
 
 
 def check_url(url: str, field: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..._schemas.config import nearest
 from ..errors import InvalidConfig
 
 
@@ -36,12 +35,6 @@ def import_object(name: str, root: str = "config") -> Any:
             raise InvalidConfig(f"{root}: expected a name in {place}, got {attribute!r}{nearest(part, dir(found))}")
         found = getattr(found, part)
     return found
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the public name in `known` that is nearest to `name`, as the end of an error message; empty if none is."""
-    close = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _imported(place: str, root: str) -> ModuleType:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..._pipeline.errors import MissingColumn
-from ..._pipeline.util.named_objects import nearest
+from ..._schemas.config import nearest
 from .reward_functions import RewardFunction, Verdict, name_of
 from .reward_input import RewardInput
 

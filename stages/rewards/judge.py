@@ -21,8 +21,7 @@ import msgspec
 from ..._pipeline.errors import InvalidConfig, MissingColumn, ProtocolMismatch, UnreadableScore
 from ..._pipeline.graph.context import current
 from ..._pipeline.util.extras import extra
-from ..._pipeline.util.named_objects import nearest
-from ..._schemas.config import check_url
+from ..._schemas.config import check_url, nearest
 from ..._schemas.numbers import normalize_counts
 from ..engines.retry import Backoff, jitter
 from .reward_functions import RewardComponent

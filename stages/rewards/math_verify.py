@@ -22,7 +22,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from ..._pipeline.errors import MissingColumn, RewardProcessDied
 from ..._pipeline.processes.worker_payload import interpreter_command
 from ..._pipeline.util.extras import extra
-from ..._pipeline.util.named_objects import nearest
+from ..._schemas.config import nearest
 from . import math_process
 from .math_process import Reply
 from .reward_functions import RewardComponent

@@ -58,6 +58,20 @@ def test_unknown_keys_and_values_of_another_type_are_rejected(values: Any) -> No
     assert refusal(values).startswith("reward: ")
 
 
+@pytest.mark.parametrize(
+    ("values", "end"),
+    [
+        ({"clib": [0, 1]}, "unknown field `clib`; did you mean 'clip'?"),
+        ({"extra": {"marker": "a", "rewards": 1}}, "`rewards` - at `$.extra`; did you mean 'reward'?"),
+        ({"format_markers": [{"marker": "a", "conted": "once"}]}, "`$.format_markers[0]`; did you mean 'counted'?"),
+        ({"zzz": 1}, "unknown field `zzz`"),
+    ],
+    ids=str,
+)
+def test_an_unknown_key_is_reported_with_the_nearest_known_one(values: Any, end: str) -> None:
+    assert refusal(values).endswith(end)
+
+
 def test_a_whole_number_serves_where_a_float_is_expected() -> None:
     config = parse_config(Reward, {"clip": [0, 1]})
 
