@@ -159,12 +159,12 @@ class PromptSet:
         dataset = self._dataset
         content = self._content(row)
         meta: dict[str, Any] = {"data_source": dataset.data_source, "row": row}
+        if isinstance(content, str):
+            meta["prompt"] = content  # functions get the form of the row, whatever the format makes of it
         if dataset.chat is not None:
             messages = self._messages(content)
-            meta["messages"] = messages
+            meta |= {} if isinstance(content, str) else {"messages": messages}
             content = dataset.chat.prompt(messages)
-        else:
-            meta["prompt"] = content
         return Prompt(content=content, meta=meta, max_tokens=dataset.max_prompt_tokens)
 
     def _content(self, row: Mapping[str, Any]) -> Any:

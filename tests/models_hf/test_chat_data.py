@@ -32,7 +32,10 @@ async def test_rows_of_text_and_of_messages_are_prompted_by_the_template(chat: C
     (group,) = await drive_source(SourceEnv(dataset, FakePolicy(), chat.tokenizer, group_size=1, groups=1))
 
     assert group.tokens[~group.loss_mask].tolist() == chat.prompt([TOLD, ASKED])
-    assert group.meta["messages"] == [TOLD, ASKED]
+    if isinstance(content, str):
+        assert group.meta["prompt"] == content  # the form of the row, which reward functions take
+    else:
+        assert group.meta["messages"] == [TOLD, ASKED]
     assert group.meta["row"] == {"prompt": content, "answer": "yes"}
 
 
