@@ -7,6 +7,6 @@ from ._pipeline.util.extras import extra
 with extra("train", "penstock.models"):
     from ._stages.models.export import export
     from ._stages.models.hf_model import HFModel, MergedWeights
-    from ._stages.models.lora import LoRA
+    from ._stages.models.lora_config import LoRA
 
 __all__ = ["HFModel", "LoRA", "MergedWeights", "export"]

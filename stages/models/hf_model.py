@@ -29,7 +29,8 @@ from ..training.causal_model import CausalModel
 from ..training.checkpoint import WEIGHTS
 from ..training.torch_weights_file import read_weights
 from . import lora as adapters_of
-from .lora import ADAPTER_CONFIG, LoRA
+from .lora import ADAPTER_CONFIG
+from .lora_config import LoRA
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 

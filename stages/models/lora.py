@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..._pipeline.errors import WeightsMismatch
 from ..._pipeline.util.extras import extra
-from ..._schemas.numbers import finite_number, normalize_counts
+from .lora_config import LoRA
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -24,30 +24,6 @@ PREFIX = "base_model.model."
 
 ADAPTER = "default"
 """The name of the adapter within the modules, which peft's files leave out."""
-
-
-class LoRA(msgspec.Struct, frozen=True, kw_only=True):
-    """Low-rank adapters of linear layers: these alone train, are published and are saved; the model itself is frozen.
-
-    Raises:
-        InvalidConfig: `rank` is not a whole number from 1 on.
-        ValueError: `alpha` is not above 0, or `dropout` is not from 0 to below 1.
-    """
-
-    rank: int = 16
-    """Rank of each adapter."""
-    alpha: float = 32
-    """An adapter's output is multiplied by alpha / rank."""
-    dropout: float = 0.0
-    """Share of an adapter's inputs that are set to 0 while training."""
-    targets: str | tuple[str, ...] = "all-linear"
-    """Names of the layers, such as `("q_proj", "v_proj")`; `all-linear` for every linear layer but the head."""
-
-    def __post_init__(self) -> None:
-        normalize_counts(self, "rank")
-        finite_number("alpha", self.alpha)
-        if not 0 <= finite_number("dropout", self.dropout, zero=True) < 1:
-            raise ValueError(f"dropout: expected a share from 0 to below 1, got {self.dropout}")
 
 
 def insert(module: nn.Module, lora: LoRA) -> None:
