@@ -117,7 +117,16 @@ MAKING: dict[str, Callable[..., Any]] = {
 }
 """Make each with all required arguments but the number under test."""
 
-RESULTS = {"Action", "Balance", "ChannelKey", "ChannelStatistics", "EdgeStatistics", "KVCache", "PaddedBatch"}
+RESULTS = {
+    "Summary",
+    "Action",
+    "Balance",
+    "ChannelKey",
+    "ChannelStatistics",
+    "EdgeStatistics",
+    "KVCache",
+    "PaddedBatch",
+}
 RESULTS |= {
     "PipelineStatistics",
     "Prompt",

@@ -11,7 +11,10 @@ import typer
 
 from .._pipeline.errors import PenstockError
 from .doctor import doctor
+from .export import export
 from .gateway import gateway
+from .init import init
+from .run import check, run
 
 commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -21,8 +24,8 @@ def penstock() -> None:
     """Bring trajectories from reinforcement-learning environments to a trainer."""
 
 
-commands.command()(doctor)
-commands.command()(gateway)
+for command in (init, run, check, export, doctor, gateway):
+    commands.command()(command)
 
 
 def main() -> None:

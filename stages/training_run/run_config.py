@@ -1,0 +1,219 @@
+"""RunConfig: the configuration of a training run, from a model in a folder and a file of questions to checkpoints.
+
+    model: {path: ./Qwen2.5-0.5B}
+    data: {path: train.jsonl, prompt: question, evaluation: 200}
+    reward:
+      functions: [{function: reward:accuracy, kind: trl}]
+    algorithm: {advantages: grpo, prompts: 32, steps: 200}
+
+Knows no stage and imports no torch. `training_run` makes the stages.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from ..._schemas.config import Config, check_finite, nearest
+from ..advantages.formulas import Mode
+from ..advantages.presets import Library
+from ..engines.sampling_params import SamplingParams
+from ..models.lora_config import LoRA
+from ..rewards.reward_shaping import RewardConfig
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+FunctionName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[\w.]+:[\w.]+$", description="module:function")]
+
+CLIPPED = ("ppo", "gspo", "cispo")
+"""Losses with bounds on the ratio."""
+
+LOSSES = (*CLIPPED, "reinforce")
+
+ServerKind: TypeAlias = Literal["vllm", "sglang", "openai"]
+
+
+class ModelConfig(Config, frozen=True):
+    """The model that trains."""
+
+    path: Text
+    """Folder as transformers saves it, with the tokenizer beside the weights."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: the model computes in it where that is safe; parameters, loss and optimizer stay float32."""
+    attention: Text = "sdpa"
+    """Kernel of the attention, by transformers' name."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, more computation."""
+    compile: bool = False
+    """Compile the model for training with torch.compile."""
+    lora: LoRA | None = None
+    """Adapters; null trains all parameters."""
+
+
+class DataSetConfig(Config, frozen=True):
+    """One of several sets of prompts."""
+
+    path: Text
+    weight: Positive = 1.0
+    """Share of its prompts, relative to the other sets."""
+    prompt: Text = "prompt"
+    """Column of the prompt: text, or a list of messages."""
+    name: str = ""
+    """Its name in metrics; by default that of the file."""
+
+
+class DataConfig(Config, frozen=True):
+    """The prompts. Every column of a row reaches the reward functions."""
+
+    path: str = ""
+    """JSONL or Parquet file, or a folder of `datasets`; left out where there are `sets`."""
+    prompt: Text = "prompt"
+    """Column of the prompt: text, or a list of messages."""
+    sets: tuple[DataSetConfig, ...] = ()
+    """Several sets, mixed by weight."""
+    chat: bool = True
+    """Make the prompt with the chat template of the tokenizer; false passes text to the model as it is."""
+    system: str = ""
+    """Text of the message of the system."""
+    evaluation: Natural | NotNegative = 0
+    """Rows that are kept apart and evaluated before and after training: below 1 their share, from 1 on their number."""
+    max_prompt_tokens: Count = 512
+    """Longer prompts are not sampled, and counted as rejected."""
+
+    def __post_init__(self) -> None:
+        """Check that there is one source of rows."""
+        if bool(self.path) == bool(self.sets):
+            raise ValueError(f"path: expected either it or sets, got path {self.path!r} and {len(self.sets)} sets")
+
+
+class OptimizerConfig(Config, frozen=True):
+    """AdamW and its schedule."""
+
+    lr: Positive = 1e-6
+    schedule: Text = "constant_with_warmup"
+    """By transformers' name: linear, cosine, constant, …"""
+    warmup_steps: Natural = 0
+    weight_decay: NotNegative = 0.0
+    """Decay of matrices; norms and biases do not decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: Positive | None = 1.0
+    micro_batch_tokens: Count | None = 16_384
+    """Tokens that the model computes at once, padding included; null for the whole batch."""
+
+
+class ReferenceConfig(Config, frozen=True):
+    """The reference of the KL term."""
+
+    every: Count = 1
+    """Steps between two updates of the reference."""
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """reference ← share · policy + (1 − share) · reference; 0 keeps the reference, 1 makes it the policy."""
+
+
+class AlgorithmConfig(Config, frozen=True):
+    """The algorithm: advantages, loss and batches."""
+
+    advantages: Mode = "grpo"
+    """Mode of the AdvantageNormalizer."""
+    preset: Library | None = None
+    """Library whose advantages are computed where they differ."""
+    loss: Text = "ppo"
+    """ppo, gspo, cispo or reinforce; or a function `module:function` that returns a loss of `penstock.losses`."""
+    clip: tuple[NotNegative, NotNegative] | None = None
+    """Bounds of the ratio below and above 1; null for those of the loss."""
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    kl: NotNegative = 0.0
+    """Weight of the KL term against the reference, which is the model before training; 0 for none."""
+    reference: ReferenceConfig = ReferenceConfig()
+    entropy: NotNegative = 0.0
+    """Weight of an entropy bonus."""
+    group_size: Annotated[int, msgspec.Meta(ge=2)] = 8
+    """Completions of a prompt."""
+    prompts: Count = 32
+    """Prompts in a step."""
+    steps: Count = 100
+    """Optimizer steps of the run."""
+    updates: Count = 1
+    """Optimizer updates in a step, each on the whole batch."""
+    max_lag: Natural = 1
+    """Steps that the weights which sample may be behind; 0 makes a run repeatable."""
+    drop_zero_variance: bool = False
+    """Leave out prompts whose completions all have the same reward; others are sampled in their place."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    def __post_init__(self) -> None:
+        """Check the values that depend on each other."""
+        check_finite(kl=self.kl, entropy=self.entropy)
+        if self.loss not in LOSSES and ":" not in self.loss:
+            known = f"{', '.join(LOSSES)} or module:function"
+            raise ValueError(f"loss: expected {known}, got {self.loss!r}{nearest(self.loss, LOSSES)}")
+        if self.clip is not None and self.loss not in CLIPPED:
+            raise ValueError(f"clip: expected with loss ppo, gspo or cispo, got loss {self.loss}")
+
+
+class ServerConfig(Config, frozen=True):
+    """The inference server of an engine that is not `torch`."""
+
+    url: Text
+    """URL without a path."""
+    model: str = ""
+    """The model's name at the server; by default `model.path`."""
+    weights: str = ""
+    """Folder for new weights, which the server can read; by default in the folder of the run."""
+
+
+class PlacementConfig(Config, frozen=True):
+    """Processes and devices."""
+
+    samplers: Count = 1
+    """Processes that sample."""
+    device: str = ""
+    """Device that trains, `cuda:0`; by default the first GPU, and the processor where there is none."""
+    sampler_device: str = ""
+    """Device of the torch engine; by default that of training."""
+
+
+class RunConfig(Config, frozen=True):
+    """A training run."""
+
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    sampling: SamplingParams = SamplingParams()
+    engine: Literal["torch"] | ServerKind = "torch"
+    """torch samples in processes of this run; the others are inference servers, see `server`."""
+    server: ServerConfig | None = None
+    placement: PlacementConfig = PlacementConfig()
+    folder: Text = "run"
+    """Folder of checkpoints, metrics and summary. A run whose folder holds a checkpoint is continued."""
+    checkpoint_every: Count = 50
+    """Steps between checkpoints; one is also written at the end."""
+    keep_checkpoints: Count = 2
+    """Checkpoints that are kept."""
+    seed: Natural = 0
+    """Seed of prompts, sampling and new parameters."""
+    prepare: FunctionName | None = None
+    """Function that is called with this configuration first, for example to make the model or the data."""
+
+    def __post_init__(self) -> None:
+        """Check the values that depend on each other."""
+        if (self.engine == "torch") != (self.server is None):
+            given = "none" if self.server is None else self.server.url
+            wanted = "no server" if self.engine == "torch" else "server: {url: http://host:port}"
+            raise ValueError(f"engine: expected {wanted} with engine {self.engine}, got {given}")
+        if self.algorithm.prompts % self.placement.samplers:
+            raise ValueError(
+                f"placement: expected samplers that divide the {self.algorithm.prompts} prompts of a step, got "
+                f"{self.placement.samplers}"
+            )
+
+    @property
+    def run_folder(self) -> Path:
+        """Return the folder of the run."""
+        return Path(self.folder)

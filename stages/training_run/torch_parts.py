@@ -1,0 +1,281 @@
+"""The stages and the trainer that a RunConfig stands for: the same objects that a script would make."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+
+from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.graph.placement import processes
+from ..._pipeline.runtime.flow import Pipeline, source
+from ..._pipeline.util.extras import extra
+from ..._pipeline.util.named_objects import import_object
+from ..advantage_normalizer import AdvantageNormalizer
+from ..batcher import Batcher
+from ..chat.chat_format import ChatFormat
+from ..data.mixture import Mixture
+from ..data.prompt_dataset import PromptDataset
+from ..data.prompt_order import Split
+from ..engines.http_policy import HttpPolicy
+from ..engines.policies import Policy
+from ..engines.pretrained_tokenizer import PretrainedTokenizer
+from ..engines.sampling_params import SamplingParams
+from ..engines.torch_policy import TorchPolicy
+from ..losses.entropy import Entropy
+from ..losses.kl import KL
+from ..losses.policy import CISPO, GSPO, AdvantageWeighted, PPOClip
+from ..losses.terms import Aggregated, Loss, LossTerm, Term
+from ..models.hf_model import HFModel
+from ..reward_bridge import RewardBridge
+from ..sink_trainer import SinkTrainer, Trainer, WeightSink
+from ..source_env import SourceEnv
+from ..training.causal_model import CausalModel
+from ..training.optimizers import ReferenceUpdates, adamw
+from ..training.torch_trainer import TorchTrainer
+from .run_config import AlgorithmConfig, RunConfig
+
+CONCURRENCY = 256
+"""Rollouts at once in a sampling process, or more where a step without lag needs them."""
+
+
+class RunParts:
+    """The parts of a configured run. Making it reads the tokenizer, and no weights and no rows.
+
+    Raises:
+        InvalidConfig: the folder of the model has no tokenizer, or a named object does not exist.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.tokenizer = PretrainedTokenizer(config.model.path)
+        """The one tokenizer of data, policy, reward and trainer."""
+        self.chat = ChatFormat(self.tokenizer) if config.data.chat else None
+        self.rewards = RewardBridge(config.reward, self.tokenizer)
+        self.loss = loss_of(config.algorithm)
+
+    # -- data and sampling ---------------------------------------------------------------------------------------------
+
+    def prompts(self) -> PromptDataset | Mixture:
+        """Return the prompts that train."""
+        datasets = self._datasets("train")
+        weights = [each.weight for each in self.config.data.sets]
+        return Mixture(datasets, weights) if weights else datasets[0]
+
+    def kept_apart(self) -> list[PromptDataset]:
+        """Return the prompts for evaluation, set by set, in the order of the rows."""
+        return self._datasets("evaluation") if self.config.data.evaluation else []
+
+    def _datasets(self, split: Split) -> list[PromptDataset]:
+        data = self.config.data
+        if not data.sets:
+            return [self._dataset(split, data.path, data.prompt, "")]
+        return [self._dataset(split, each.path, each.prompt, each.name) for each in data.sets]
+
+    def _dataset(self, split: Split, path: str, prompt: str, name: str) -> PromptDataset:
+        data = self.config.data
+        return PromptDataset(
+            path,
+            prompt=prompt,
+            split=split,
+            evaluation=data.evaluation,
+            seed=self.config.seed,
+            shuffle=split == "train",
+            chat=self.chat,
+            system=data.system,
+            max_prompt_tokens=data.max_prompt_tokens,
+            name=name,
+        )
+
+    def source(self, policy: Policy) -> SourceEnv:
+        """Return the source of groups for training."""
+        config, algorithm = self.config, self.config.algorithm
+        per_sampler = algorithm.prompts // config.placement.samplers * algorithm.group_size
+        return SourceEnv(
+            self.prompts(),
+            policy,
+            self.tokenizer,
+            group_size=algorithm.group_size,
+            max_length=self._max_length,
+            sampling=config.sampling,
+            concurrency=max(CONCURRENCY, per_sampler),
+            max_lag=algorithm.max_lag,
+            step_groups=None if algorithm.drop_zero_variance else algorithm.prompts,
+            seed=config.seed,
+        )
+
+    def evaluation(self, policy: Policy, prompts: PromptDataset) -> SourceEnv:
+        """Return the source of one greedy completion for each of `prompts`. Opens their file."""
+        sampling = SamplingParams(
+            max_completion_tokens=self.config.sampling.max_completion_tokens,
+            stop=self.config.sampling.stop,
+            greedy=True,
+        )
+        return SourceEnv(
+            prompts,
+            policy,
+            self.tokenizer,
+            group_size=1,
+            groups=len(prompts()),
+            sampling=sampling,
+            concurrency=CONCURRENCY,
+        )
+
+    @property
+    def _max_length(self) -> int:
+        return self.config.data.max_prompt_tokens + self.config.sampling.max_completion_tokens
+
+    def policy(self, weights: str | None) -> Policy:
+        """Return the policy, which samples with the weights published at `weights`, or updated by the trainer."""
+        config, server = self.config, self.config.server
+        if server is not None:
+            return HttpPolicy(
+                url=server.url,
+                model=server.model or config.model.path,
+                server=config.engine if config.engine != "torch" else "auto",
+                concurrency=CONCURRENCY,
+                versions="engine" if config.engine == "openai" else "server",
+                tokenizer=self.tokenizer,
+            )
+        threads = max(1, (os.cpu_count() or 1) // config.placement.samplers)
+        return TorchPolicy(
+            partial(_sampled_model, config, threads),
+            eos_id=self.tokenizer.eos_id,
+            weights=weights,
+            seed=config.seed,
+            max_rows=CONCURRENCY,
+            tokenizer=self.tokenizer if config.sampling.stop else None,
+        )
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def model(self) -> HFModel:
+        """Return the model with its weights, on the device that trains."""
+        model = self.config.model
+        return HFModel.from_pretrained(
+            model.path,
+            attention=model.attention,
+            gradient_checkpointing=model.gradient_checkpointing,
+            device=device_of(self.config),
+            lora=model.lora,
+        )
+
+    def empty_model(self) -> HFModel:
+        """Return the model without weights and adapters, to look at."""
+        return HFModel.empty(self.config.model.path, attention=self.config.model.attention)
+
+    def reference(self, model: HFModel) -> CausalModel | None:
+        """Return the reference of the KL term, with its weights; None where the loss has none."""
+        if not self.config.algorithm.kl:
+            return None
+        if self.config.model.lora is not None:
+            return model.reference()
+        path, attention = self.config.model.path, self.config.model.attention
+        return HFModel.from_pretrained(path, attention=attention, device=device_of(self.config))
+
+    def trainer(self, model: HFModel, reference: CausalModel | None) -> TorchTrainer:
+        """Return the trainer of `model`."""
+        config, algorithm, optimizer = self.config, self.config.algorithm, self.config.algorithm.optimizer
+        with extra("train", "a training run"):
+            from transformers import get_scheduler  # noqa: PLC0415 (describing a run does not need it)
+        share = algorithm.reference.share
+        return TorchTrainer(
+            model,
+            optimizer=partial(adamw, lr=optimizer.lr, weight_decay=optimizer.weight_decay, betas=optimizer.betas),
+            schedule=partial(
+                get_scheduler,
+                optimizer.schedule,
+                num_warmup_steps=optimizer.warmup_steps,
+                num_training_steps=algorithm.steps,
+            ),
+            loss=self.loss,
+            max_grad_norm=optimizer.max_grad_norm,
+            micro_batch_tokens=optimizer.micro_batch_tokens,
+            temperature=config.sampling.temperature,
+            updates=algorithm.updates,
+            reference=reference,
+            reference_updates=ReferenceUpdates(algorithm.reference.every, share)
+            if reference is not None and share
+            else None,
+            autocast=torch.bfloat16 if config.model.precision == "bfloat16" else None,
+            compile=partial(torch.compile, dynamic=True) if config.model.compile else None,
+            tokenizer=self.tokenizer,
+        )
+
+    # -- the pipeline --------------------------------------------------------------------------------------------------
+
+    def pipeline(self, policy: Policy, trainer: Trainer, publisher: WeightSink | None) -> Pipeline:
+        """Return the pipeline of the run."""
+        config, algorithm = self.config, self.config.algorithm
+        sequences = algorithm.prompts * algorithm.group_size
+        gathered = (
+            algorithm.prompts if algorithm.advantages in {"batch", "reinforce++", "reinforce++-baseline"} else None
+        )
+        batcher = Batcher(
+            max_tokens=sequences * self._max_length,
+            max_lag=None if algorithm.max_lag == 0 else algorithm.max_lag + 1,
+            drop_zero_variance=algorithm.drop_zero_variance,
+            sequences=sequences,
+        )
+        sink = SinkTrainer(
+            trainer,
+            publisher,
+            max_steps=algorithm.steps,
+            checkpoint_every=config.checkpoint_every,
+            keep_checkpoints=config.keep_checkpoints,
+        )
+        return (
+            source(self.source(policy), on=processes(config.placement.samplers))
+            .then(self.rewards)
+            .then(AdvantageNormalizer(algorithm.advantages, batch_groups=gathered, preset=algorithm.preset))
+            .then(batcher)
+            .sink(sink)
+        )
+
+
+def loss_of(algorithm: AlgorithmConfig) -> Loss:
+    """Return the loss.
+
+    Raises:
+        InvalidConfig: it names a function that does not exist, or returns no loss.
+        ValueError: bounds out of range.
+    """
+    if ":" in algorithm.loss:
+        loss: Loss = import_object(algorithm.loss, "config: algorithm.loss")()
+        if not isinstance(loss, LossTerm | Aggregated):
+            raise InvalidConfig(
+                f"config: expected algorithm.loss to return a loss of penstock.losses, got {type(loss).__name__}"
+            )
+        return loss
+    term: LossTerm = _policy_term(algorithm)
+    if algorithm.kl:
+        term = term + algorithm.kl * KL("k3")
+    if algorithm.entropy:
+        term = term - algorithm.entropy * Entropy()
+    return term.aggregated(algorithm.aggregation)
+
+
+def _policy_term(algorithm: AlgorithmConfig) -> Term:
+    low, high = algorithm.clip or (None, None)
+    if algorithm.loss == "reinforce":
+        return AdvantageWeighted()
+    if algorithm.loss == "cispo":
+        return CISPO() if low is None or high is None else CISPO(1 - low, 1 + high)
+    term = PPOClip if algorithm.loss == "ppo" else GSPO
+    return term() if low is None or high is None else term(low, high)
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """Return the device that trains."""
+    return torch.device(config.placement.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+
+
+def _sampled_model(config: RunConfig, threads: int) -> HFModel:
+    """Make the model that samples, in its process: without weights, which are published, or with adapters alone."""
+    torch.set_num_threads(threads)
+    path, attention, lora = config.model.path, config.model.attention, config.model.lora
+    device = config.placement.sampler_device or device_of(config)
+    if lora is None and str(device) == "cpu":
+        return HFModel.empty(path, attention=attention)
+    return HFModel.from_pretrained(path, attention=attention, device=device, lora=lora)

@@ -1,0 +1,234 @@
+"""`train`: the run that a configuration describes, in a folder, with an evaluation before and after.
+
+    <folder>/checkpoints/   written by the trainer; the last one loads with transformers and vLLM
+    <folder>/config.json    the configuration, with every default
+    <folder>/metrics.jsonl  a line for each step
+    <folder>/summary.json   accuracy before and after, seconds, the ledger
+
+A run whose folder holds a checkpoint goes on from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+
+from ..._pipeline.channels.channel import ReceiveChannel
+from ..._pipeline.graph.context import Worker, current
+from ..._pipeline.graph.statistics import Report
+from ..._pipeline.runtime.flow import source
+from ..._pipeline.util.extras import extra
+from ..._pipeline.util.named_objects import import_object
+from ..._pipeline.util.os_errors import explaining_os_errors
+from ..._pipeline.view.watching import View
+from ..._schemas import TrajectoryGroup
+from ..engines.engine_publisher import EnginePublisher
+from ..engines.policies import Policy
+from ..rewards.reward_shaping import RIGHT_FROM
+from ..sink_trainer import WeightSink
+from .run_config import RunConfig
+
+if TYPE_CHECKING:
+    from ..models.hf_model import HFModel
+    from .torch_parts import RunParts
+
+CONFIG, SUMMARY = "config.json", "summary.json"
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a run, as in summary.json."""
+
+    accuracy_before: float | None = None
+    """Share of the prompts kept apart whose greedy completion has at least the full reward, before training; None
+    where none are kept apart."""
+    accuracy_after: float | None = None
+    """The same after training; None where the run was stopped."""
+    reward_before: float | None = None
+    """Mean reward of these completions before training."""
+    reward_after: float | None = None
+    seconds: float = 0.0
+    """Duration, evaluations and all earlier parts of a continued run included."""
+    seed: int = 0
+    steps: int = 0
+    """Optimizer steps, those of earlier parts included."""
+    stop_reason: str = ""
+    checkpoint: str = ""
+    """The last checkpoint."""
+    ledger: dict[str, Any] = {}
+    """{admitted, in_flight, ended: {state: count}} of the last part of the run."""
+
+    def __str__(self) -> str:
+        """Return the summary in a few lines."""
+        lines = [f"{self.steps} steps in {self.seconds:.0f} s: {self.stop_reason}"]
+        if self.accuracy_before is not None and self.accuracy_after is not None:
+            lines.append(
+                f"accuracy of prompts kept apart: {self.accuracy_before:.1%} before, {self.accuracy_after:.1%} after"
+            )
+        if self.checkpoint:
+            lines.append(f"model: {self.checkpoint}")
+        return "\n".join(lines)
+
+
+class _Rewards:
+    """A sink that keeps the rewards."""
+
+    def __init__(self) -> None:
+        self.rewards: list[float] = []
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        ledger = current().ledger
+        async for group in inbox:
+            self.rewards += group.rewards.tolist()
+            ledger.end(group, "trained")
+
+
+async def train(config: RunConfig, *, view: View | None = None) -> Summary:
+    """Train as configured, or continue the run in `config.folder`; return its summary.
+
+    Args:
+        config: see `load_run_config`.
+        view: see `Pipeline.run`.
+
+    Raises:
+        InvalidConfig: a value does not fit the model, the data or the machine.
+        MissingExtra: the extra `train` is not installed.
+        PenstockError: see `Pipeline.run`.
+    """
+    began = time.monotonic()
+    if config.prepare is not None:
+        await anyio.to_thread.run_sync(import_object(config.prepare, "config: prepare"), config)
+    parts = await anyio.to_thread.run_sync(parts_of, config)
+    folder = config.run_folder
+    earlier = await anyio.to_thread.run_sync(_begun, config)
+    summary = earlier
+    model = await anyio.to_thread.run_sync(parts.model)
+    trainer = parts.trainer(model, await anyio.to_thread.run_sync(parts.reference, model))
+    async with _published(parts, model) as (policy, publisher):
+        if not earlier.steps and config.data.evaluation:
+            await publisher.publish(trainer.weights(), trainer.steps)
+            accuracy, reward = await _evaluated(parts, policy)
+            summary = msgspec.structs.replace(summary, accuracy_before=accuracy, reward_before=reward)
+        pipeline = parts.pipeline(policy, trainer, publisher)
+        try:
+            await pipeline.run(folder=folder, view=view)
+        finally:
+            if pipeline.report is not None:
+                seconds = earlier.seconds + time.monotonic() - began
+                summary = _after(summary, config, pipeline.report, trainer.steps, seconds)
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(_write, folder / SUMMARY, summary)
+        if config.data.evaluation:
+            accuracy, reward = await _evaluated(parts, policy)
+            seconds = earlier.seconds + time.monotonic() - began
+            summary = msgspec.structs.replace(
+                summary, accuracy_after=accuracy, reward_after=reward, seconds=round(seconds, 2)
+            )
+            await anyio.to_thread.run_sync(_write, folder / SUMMARY, summary)
+    return summary
+
+
+def describe_run(config: RunConfig) -> str:
+    """Build all parts of a run but the weights; return its pipeline, its model and its first prompt as text. Blocks.
+
+    Raises: see `train`.
+    """
+    if config.prepare is not None:
+        prepare = import_object(config.prepare, "config: prepare")
+        if not Path(config.model.path).exists():
+            return f"{config.model.path} does not exist yet: {prepare.__module__}:{prepare.__name__} makes it in a run"
+    parts = parts_of(config)
+    model = parts.empty_model()
+    pipeline = parts.pipeline(parts.policy(None), parts.trainer(model, reference=None), None)
+    pipeline.check()
+    prompt = parts.prompts()().prompt(0)
+    content = prompt.content
+    tokens = parts.tokenizer.encode(content) if isinstance(content, str) else list(content)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{pipeline.describe()}\n\nmodel: {config.model.path}, {parameters:,} parameters\n\n"
+        f"first prompt, {len(tokens)} tokens:\n{parts.tokenizer.decode(tokens)}"
+    )
+
+
+def parts_of(config: RunConfig) -> RunParts:
+    """Seed the generators, and return the parts of a run.
+
+    Raises:
+        MissingExtra: the extra `train` is not installed.
+    """
+    with extra("train", "a training run"):
+        import torch  # noqa: PLC0415 (describing a run does not need it)
+
+        from .torch_parts import RunParts  # noqa: PLC0415
+    torch.manual_seed(config.seed)
+    return RunParts(config)
+
+
+@asynccontextmanager
+async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Policy, WeightSink]]:
+    """Yield the policy, and the publisher of its weights."""
+    config = parts.config
+    async with AsyncExitStack() as stack:
+        if config.server is None:
+            from ..._pipeline.weights.weight_publisher import WeightPublisher  # noqa: PLC0415 (needs torch)
+
+            publisher = await stack.enter_async_context(WeightPublisher(model))
+            yield parts.policy(publisher.url), publisher
+            return
+        from ..engines.torch_weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)
+        from ..models.hf_model import MergedWeights  # noqa: PLC0415 (needs torch)
+
+        policy = parts.policy(None)
+        weights = config.server.weights or config.run_folder.absolute() / "weights"
+        folder = await stack.enter_async_context(WeightFolder(weights, model.merged()))
+        engine = await stack.enter_async_context(policy.open(Worker()))
+        published = folder if config.model.lora is None else MergedWeights(folder, model)
+        yield policy, EnginePublisher(published, [engine])
+
+
+async def _evaluated(parts: RunParts, policy: Policy) -> tuple[float, float]:
+    """Return accuracy and mean reward of one greedy completion of each prompt kept apart."""
+    sink = _Rewards()
+    for prompts in parts.kept_apart():
+        env = await anyio.to_thread.run_sync(parts.evaluation, policy, prompts)
+        await source(env).then(parts.rewards).sink(sink).run()
+    rewards = np.array(sink.rewards)
+    right_from = parts.config.reward.right_from or RIGHT_FROM
+    return float((rewards >= right_from).mean()), float(rewards.mean())
+
+
+def _after(summary: Summary, config: RunConfig, report: Report, steps: int, seconds: float) -> Summary:
+    balance = report.balance
+    return msgspec.structs.replace(
+        summary,
+        accuracy_after=None,
+        reward_after=None,
+        seconds=round(seconds, 2),
+        seed=config.seed,
+        steps=steps,
+        stop_reason=report.stop_reason,
+        checkpoint=report.checkpoint or summary.checkpoint,
+        ledger={"admitted": balance.admitted, "in_flight": balance.in_flight, "ended": balance.ended},
+    )
+
+
+def _begun(config: RunConfig) -> Summary:
+    """Write the configuration into the folder of the run; return the summary of its part before this one, if any."""
+    folder = config.run_folder
+    with explaining_os_errors("the files of a run", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / CONFIG, config)
+        path = folder / SUMMARY
+        return msgspec.json.decode(path.read_bytes(), type=Summary) if path.is_file() else Summary()
+
+
+def _write(path: Path, value: msgspec.Struct) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

@@ -1,0 +1,281 @@
+"""A configured run trains a model in a folder on a file of questions, resumes, and makes the objects a script makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from penstock import AdvantageNormalizer, Batcher, Pipeline, RewardBridge, SinkTrainer, SourceEnv, processes, source
+from penstock.chat import ChatFormat
+from penstock.data import PromptDataset
+from penstock.errors import PenstockError
+from penstock.models import HFModel
+from penstock.policies import PretrainedTokenizer, SamplingParams
+from penstock.rewards import trl_reward
+from penstock.runs import Summary, describe_run, load_run_config, train
+from penstock.torch import TorchPolicy, TorchTrainer, adamw
+from penstock.weights import WeightPublisher
+
+REWARD = """
+def shorter(completions, **columns):
+    return [1 / (1 + len(completion)) for completion in completions]
+
+
+def broken(completions, **columns):
+    raise RuntimeError("out of order")
+"""
+
+ModelFolder = Callable[[str], Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current folder of a run, with questions and reward functions."""
+    rows = [{"question": f"{a}+{b}=", "answer": a + b} for a in range(6) for b in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / f"rewards_of_{tmp_path.name}.py").write_text(REWARD)  # a module is imported once
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def values(folder: Path, model_folder: ModelFolder) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model_folder("qwen2"))},
+        "data": {"path": "train.jsonl", "prompt": "question", "evaluation": 4},
+        "reward": {"functions": [{"function": f"rewards_of_{folder.name}:shorter"}]},
+        "algorithm": {"steps": 4, "prompts": 2, "group_size": 4, "max_lag": 0, "optimizer": {"lr": 1e-2}},
+        "sampling": {"max_completion_tokens": 6},
+        "checkpoint_every": 2,
+    }
+
+
+def trained(values: dict[str, Any], *overrides: str) -> Summary:
+    return anyio.run(train, load_run_config(values, overrides))
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    (newest,) = sorted((folder / "checkpoints").glob("step-*"))[-1:]
+    return load_file(newest / "model.safetensors")
+
+
+def test_a_run_leaves_a_model_that_transformers_loads_and_a_summary(values: dict[str, Any]) -> None:
+    summary = trained(values)
+
+    assert summary.steps == 4
+    assert summary.ledger["ended"]["trained"] == 4 * 2 * 4
+    assert summary.accuracy_before is not None
+    assert summary.reward_before is not None
+    assert summary.reward_after is not None
+    assert json.loads(Path("run/summary.json").read_text())["reward_after"] == summary.reward_after
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(summary.checkpoint)
+    before: Any = transformers.AutoModelForCausalLM.from_pretrained(values["model"]["path"])
+    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+    assert PretrainedTokenizer(summary.checkpoint).encode("1+2=")
+
+
+@pytest.mark.long
+def test_the_same_command_continues_a_run_to_the_weights_of_one_that_was_not_stopped(
+    values: dict[str, Any],
+) -> None:
+    trained(values, "folder=whole")
+    trained(values, "folder=twice", "algorithm.optimizer.schedule=constant", "algorithm.steps=2")
+
+    summary = trained(values, "folder=twice")
+
+    assert summary.steps == 4
+    whole, twice = weights_of(Path("whole")), weights_of(Path("twice"))
+    assert all(torch.equal(tensor, twice[name]) for name, tensor in whole.items())
+
+
+def test_a_script_with_the_same_stages_trains_to_the_same_weights(values: dict[str, Any], folder: Path) -> None:
+    trained(values)
+
+    sys.path.insert(0, str(folder))
+    function = getattr(__import__(f"rewards_of_{folder.name}"), "shorter")  # noqa: B009 (its name depends on the test)
+    path = Path(values["model"]["path"])
+    torch.manual_seed(0)
+    tokenizer = PretrainedTokenizer(path)
+    prompts = PromptDataset("train.jsonl", prompt="question", evaluation=4, chat=ChatFormat(tokenizer))
+    model = HFModel.from_pretrained(path)
+    trainer = TorchTrainer(model, optimizer=partial(adamw, lr=1e-2), tokenizer=tokenizer)
+
+    async def run() -> None:
+        async with WeightPublisher(model) as publisher:
+            policy = TorchPolicy(partial(HFModel.empty, path), eos_id=tokenizer.eos_id, weights=publisher.url)
+            env = SourceEnv(
+                prompts,
+                policy,
+                tokenizer,
+                group_size=4,
+                sampling=SamplingParams(max_completion_tokens=6),
+                concurrency=256,
+                max_lag=0,
+                step_groups=2,
+            )
+            pipeline: Pipeline = (
+                source(env, on=processes(1))
+                .then(RewardBridge(tokenizer=tokenizer, functions=[trl_reward(function)]))
+                .then(AdvantageNormalizer("grpo"))
+                .then(Batcher(max_tokens=8192, sequences=8))
+                .sink(SinkTrainer(trainer, publisher, max_steps=4))
+            )
+            await pipeline.run(folder="script")
+
+    anyio.run(run)
+
+    configured, scripted = weights_of(Path("run")), weights_of(Path("script"))
+    assert all(torch.equal(tensor, scripted[name]) for name, tensor in configured.items())
+
+
+@pytest.mark.long
+def test_adapters_train_alone_and_are_exported_into_a_whole_model(values: dict[str, Any]) -> None:
+    summary = trained(values, "model.lora={rank: 4}")
+
+    ran = subprocess.run([*COMMAND, "export", "run", "--hf", "merged"], capture_output=True, text=True, check=True)
+
+    assert ran.stdout == "wrote merged\n"
+    assert (Path(summary.checkpoint) / "adapter_model.safetensors").is_file()
+    merged = load_file("merged/model.safetensors")
+    before = load_file(Path(values["model"]["path"]) / "model.safetensors")
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, merged[name])}
+    assert changed
+    assert all(name.endswith("proj.weight") for name in changed)
+
+
+@pytest.mark.long
+def test_a_reference_makes_the_kl_to_the_model_before_training(values: dict[str, Any]) -> None:
+    trained(values, "algorithm.kl=0.1")
+
+    kl = [json.loads(line)["ref_kl"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert kl[0] == pytest.approx(0, abs=1e-4)
+    assert kl[-1] > 1e-4
+
+
+def test_a_run_is_described_without_reading_weights(values: dict[str, Any], folder: Path) -> None:
+    model = folder / "without-weights"
+    model.mkdir()
+    for file in Path(values["model"]["path"]).iterdir():
+        if file.suffix != ".safetensors":
+            (model / file.name).write_bytes(file.read_bytes())
+
+    described = describe_run(load_run_config(values, [f"model.path={model}"]))
+
+    assert "SourceEnv" in described
+    assert "SinkTrainer" in described
+    assert "parameters" in described
+    assert "<|assistant|>" in described  # the first prompt, by the chat template
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.prompt=questoin", "set prompt to one of 'question'"),
+        ("reward.functions=[{function: 'nowhere:f'}]", "expected a module that is installed or a file in"),
+        ("reward.functions=[{function: 'MODULE:short'}]", "did you mean 'shorter'"),
+        ("model.path=nowhere", "nowhere"),
+    ],
+)
+def test_a_mistake_is_found_before_weights_are_read(
+    override: str, message: str, values: dict[str, Any], folder: Path
+) -> None:
+    config = load_run_config(values, [override.replace("MODULE", f"rewards_of_{folder.name}")])
+
+    with pytest.raises(PenstockError) as refused:
+        describe_run(config)
+
+    assert message in str(refused.value)
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+COMMAND = [sys.executable, "-c", "from penstock._cli import main; main()"]
+
+
+def config_file(values: dict[str, Any]) -> str:
+    Path("config.yaml").write_text(json.dumps(values))  # JSON is YAML
+    return "config.yaml"
+
+
+@pytest.mark.long
+def test_the_command_trains_prints_the_steps_and_the_result(values: dict[str, Any]) -> None:
+    ran = subprocess.run(
+        [*COMMAND, "run", config_file(values), "algorithm.steps=2"], capture_output=True, text=True, check=True
+    )
+
+    assert "step 2/2" in ran.stderr
+    assert "2 steps in" in ran.stdout
+    assert "accuracy of prompts kept apart" in ran.stdout
+
+
+def test_a_run_that_is_killed_is_continued_to_the_same_weights(values: dict[str, Any]) -> None:
+    config = config_file(values)
+    subprocess.run([*COMMAND, "run", config, "folder=whole"], capture_output=True, check=True)
+    killed = subprocess.Popen([*COMMAND, "run", config, "folder=killed"], stderr=subprocess.PIPE, text=True)
+    with killed:
+        assert killed.stderr is not None
+        next(line for line in killed.stderr if "step" in line)
+        killed.send_signal(signal.SIGKILL)
+
+    subprocess.run([*COMMAND, "run", config, "folder=killed"], capture_output=True, check=True)
+
+    whole, continued = weights_of(Path("whole")), weights_of(Path("killed"))
+    assert all(torch.equal(tensor, continued[name]) for name, tensor in whole.items())
+
+
+def test_a_new_folder_has_a_configuration_that_is_checked_and_runs(
+    folder: Path, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run([*COMMAND, "init", "my-run"], check=True, capture_output=True)
+    monkeypatch.chdir(folder / "my-run")
+    small = ["algorithm.steps=1", "algorithm.prompts=2", "algorithm.group_size=2", "sampling.max_completion_tokens=4"]
+    monkeypatch.setenv("PENSTOCK__MODEL__PATH", str(model_folder("llama")))
+
+    checked = subprocess.run([*COMMAND, "check", "config.yaml"], capture_output=True, text=True, check=True)
+    ran = subprocess.run([*COMMAND, "run", "config.yaml", *small], capture_output=True, text=True, check=False)
+
+    assert "How many" in checked.stdout
+    assert ran.returncode == 0, ran.stderr
+    assert len(Path("data.jsonl").read_text().splitlines()) == 20
+    again = subprocess.run([*COMMAND, "init", "."], capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "expected a folder without config.yaml, reward.py, data.jsonl" in again.stderr
+
+
+def test_an_error_is_one_sentence_without_a_traceback(values: dict[str, Any], folder: Path) -> None:
+    function = f"rewards_of_{folder.name}:broken"
+    ran = subprocess.run(
+        [*COMMAND, "run", config_file(values), f"reward.functions=[{{function: '{function}'}}]"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ,
+    )
+
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1].startswith("penstock: ")
+    assert "out of order" in ran.stderr.splitlines()[-1]
+
+
+def test_a_summary_is_read_as_a_few_lines() -> None:
+    summary = Summary(
+        accuracy_before=0.33, accuracy_after=0.9, seconds=61.2, steps=60, stop_reason="SinkTrainer returned"
+    )
+
+    assert str(summary).splitlines() == [
+        "60 steps in 61 s: SinkTrainer returned",
+        "accuracy of prompts kept apart: 33.0% before, 90.0% after",
+    ]

@@ -1,0 +1,105 @@
+"""A configuration is a file, changed by the environment and by arguments; a mistake is reported with its path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import InvalidConfig
+from penstock.runs import RunConfig, load_run_config
+
+LEAST: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "reward": {}}
+
+
+def refusal(*overrides: str, **values: Any) -> str:
+    with pytest.raises(InvalidConfig) as refused:
+        load_run_config(LEAST | values, overrides)
+    return str(refused.value)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {path: m}\ndata: {path: d.jsonl}\nreward: {clip: [-1, 1]}\nseed: 1\n")
+    return file
+
+
+def test_a_file_and_a_mapping_with_the_same_values_are_the_same_configuration(path: Path) -> None:
+    of_file = load_run_config(path)
+
+    assert of_file == load_run_config(LEAST | {"reward": {"clip": [-1, 1]}, "seed": 1})
+    assert isinstance(of_file, RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("seed=3", lambda config: config.seed == 3),
+        ("model.path=./other", lambda config: config.model.path == "./other"),
+        ("algorithm.optimizer.lr=1e-5", lambda config: config.algorithm.optimizer.lr == 1e-5),
+        ("algorithm.clip=[0.2, 0.28]", lambda config: config.algorithm.clip == (0.2, 0.28)),
+        ("model.lora={rank: 4}", lambda config: config.model.lora.rank == 4),
+        ("algorithm.optimizer.max_grad_norm=null", lambda config: config.algorithm.optimizer.max_grad_norm is None),
+        ("data.system=a=b", lambda config: config.data.system == "a=b"),
+    ],
+    ids=str,
+)
+def test_an_argument_changes_one_value(override: str, read: Any, path: Path) -> None:
+    assert read(load_run_config(path, [override]))
+
+
+def test_the_environment_changes_a_file_and_arguments_change_both(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK__MODEL__PATH", "from-environment")
+    monkeypatch.setenv("PENSTOCK__SEED", "2")
+
+    found = load_run_config(path, ["seed=3"])
+
+    assert (found.model.path, found.seed) == ("from-environment", 3)
+
+
+def test_the_environment_does_not_change_a_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK__SEED", "2")
+
+    assert load_run_config(LEAST).seed == 0
+
+
+def test_overrides_leave_the_given_mapping_as_it_is() -> None:
+    load_run_config(LEAST, ["model.path=other"])
+
+    assert LEAST["model"]["path"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.stepz=3", "unknown field `stepz` - at `$.algorithm`; did you mean 'steps'?"),
+        ("algoritm.steps=3", "unknown field `algoritm`; did you mean 'algorithm'?"),
+        ("algorithm.optimizer.Lr=3", "unknown field `Lr` - at `$.algorithm.optimizer`; did you mean 'lr'?"),
+        ("algorithm.steps=many", "Expected `int`, got `str` - at `$.algorithm.steps`"),
+        ("algorithm.steps=0", "Expected `int` >= 1 - at `$.algorithm.steps`"),
+        (
+            "algorithm.loss=pppo",
+            "loss: expected ppo, gspo, cispo, reinforce or module:function, got 'pppo'; did you mean",
+        ),
+        ("prepare=print", "Expected `str` matching regex"),
+        ("engine=vllm", "engine: expected server: {url: http://host:port} with engine vllm, got none"),
+        ("placement.samplers=3", "placement: expected samplers that divide the 32 prompts of a step, got 3"),
+        ("data.path=''", "path: expected either it or sets"),
+        ("seed", "expected key=value, for example model.path=./model, got 'seed'"),
+        ("seed.more=1", "Expected `int`, got `object` - at `$.seed`"),
+        ("model.path.more=1", "expected a mapping at model.path for model.path.more, got 'm'"),
+        ("seed=[", "seed: expected YAML of plain values"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_reported_with_its_path(override: str, message: str) -> None:
+    assert message in refusal(override)
+
+
+def test_code_is_named_and_never_written_into_the_file(path: Path) -> None:
+    path.write_text("model: {path: m}\ndata: {path: d.jsonl}\nreward: {}\nprepare: !!python/name:os.system\n")
+
+    with pytest.raises(InvalidConfig, match="expected YAML of plain values"):
+        load_run_config(path)
