@@ -103,8 +103,7 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
         PenstockError: see `Pipeline.run`.
     """
     began = time.monotonic()
-    if config.prepare is not None:
-        await anyio.to_thread.run_sync(import_object(config.prepare, "config: prepare"), config)
+    await anyio.to_thread.run_sync(_prepare, config)
     parts = await anyio.to_thread.run_sync(parts_of, config)
     folder = config.run_folder
     earlier = await anyio.to_thread.run_sync(_begun, config)
@@ -156,6 +155,11 @@ def describe_run(config: RunConfig) -> str:
         f"{pipeline.describe()}\n\nmodel: {config.model.path}, {parameters:,} parameters\n\n"
         f"first prompt, {len(tokens)} tokens:\n{parts.tokenizer.decode(tokens)}"
     )
+
+
+def _prepare(config: RunConfig) -> None:
+    if config.prepare is not None:
+        import_object(config.prepare, "config: prepare")(config)
 
 
 def parts_of(config: RunConfig) -> RunParts:

@@ -1,0 +1,74 @@
+"""The word problems have the format of GSM8K, and both forms of the reward agree on answers to them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from penstock.runs import describe_run, load_run_config, train
+
+FOLDER = Path(__file__).parent.parent.parent / "examples" / "gsm8k"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with the files of the example, which is the current one."""
+    for name in ("config.yaml", "prepare.py", "reward.py"):
+        (tmp_path / name).write_bytes((FOLDER / name).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("prepare", "reward"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"), [("3+4=7\n#### 7", 1.0), ("#### 1,007", 0.0), ("7", 0.0), ("#### 8\n#### 7", 1.0), ("", 0.0)]
+)
+@pytest.mark.usefixtures("here")
+def test_both_rewards_compare_the_last_marked_number(answer: str, score: float) -> None:
+    reward = module("reward")
+
+    assert reward.correct([answer], ["2+5=7\n#### 7"]) == [score]
+    assert reward.compute_score("problems", answer, "2+5=7\n#### 7") == score
+    assert reward.correct(["#### 1007"], ["#### 1,007"]) == [1.0]
+
+
+def test_the_data_and_the_model_are_made_once_and_the_run_is_described(here: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module("prepare"), "WARM_UP_STEPS", 1)
+    config = load_run_config("config.yaml")
+
+    module("prepare").prepare(config)
+    made = {path: path.stat().st_mtime_ns for path in here.rglob("*") if path.is_file()}
+    module("prepare").prepare(config)
+
+    assert made == {path: path.stat().st_mtime_ns for path in here.rglob("*") if path.is_file()}
+    rows = [json.loads(line) for line in Path("problems.jsonl").read_text().splitlines()]
+    assert len({row["question"] for row in rows}) == len(rows) == 6000
+    assert module("reward").correct([row["answer"] for row in rows], [row["answer"] for row in rows]) == [1.0] * 6000
+    assert "SinkTrainer" in describe_run(config)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("here")
+def test_the_run_trains_with_each_form_of_the_reward(monkeypatch: Any) -> None:
+    monkeypatch.setattr(module("prepare"), "WARM_UP_STEPS", 40)
+    for name, function in {
+        "trl": '{function: "reward:correct", kind: trl}',
+        "verl": '{function: "reward:compute_score", kind: verl}',
+    }.items():
+        overrides = [f"reward.functions=[{function}]", "algorithm.steps=2", f"folder=runs/{name}"]
+
+        summary = anyio.run(train, load_run_config("config.yaml", overrides))
+
+        assert summary.ledger["ended"]["trained"] == 2 * 64 * 8
