@@ -39,7 +39,7 @@ TEMPLATE = """\
 <|im_start|>assistant
 {% endif -%}"""
 
-WARM_UP_STEPS, DEMONSTRATIONS, LEARNING_RATE, RAMP = 400, 64, 3e-3, 30
+WARM_UP_STEPS, DEMONSTRATIONS, LEARNING_RATE, RAMP = 300, 64, 3e-3, 30
 
 SLIPS = (-1, 0, 1, 2)
 """Errors of the last result of a demonstration, equally frequent: three of four are wrong."""

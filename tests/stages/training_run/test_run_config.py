@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.errors import InvalidConfig
+from penstock.models import LoRA
 from penstock.runs import RunConfig, load_run_config
 
 LEAST: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "reward": {}}
@@ -34,20 +36,22 @@ def test_a_file_and_a_mapping_with_the_same_values_are_the_same_configuration(pa
 
 
 @pytest.mark.parametrize(
-    ("override", "read"),
+    ("override", "expected"),
     [
-        ("seed=3", lambda config: config.seed == 3),
-        ("model.path=./other", lambda config: config.model.path == "./other"),
-        ("algorithm.optimizer.lr=1e-5", lambda config: config.algorithm.optimizer.lr == 1e-5),
-        ("algorithm.clip=[0.2, 0.28]", lambda config: config.algorithm.clip == (0.2, 0.28)),
-        ("model.lora={rank: 4}", lambda config: config.model.lora.rank == 4),
-        ("algorithm.optimizer.max_grad_norm=null", lambda config: config.algorithm.optimizer.max_grad_norm is None),
-        ("data.system=a=b", lambda config: config.data.system == "a=b"),
+        ("seed=3", 3),
+        ("model.path=./other", "./other"),
+        ("algorithm.optimizer.lr=1e-5", 1e-5),
+        ("algorithm.clip=[0.2, 0.28]", (0.2, 0.28)),
+        ("model.lora={rank: 4}", LoRA(rank=4)),
+        ("algorithm.optimizer.max_grad_norm=null", None),
+        ("data.system=a=b", "a=b"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_argument_changes_one_value(override: str, read: Any, path: Path) -> None:
-    assert read(load_run_config(path, [override]))
+def test_an_argument_changes_one_value(override: str, expected: Any, path: Path) -> None:
+    changed = load_run_config(path, [override])
+
+    assert attrgetter(override.partition("=")[0])(changed) == expected
 
 
 def test_the_environment_changes_a_file_and_arguments_change_both(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
