@@ -6,6 +6,7 @@ or two until it is ready, so that one serves all tests but the first.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -27,6 +28,7 @@ from penstock import StopReason, Worker
 from penstock._stages.engines import http_engine
 from penstock.errors import EngineRefused, ServerFailed
 from penstock.policies import Completion, Engine, HttpPolicy, SamplingParams
+from penstock.runs import load_run_config, train
 from penstock.servers import OutsideServer, http_ready
 from penstock.torch import WeightFolder
 
@@ -35,6 +37,8 @@ pytestmark = pytest.mark.timeout(600)
 VOCABULARY = 64
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 PAD, EOS = 0, 1
+NOISE = 1e-4
+"""Nats between two implementations, and of the rounding in a mean."""
 PROMPT = np.array([5, 9, 2], np.int32)
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -237,3 +241,37 @@ async def test_weights_that_it_cannot_load_are_tried_once_and_others_after_them_
         await engine.update_weights(save(tmp_path / "weights", 0).as_uri(), 10)
 
         assert_sampled_by(0, await greedy(engine))
+
+
+def test_a_configured_run_samples_at_the_server_and_updates_its_weights(url: str, tmp_path: Path) -> None:
+    model, folder = save(tmp_path / "model", 0), tmp_path / "run"
+    config = load_run_config(
+        {
+            "model": {"path": str(model)},
+            "data": {"path": str(questions(tmp_path)), "chat": False, "evaluation": 2},
+            "reward": {"functions": [{"function": "tests.vllm.rewards:words"}]},
+            "algorithm": {"steps": 3, "prompts": 2, "group_size": 2, "max_lag": 0, "optimizer": {"lr": 1e-2}},
+            "sampling": {"max_completion_tokens": 5},
+            "engine": "vllm",
+            "server": {"url": url, "model": "tiny"},
+            "folder": str(folder),
+        }
+    )
+
+    summary = anyio.run(train, config)
+
+    assert summary.ledger["ended"]["trained"] == 3 * 2 * 2
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    assert [step["staleness/max"] for step in metrics] == [
+        0,
+        0,
+        0,
+    ]  # each was sampled with the weights of the step before
+    assert max(abs(step["kl"]) for step in metrics) < NOISE  # and vLLM computes what the trainer does
+
+
+def questions(folder: Path) -> Path:
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"w{5 + number} w9"}) + "\n" for number in range(12)))
+    return path
