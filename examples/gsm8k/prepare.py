@@ -1,7 +1,7 @@
 """Make the data and the model that config.yaml names, where they do not exist.
 
 The model is a Qwen2 of 200,000 parameters with a tokenizer of its own. Supervised training teaches it the format and
-the arithmetic. Three of four demonstrations have a slip, so the model solves about a third of the problems.
+the arithmetic. Two of three demonstrations have a slip, so the model solves about a third of the problems.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ TEMPLATE = """\
 <|im_start|>assistant
 {% endif -%}"""
 
-WARM_UP_STEPS, DEMONSTRATIONS, LEARNING_RATE, RAMP = 300, 64, 3e-3, 30
+WARM_UP_STEPS, DEMONSTRATIONS, LEARNING_RATE, RAMP = 450, 64, 3e-3, 30
 
-SLIPS = (-1, 0, 1, 2)
-"""Errors of the last result of a demonstration, equally frequent: three of four are wrong."""
+SLIPS = (0, 0, 1, 1, -1, 2)
+"""Errors of the last result of a demonstration, equally frequent: two of three are wrong."""
 
 
 def prepare(config: RunConfig) -> None:
     """Write the problems to `config.data.path`, and the model into `config.model.path`, unless they exist."""
+    torch.set_num_threads(1)  # tensors this small gain nothing from a second thread
     data, folder = Path(config.data.path), Path(config.model.path)
     if not data.exists():
         _write_problems(data)

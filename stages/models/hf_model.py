@@ -42,6 +42,10 @@ PACKING_TOLERANCE = 0.02
 """Difference of logits, as a share of the largest, that rounding in bfloat16 explains."""
 
 
+CHECKED_KERNELS = ("eager", "sdpa")
+"""Kernels of the attention with which a loaded model is tried on two packed sequences."""
+
+
 class HFModel(nn.Module):
     """A `CausalModel` of any causal model of transformers.
 
@@ -106,10 +110,8 @@ class HFModel(nn.Module):
         if saved is not None:
             model.load_state_dict(read_weights(saved))
         model = (model if device is None else model.to(device)).eval()
-        if attention in {
-            "sdpa",
-            "eager",
-        }:  # the others compile their kernel, or need a device that the model may get later
+        # Other kernels are compiled first, or need a device that the model may get later.
+        if attention in CHECKED_KERNELS:
             _check_packing(model)
         return model
 
