@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any
 
@@ -19,6 +18,7 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
     Arrays and scalars of numpy become lists and numbers, dates their text in ISO 8601, decimals their text, and numbers
     that are not finite None, as in JSON.
 
+    >>> from datetime import date
     >>> plain_row({"answer": np.int64(7), "born": date(1906, 12, 9), "parts": (1.5, float("nan"))})
     {'answer': 7, 'born': '1906-12-09', 'parts': [1.5, None]}
 
@@ -43,8 +43,8 @@ def _plain_scalar(value: Any, column: str) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, datetime | date | time):
-        return value.isoformat()
+    if callable(isoformat := getattr(value, "isoformat", None)):  # a date, a time of day
+        return isoformat()
     if isinstance(value, Decimal):
         return str(value)
     raise InvalidData(

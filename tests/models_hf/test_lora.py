@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -135,6 +134,8 @@ def test_a_model_without_adapters_has_no_such_reference(model_folder: ModelFolde
 
 
 def test_a_checkpoint_has_the_adapters_that_peft_loads(model_folder: ModelFolder, tmp_path: Path) -> None:
+    import peft  # noqa: PLC0415 (it takes seconds, also of processes that do not run this test)
+
     model, trainer = trained(model_folder("qwen2"))
 
     checkpoint = trainer.save(tmp_path, {})

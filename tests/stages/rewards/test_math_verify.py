@@ -30,8 +30,9 @@ def question(*completions: str, answer: object = "0.5", instance_id: str = "0") 
 
 
 def children() -> list[int]:
-    """Return the processes that this one has started."""
-    return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
+    """Return the processes of math-verify that this one has started."""
+    started = Path("/proc/thread-self/children").read_text().split()
+    return [int(pid) for pid in started if b"math_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 async def test_an_answer_counts_in_any_notation_and_unreadable_ones_are_left_out() -> None:
