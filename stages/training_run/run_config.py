@@ -35,7 +35,7 @@ CLIPPED = ("ppo", "gspo", "cispo")
 
 LOSSES = (*CLIPPED, "reinforce")
 
-ServerKind: TypeAlias = Literal["vllm", "sglang", "openai"]
+ServerKind: TypeAlias = Literal["vllm", "sglang"]
 
 
 class ModelConfig(Config, frozen=True):

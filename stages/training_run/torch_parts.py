@@ -135,7 +135,7 @@ class RunParts:
                 model=server.model or config.model.path,
                 server=config.engine if config.engine != "torch" else "auto",
                 concurrency=CONCURRENCY,
-                versions="engine" if config.engine == "openai" else "server",
+                versions="server",
                 tokenizer=self.tokenizer,
             )
         threads = max(1, (os.cpu_count() or 1) // config.placement.samplers)
@@ -214,7 +214,7 @@ class RunParts:
         )
         batcher = Batcher(
             max_tokens=sequences * self._max_length,
-            max_lag=None if algorithm.max_lag == 0 else algorithm.max_lag + 1,
+            max_lag=algorithm.max_lag,
             drop_zero_variance=algorithm.drop_zero_variance,
             sequences=sequences,
         )

@@ -132,7 +132,7 @@ def test_a_script_with_the_same_stages_trains_to_the_same_weights(values: dict[s
                 source(env, on=processes(1))
                 .then(RewardBridge(tokenizer=tokenizer, functions=[trl_reward(function)]))
                 .then(AdvantageNormalizer("grpo"))
-                .then(Batcher(max_tokens=8192, sequences=8))
+                .then(Batcher(max_tokens=8192, max_lag=0, sequences=8))
                 .sink(SinkTrainer(trainer, publisher, max_steps=4))
             )
             await pipeline.run(folder="script")
@@ -223,8 +223,8 @@ def test_the_command_trains_prints_the_steps_and_the_result(values: dict[str, An
     assert "accuracy of prompts kept apart" in ran.stdout
 
 
-def test_a_run_that_is_killed_is_continued_to_the_same_weights(values: dict[str, Any]) -> None:
-    config = config_file(values)
+def test_a_run_with_two_samplers_that_is_killed_is_continued_to_the_same_weights(values: dict[str, Any]) -> None:
+    config = config_file(values | {"placement": {"samplers": 2}})
     subprocess.run([*COMMAND, "run", config, "folder=whole"], capture_output=True, check=True)
     killed = subprocess.Popen([*COMMAND, "run", config, "folder=killed"], stderr=subprocess.PIPE, text=True)
     with killed:
