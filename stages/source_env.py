@@ -69,8 +69,8 @@ class SourceEnv:
     group_size: int = 8
     """Rollouts of each prompt."""
     sampling: SamplingParams | tuple[SamplingParams, ...] = SamplingParams()  # noqa: RUF009 (a frozen value)
-    """How completions are sampled; or one for each turn, of which the last is used for all later turns. Groups record
-    the temperature in `meta`; it is the same in all turns, because a trainer computes with one."""
+    """Parameters of every completion; or one for each turn, of which the last is used for all later turns. Groups
+    record the temperature in `meta`; it is the same in all turns, because a trainer computes with one."""
     max_length: int | None = None
     """Maximum length of a sequence, prompt and observations included; at that length it ends with LENGTH."""
     rollout_timeout_s: float = 300.0
@@ -153,11 +153,10 @@ class SourceEnv:
     @property
     def recorded(self) -> dict[str, Any]:
         """Return the parameters that every group has in `meta`; the bound is a list if it differs between turns."""
-        bounds = list(dict.fromkeys(sampling.max_completion_tokens for sampling in self.samplings))
-        every = [sampling.max_completion_tokens for sampling in self.samplings]
+        bounds = [sampling.max_completion_tokens for sampling in self.samplings]
         return {
             "temperature": self.samplings[0].logprob_temperature,
-            "max_completion_tokens": every if len(bounds) > 1 else bounds[0],
+            "max_completion_tokens": bounds if len(set(bounds)) > 1 else bounds[0],
         }
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
@@ -396,11 +395,12 @@ class _RolloutScheduler:
         """Return the policy's completion of `turns`; None where `max_length` leaves no token."""
         prompt = np.concatenate([tokens_of(turn) for turn in turns])
         sampling = self._sampling(trajectory, sum(isinstance(turn, Completion) for turn in turns))
-        if self._source.max_length is not None and self._source.max_length - len(prompt) < 1:
-            return None
         if self._source.max_length is not None:
-            allowance = min(sampling.max_completion_tokens, self._source.max_length - len(prompt))
-            sampling = msgspec.structs.replace(sampling, max_completion_tokens=allowance)
+            allowance = self._source.max_length - len(prompt)
+            if allowance < 1:
+                return None
+            if allowance < sampling.max_completion_tokens:
+                sampling = msgspec.structs.replace(sampling, max_completion_tokens=allowance)
         (completion,) = await self._engine.generate([prompt], sampling)
         return completion
 

@@ -25,6 +25,9 @@ from ..graph.context import Context
 from ..graph.stage_node import StageNode
 from ..util.os_errors import explaining_os_errors
 
+CHECKPOINTS = "checkpoints"
+"""The folder of the checkpoints in that of a run."""
+
 log = get_logger("penstock.pipeline")
 
 
@@ -141,7 +144,7 @@ def _opened(folder: Path, nodes: Sequence[StageNode]) -> tuple[tuple[StageNode, 
             f"{last.name}: expected a sink that writes checkpoints (SinkTrainer) for a run in a folder"
         )
     gathering = {node.name: node.stage for node in before if not node.remote and isinstance(node.stage, Stateful)}
-    sink, point = last.stage.with_checkpoints(folder / "checkpoints", gathering)
+    sink, point = last.stage.with_checkpoints(folder / CHECKPOINTS, gathering)
     if point.step:
         log.info("run_resumed", folder=str(folder), step=point.step)
     return (*resumed(before, point), replace(last, stage=sink)), point

@@ -1,4 +1,4 @@
-"""What a view shows, taken at one moment, and its parts as text: shared by the table and the lines."""
+"""The content of a view at one moment, and its parts as text: shared by the table and the lines."""
 
 from __future__ import annotations
 

@@ -12,16 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, get_args
+from typing import Any, Protocol, get_args
 
 from ..._pipeline.errors import InvalidConfig, InvalidData
 from ..._schemas.numbers import normalize_counts, normalize_numbers
+from ..chat.chat_format import Message
 from .prompt_order import Shuffled, Split, split_rows
 from .prompts import Prompt
 from .rows import Rows, Source, open_rows
-
-Message: TypeAlias = Mapping[str, Any]
-"""`{"role": …, "content": …}`."""
 
 
 class PromptFormat(Protocol):

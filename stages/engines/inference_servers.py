@@ -122,8 +122,10 @@ class ServerRequests:
 def _changes(sampling: SamplingParams) -> dict[str, Any]:
     """Return the parameters that change the distribution; greedy sampling has no truncation."""
     names = ["repetition_penalty"] if sampling.greedy else ["top_p", "top_k", "min_p", "repetition_penalty"]
-    defaults = SamplingParams()
-    return {name: value for name in names if (value := getattr(sampling, name)) != getattr(defaults, name)}
+    return {name: value for name in names if (value := getattr(sampling, name)) != getattr(_DEFAULTS, name)}
+
+
+_DEFAULTS = SamplingParams()
 
 
 _UNALTERED = {

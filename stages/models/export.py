@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..engines.pretrained_tokenizer import copy_tokenizer
@@ -13,9 +14,6 @@ from ..training.torch_trainer import OPTIMIZER, STATE
 from ..training.torch_weights_file import write_weights
 from .hf_model import CONFIG, HFModel
 from .lora import ADAPTER_CONFIG
-
-CHECKPOINTS = "checkpoints"
-"""The folder of the checkpoints in that of a run."""
 
 
 def export(source: str | Path, into: str | Path, *, merge: bool = True) -> Path:

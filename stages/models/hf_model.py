@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any, Self
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from ..._pipeline.errors import InvalidConfig
-from ..._pipeline.util.extras import extra
 from ..engines.engine_publisher import PublishedWeights
 from ..training.attention import Attention
 from ..training.causal_model import CausalModel
@@ -31,6 +29,7 @@ from ..training.torch_weights_file import read_weights
 from . import lora as adapters_of
 from .lora import ADAPTER_CONFIG
 from .lora_config import LoRA
+from .transformers_import import import_transformers, quiet_transformers
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
@@ -100,7 +99,7 @@ class HFModel(nn.Module):
             saved = path / ADAPTERS
             lora, path = adapters_of.lora_of(path)
         _check(path)
-        with _without_progress_bar() as transformers:
+        with quiet_transformers("HFModel") as transformers:
             module = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype or torch.float32, attn_implementation=attention, local_files_only=True
             )
@@ -125,7 +124,7 @@ class HFModel(nn.Module):
         """
         path = Path(folder).absolute()
         _check(path)
-        transformers = _transformers()
+        transformers = import_transformers("HFModel")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
             module = transformers.AutoModelForCausalLM.from_config(
@@ -153,7 +152,7 @@ class HFModel(nn.Module):
 
     def new_cache(self, batch: int, capacity: int) -> HFCache:  # noqa: ARG002 (it grows as it is filled)
         """Return an empty cache; see `CausalModel`."""
-        return HFCache(_transformers().DynamicCache(config=self.module.config))
+        return HFCache(import_transformers("HFModel").DynamicCache(config=self.module.config))
 
     # -- tensors, by transformers' names -------------------------------------------------------------------------------
 
@@ -361,23 +360,3 @@ def _checkpoint_activations(module: Any) -> None:
         module.activation_checkpointing_enable({"use_reentrant": False})
     else:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[Any]:
-    """Yield transformers, which prints no progress within the body: a run has a view of its own."""
-    transformers = _transformers()
-    logging = transformers.utils.logging
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield transformers
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
-
-
-def _transformers() -> Any:
-    with extra("train", "HFModel"):
-        import transformers  # noqa: PLC0415 (it takes seconds)
-    return transformers

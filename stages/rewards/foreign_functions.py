@@ -82,12 +82,9 @@ def verl_reward(
     )
 
 
-# -- TRL ---------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
-class _TrlFunction:
-    """Calls a function with a group, as TRL would."""
+class _Foreign:
+    """A function that is called otherwise than our own."""
 
     function: Callable[..., Any]
 
@@ -95,6 +92,14 @@ class _TrlFunction:
     def __name__(self) -> str:
         """Return the name of the function."""
         return name_of(self.function)
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _TrlFunction(_Foreign):
+    """Calls a function with a group, as TRL would."""
 
     def __call__(self, inputs: Sequence[RewardInput]) -> Sequence[Verdict] | Awaitable[Sequence[Verdict]]:
         metrics: dict[str, list[float]] = defaultdict(list)
@@ -142,15 +147,8 @@ def _listed(returned: Any) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _VerlFunction:
+class _VerlFunction(_Foreign):
     """Calls a function with a completion, as verl would."""
-
-    function: Callable[..., Any]
-
-    @property
-    def __name__(self) -> str:
-        """Return the name of the function."""
-        return name_of(self.function)
 
     def __call__(self, completion: RewardInput) -> Verdict | Awaitable[Verdict]:
         row = completion.row

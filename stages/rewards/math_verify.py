@@ -143,7 +143,7 @@ class _MathProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended."""
+        """Return whether the process has ended."""
         return self._process.returncode is not None
 
     async def ask(self, answer: str, text: str) -> Reply:

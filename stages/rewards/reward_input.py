@@ -1,4 +1,4 @@
-"""What a reward function is given: one completion, with the columns of the prompt's row.
+"""The input of a reward function: one completion, with the columns of the prompt's row.
 
 The columns come with the group, in `meta`: "row" is the row of the data set, "messages" the prompt of a conversation,
 "prompt" a prompt of text. This is the only module that reads them.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..._pipeline.errors import InvalidConfig
-from ..._pipeline.util.extras import extra
+from ..models.transformers_import import quiet_transformers
 from .reward_input import RewardInput
 
 
@@ -21,17 +21,14 @@ def load(folder: str | Path) -> LoadedRewardModel:
             that of a language model does.
         MissingExtra: transformers is not installed.
     """
-    with extra("train", "RewardModel"):
-        import transformers  # noqa: PLC0415 (it takes seconds)
     if not (Path(folder) / "config.json").is_file():
         raise InvalidConfig(f"{folder}: expected a folder with a reward model, got no config.json in it")
-    logging: Any = transformers.utils.logging
-    logging.disable_progress_bar()  # a run has a view of its own
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype="auto", local_files_only=True, output_loading_info=True
-        )
+        with quiet_transformers("RewardModel") as transformers:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
+                folder, dtype="auto", local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"{folder}: expected a model for sequence classification, got {error}") from error
     if model.config.num_labels != 1:

@@ -333,7 +333,7 @@ class TorchTrainer:
 
     @property
     def _moving_reference(self) -> CausalModel | None:
-        """The reference, if checkpoints must contain it."""
+        """Return the reference, if checkpoints must contain it."""
         return None if self._reference_updates is None else self._reference
 
     @property

@@ -31,9 +31,7 @@ def doctor() -> None:
             console.print(f"\n{finding.name}: {finding.affects}", style=STYLES[finding.verdict], soft_wrap=True)
             console.print(f"  to do: {finding.remedy}", soft_wrap=True)
     failed = [finding.name for finding in findings if finding.verdict == "fails"]
-    console.print(
-        f"\nevery run needs these, which fail: {', '.join(failed)}" if failed else "\nruns work on this machine"
-    )
+    console.print(f"\n{_conclusion(failed)}")
     raise typer.Exit(1 if failed else 0)
 
 

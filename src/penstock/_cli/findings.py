@@ -17,6 +17,6 @@ class Finding:
     found: str
     verdict: Verdict = "ok"
     affects: str = ""
-    """What will not work, as a sentence without a full stop; empty where everything does."""
+    """The consequence, as a sentence without a full stop; empty where everything does."""
     remedy: str = ""
     """The thing to do."""
