@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import zmq
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 from tests.failsafe import FAILSAFE_S
-from tests.installation import Installed, install_editable
+from tests.installation import Installed, build_distributions, install_editable
 from tests.processes.children import children_of
 from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
 
@@ -79,6 +80,23 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
     left = _left_beyond(before)
     assert not left, f"expected the test to leave nothing behind, it left {sorted(left)}"
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the sdist of a copy of this checkout, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("built")
+    build_distributions(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the content of the wheel, as pip unpacks it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+        archive.extractall(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

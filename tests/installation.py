@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,16 @@ def build(kind: str, source: Path, out: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def build_distributions(folder: Path) -> None:
+    """Build the sdist of a copy of this checkout into `folder`, and the wheel from it."""
+    copy_checkout(folder / "checkout")
+    build("sdist", folder / "checkout", folder)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2, Debian's, has none yet
+        archive.extractall(folder)  # noqa: S202 (built here)
+    build("wheel", next(folder.glob("penstock-*/")), folder)
+
+
 def install_editable(folder: Path) -> Installed:
     """Install a copy of this checkout, `folder/penstock`, into a virtual environment beside it."""
     checkout = copy_checkout(folder / "penstock")
@@ -46,7 +57,7 @@ def install_editable(folder: Path) -> Installed:
     python = folder / "venv/bin/python"
     packages = _packages_of(python)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        wheel.extractall(packages)
+        wheel.extractall(packages)  # noqa: S202 (built here)
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     return Installed(checkout, python)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.installation import ROOT, Installed, build, copy_checkout
+from tests.installation import ROOT, Installed
 
 FOLDERS = ("pipeline", "schemas", "stages")
 
@@ -20,19 +20,6 @@ FOLDERS = ("pipeline", "schemas", "stages")
 def _setuptools() -> dict[str, Any]:
     table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     return table
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the sdist of a copy of this checkout, and the wheel that was built from it."""
-    folder = tmp_path_factory.mktemp("built")
-    copy_checkout(folder / "checkout")
-    build("sdist", folder / "checkout", folder)
-    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2, Debian's, has none yet
-        archive.extractall(folder)  # noqa: S202 (built by this fixture)
-    build("wheel", next(folder.glob("penstock-*/")), folder)
-    return folder
 
 
 def test_the_packages_listed_are_the_folders_on_disk() -> None:
@@ -100,16 +87,14 @@ def test_the_sdist_holds_each_module_once_and_all_that_the_tests_need(built: Pat
     assert not [name for name in names if name.startswith(tuple(f"src/penstock/_{folder}" for folder in FOLDERS))]
 
 
-def test_the_wheel_can_be_imported_without_the_checkout(built: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
-        wheel.extractall(tmp_path)  # noqa: S202 (built by this test)
-    command = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import penstock._schemas; print(penstock.__file__)"
+def test_the_wheel_can_be_imported_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    command = f"import sys; sys.path.insert(0, {str(wheel)!r}); import penstock._schemas; print(penstock.__file__)"
 
     ran = subprocess.run(
         [sys.executable, "-I", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
     )
 
-    assert ran.stdout.strip() == str(tmp_path / "penstock/__init__.py"), ran.stderr
+    assert ran.stdout.strip() == str(wheel / "penstock/__init__.py"), ran.stderr
 
 
 def test_a_script_beside_a_clone_imports_the_package_and_not_the_folder(installed: Installed) -> None:

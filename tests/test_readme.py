@@ -1,87 +1,75 @@
 """The Python blocks of README and docs run: those of one page are one program, read from top to bottom.
 
-A block may `await` at its top level. Functions named `test_…` are run as tests at the end. A page that starts
-processes is run as a script of its own, as its reader would.
+The pages that users read first are run in an empty folder, with penstock from a wheel; one that starts processes as a
+script of its own, as its reader would.
 """
 
 from __future__ import annotations
 
-import ast
-import asyncio
-import inspect
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
+from tests import pages
+from tests.pages import BLOCK, program, run_page
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$|`[^`]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 README_LINES = 120
 
+FROM_A_WHEEL = ("docs/coming-from.md", "docs/data.md", "docs/rewards.md", "docs/training.md")
+"""A process for each of the others would take minutes."""
 
-def pages() -> list[Path]:
+
+def pages_with_code() -> list[str]:
     """Return README and every page under docs/ with Python, except decisions, whose code is not meant to run."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in found if "decisions" not in page.parts and BLOCK.search(page.read_text())]
+    return [
+        page.relative_to(ROOT).as_posix()
+        for page in found
+        if "decisions" not in page.parts and BLOCK.search(page.read_text())
+    ]
 
 
-def program(page: Path) -> str:
-    """Return all blocks of a page, each at its line, so that a traceback points into the page."""
-    text = page.read_text()
-    lines = [""] * text.count("\n")
-    for block in BLOCK.finditer(text):
-        first = text.count("\n", 0, block.start(1))
-        for offset, line in enumerate(block[1].splitlines()):
-            lines[first + offset] = line
-    return "\n".join(lines) + "\n"
-
-
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", pages_with_code())
+def test_the_code_of_a_page_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(tmp_path)
-    source = program(page)
+    page = ROOT / name
+    is_script = "__main__" in program(page)
 
-    if "__main__" in source:
-        run_as_script(source, tmp_path / f"{page.stem.replace('-', '_')}_page.py")
-    else:
-        run_here(source, page)
+    if not is_script and name not in FROM_A_WHEEL:
+        run_page(page)
+        return
+    command = [pages.__file__, os.fspath(page)]
+    if is_script:
+        command = [f"{page.stem.replace('-', '_')}_page.py"]
+        Path(command[0]).write_text(program(page))
+    run_outside_the_checkout(command, request.getfixturevalue("wheel"))
 
 
-def run_as_script(source: str, path: Path) -> None:
-    path.write_text(source)
-    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+def run_outside_the_checkout(command: list[str], wheel: Path) -> str:
+    """Run Python in the current folder with penstock from `wheel`; return what it printed."""
+    environment = os.environ | {"PYTHONPATH": os.fspath(wheel)}  # comes before the editable installation
+    ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=environment)
     assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
-def run_here(source: str, page: Path) -> None:
-    """Run the blocks, then the tests that they define; in an event loop only if the blocks await something."""
-    module = ModuleType(f"{page.stem.replace('-', '_')}_page")
-    code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    try:
-        finish(lambda: eval(code, vars(module)), awaits=bool(code.co_flags & inspect.CO_COROUTINE))  # noqa: S307 (ours)
-        for name, test in list(vars(module).items()):
-            if name.startswith("test_"):
-                finish(test, awaits=inspect.iscoroutinefunction(test))
-    finally:
-        del sys.modules[module.__name__]
+def test_pages_that_users_read_first_run_with_penstock_from_a_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheel: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
 
+    printed = run_outside_the_checkout(["-c", "import penstock; print(penstock.__file__)"], wheel)
 
-def finish(call: Callable[[], Any], *, awaits: bool) -> None:
-    async def awaited() -> None:
-        await call()
-
-    if awaits:
-        asyncio.run(awaited())
-    else:
-        call()
+    assert set(FROM_A_WHEEL) < set(pages_with_code())
+    assert printed.strip() == os.fspath(wheel / "penstock/__init__.py")
 
 
 def test_the_readme_is_short() -> None:
