@@ -145,7 +145,10 @@ RESULTS |= {"TrajectoryId", "Worker", "WorkerStatistics"}
 BUILDERS = {"batch", "drive_source", "group", "trajectory", "write_checkpoint"}
 """Of penstock's own tests and trainers; their numbers end in records and names, which have rules of their own."""
 
-RATIOS = {"Aggregated", "CISPO", "Distillation", "GSPO", "ImportanceWeight", "KLReward", "PPOClip", "adamw"}
+RATIOS = {
+    *("Aggregated", "CISPO", "DPPO", "Distillation", "GSPO", "GeometricMask", "ImportanceWeight", "KLReward"),
+    *("OffPolicyMask", "PPOClip", "SAPO", "WorstTokenMask", "adamw"),
+}
 """Names whose numbers have other bounds, tested elsewhere; a loss makes `Aggregated`, and torch checks `adamw`."""
 
 NO_COUNTS = {"seed", "eos_id", "clip", "gamma", "gae_lambda", "on_failure", "weight"}

@@ -10,29 +10,36 @@ with extra("torch", "penstock.losses"):
     from ._stages.losses.importance import ImportanceWeight
     from ._stages.losses.kl import KL
     from ._stages.losses.metrics import EffectiveSamples, Extreme, Mean, Metric, TokensUsed
-    from ._stages.losses.policy import CISPO, GSPO, AdvantageWeighted, PPOClip
+    from ._stages.losses.policy import CISPO, DPPO, GSPO, SAPO, AdvantageWeighted, PPOClip
     from ._stages.losses.scored import Scored
+    from ._stages.losses.sequence_masks import GeometricMask, OffPolicyMask, SequenceMask, WorstTokenMask
     from ._stages.losses.terms import Aggregated, Loss, LossValue, PerToken, Term
 
 __all__ = [
     "CISPO",
+    "DPPO",
     "GSPO",
     "KL",
+    "SAPO",
     "AdvantageWeighted",
     "Aggregated",
     "Distillation",
     "EffectiveSamples",
     "Entropy",
     "Extreme",
+    "GeometricMask",
     "ImportanceWeight",
     "Loss",
     "LossValue",
     "Mean",
     "Metric",
+    "OffPolicyMask",
     "PPOClip",
     "PerToken",
     "SampledDistillation",
     "Scored",
+    "SequenceMask",
     "Term",
     "TokensUsed",
+    "WorstTokenMask",
 ]

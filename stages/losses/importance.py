@@ -84,10 +84,14 @@ class Weighted(Term):
         """Return the name of the weighted term; see `Term`."""
         return self.term.reported_as
 
+    def uncorrected(self, scored: Scored, /) -> torch.Tensor:
+        """Return the log-ratio that the weight corrects; see `PolicyTerm`."""
+        return self.term.uncorrected(scored)
+
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return weighted values; see `Term`. `importance/…`: unbounded weights, shares beyond `/low` and `/high`."""
         values, metrics = self.term.per_token(scored)
-        log_ratio = self.term.uncorrected(scored)
+        log_ratio = self.uncorrected(scored)
         if self.weight.level == "sequence":
             log_ratio = scored.spread(scored.sequence_sums(log_ratio))
         ratio = clamped(log_ratio).exp()

@@ -9,9 +9,10 @@ Knows no model, no optimizer, no batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +20,13 @@ from torch import Tensor
 from .metrics import Mean, Metric
 from .scored import OldPolicy, Scored, clamped
 from .terms import PerToken, Term
+
+Divergence: TypeAlias = Literal["tv", "kl"]
+"""The divergence of π from π_old over two outcomes, the token and any other: total variation, or KL(π_old ‖ π)."""
+
+
+TINY = 1e-8
+"""Added to the probability of other tokens before its logarithm, as verl and SkyRL do."""
 
 
 class PolicyTerm(Term):
@@ -153,6 +161,84 @@ class CISPO(RatioTerm):
         ratio = scored.ratio(self.old).detach()
         values = -ratio.clamp(self.lowest, self.highest) * scored.advantage() * scored.logprobs
         return PerToken(values, _clip_fractions({"low": ratio < self.lowest, "high": ratio > self.highest}, scored))
+
+
+@dataclass(frozen=True, slots=True)
+class DPPO(RatioTerm):
+    """−min(r, highest) · A · log π(token) where π is within its bounds, 0 elsewhere; no gradient flows through r.
+
+    Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879). The probability decides:
+    the ratio of a rare token changes much, that of a probable one hardly. Let d be the divergence between π and π_old
+    over two outcomes, the token and any other: "tv" is |π − π_old|, "kl" is
+    π_old log(π_old/π) + (1 − π_old) log((1 − π_old)/(1 − π)). A token has value 0 where A > 0, π > π_old and
+    d > `high`, or A < 0, π < π_old and d > `low`; it still counts in the mean. `highest` truncates r, as in the paper
+    and verl; with `math.inf`, or where no ratio is above it, the gradient is that of SkyRL and prime-rl, whose value
+    is −r · A. The divergences over the K most probable tokens, which these libraries do not have either, are left out.
+    """
+
+    divergence: Divergence = "tv"
+    low: float = 0.2
+    high: float = 0.2
+    highest: float = 20.0
+    old: OldPolicy = "behavior"
+
+    def __post_init__(self) -> None:
+        if self.divergence not in get_args(Divergence):
+            raise ValueError(f"divergence: expected one of {', '.join(get_args(Divergence))}, got {self.divergence!r}")
+        if not (self.low > 0 and self.high > 0 and self.highest > 1):
+            raise ValueError(
+                f"expected low > 0, high > 0 and highest > 1, got {self.low}, {self.high} and {self.highest}"
+            )
+
+    def per_token(self, scored: Scored, /) -> PerToken:
+        """Return token values; see `Term`. `pg_clipfrac`: share with value 0; by bound `/low`, `/high`."""
+        advantages = scored.advantage()
+        ratio = scored.ratio(self.old).detach()
+        change, divergence = self._divergences(scored)
+        at = {
+            "low": (advantages < 0) & (change < 0) & (divergence > self.low),
+            "high": (advantages > 0) & (change > 0) & (divergence > self.high),
+        }
+        values = -ratio.clamp(max=self.highest) * advantages * scored.logprobs
+        return PerToken(torch.where(at["low"] | at["high"], 0.0, values), _clip_fractions(at, scored))
+
+    @torch.no_grad()
+    def _divergences(self, scored: Scored) -> tuple[Tensor, Tensor]:
+        """Return [T] π − π_old, and [T] the divergence."""
+        before = (scored.proximal() if self.old == "proximal" else scored.behavior()).exp()
+        now = scored.logprobs.exp()
+        change = now - before
+        if self.divergence == "tv":
+            return change, change.abs()
+        others = torch.log((1 - before + TINY) / (1 - now + TINY))
+        return change, (1 - before) * others - before * scored.log_ratio(self.old)
+
+
+@dataclass(frozen=True, slots=True)
+class SAPO(RatioTerm):
+    """−σ(τ (r − 1)) · 4/τ · A, where r = π/π_old of each token, σ the sigmoid, and τ depends on the sign of A.
+
+    Gao et al., "Soft Adaptive Policy Optimization" (arXiv:2511.20347): a smooth gate instead of a clip. The gradient is
+    that of −r · A times 4 σ (1 − σ), which is 1 for r = 1 and falls to 0 on both sides, the faster the larger τ.
+    τ is `tau_pos` where A > 0, and `tau_neg` elsewhere. Sequences weigh the same in the paper:
+    `aggregated("seq-mean-token-mean")`.
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    old: OldPolicy = "behavior"
+
+    def __post_init__(self) -> None:
+        if not (0 < self.tau_pos < math.inf and 0 < self.tau_neg < math.inf):
+            raise ValueError(f"expected tau_pos and tau_neg above 0, got {self.tau_pos} and {self.tau_neg}")
+
+    def per_token(self, scored: Scored, /) -> PerToken:
+        """Return the value of each token; see `Term`. `gate`: mean of 4 σ (1 − σ), the share of the gradient left."""
+        advantages = scored.advantage()
+        tau = torch.where(advantages > 0, advantages.new_tensor(self.tau_pos), advantages.new_tensor(self.tau_neg))
+        gates = torch.sigmoid(tau * (scored.ratio(self.old) - 1))
+        left = scored.token_mean((4 * gates * (1 - gates)).detach())
+        return PerToken(-gates * 4 / tau * advantages, {"gate": Mean(left)})
 
 
 def _check_clip(low: float, high: float) -> None:

@@ -30,10 +30,10 @@ NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 FunctionName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[\w.]+:[\w.]+$", description="module:function")]
 
-CLIPPED = ("ppo", "gspo", "cispo")
-"""Losses with bounds on the ratio."""
+BOUNDED = ("ppo", "gspo", "cispo", "dppo")
+"""Losses with bounds on the ratio, or on the change of the probability."""
 
-LOSSES = (*CLIPPED, "reinforce")
+LOSSES = (*BOUNDED, "sapo", "reinforce")
 
 ServerKind: TypeAlias = Literal["vllm", "sglang"]
 
@@ -123,9 +123,9 @@ class AlgorithmConfig(Config, frozen=True):
     preset: Library | None = None
     """Library whose advantages are computed where they differ."""
     loss: Text = "ppo"
-    """ppo, gspo, cispo or reinforce; or a function `module:function` that returns a loss of `penstock.losses`."""
+    """ppo, gspo, cispo, dppo, sapo or reinforce; or `module:function`, which returns a loss of `penstock.losses`."""
     clip: tuple[NotNegative, NotNegative] | None = None
-    """Bounds of the ratio below and above 1; null for those of the loss."""
+    """Bounds of the ratio below and above 1, with dppo of the change of the probability; null for those of the loss."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     kl: NotNegative = 0.0
     """Weight of the KL term against the reference, which is the model before training; 0 for none."""
@@ -152,8 +152,8 @@ class AlgorithmConfig(Config, frozen=True):
         if self.loss not in LOSSES and ":" not in self.loss:
             known = f"{', '.join(LOSSES)} or module:function"
             raise ValueError(f"loss: expected {known}, got {self.loss!r}{nearest(self.loss, LOSSES)}")
-        if self.clip is not None and self.loss not in CLIPPED:
-            raise ValueError(f"clip: expected with loss ppo, gspo or cispo, got loss {self.loss}")
+        if self.clip is not None and self.loss not in BOUNDED:
+            raise ValueError(f"clip: expected with loss {', '.join(BOUNDED)}, got loss {self.loss}")
 
 
 class ServerConfig(Config, frozen=True):

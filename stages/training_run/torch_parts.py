@@ -25,7 +25,7 @@ from ..engines.sampling_params import SamplingParams
 from ..engines.torch_policy import TorchPolicy
 from ..losses.entropy import Entropy
 from ..losses.kl import KL
-from ..losses.policy import CISPO, GSPO, AdvantageWeighted, PPOClip
+from ..losses.policy import CISPO, DPPO, GSPO, SAPO, AdvantageWeighted, PPOClip
 from ..losses.terms import Aggregated, Loss, LossTerm, Term
 from ..models.hf_model import HFModel
 from ..reward_bridge import RewardBridge
@@ -262,6 +262,10 @@ def _policy_term(algorithm: AlgorithmConfig) -> Term:
         return AdvantageWeighted()
     if algorithm.loss == "cispo":
         return CISPO() if low is None or high is None else CISPO(1 - low, 1 + high)
+    if algorithm.loss == "sapo":
+        return SAPO()
+    if algorithm.loss == "dppo":
+        return DPPO() if low is None or high is None else DPPO(low=low, high=high)
     term = PPOClip if algorithm.loss == "ppo" else GSPO
     return term() if low is None or high is None else term(low, high)
 

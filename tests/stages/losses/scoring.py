@@ -14,15 +14,20 @@ from penstock._stages.losses.diagnostics import diagnostics
 from penstock._stages.losses.metrics import check_used, merge
 from penstock.losses import (
     CISPO,
+    DPPO,
     GSPO,
     KL,
+    SAPO,
     AdvantageWeighted,
     Entropy,
+    GeometricMask,
     ImportanceWeight,
     Loss,
+    OffPolicyMask,
     PPOClip,
     SampledDistillation,
     Scored,
+    WorstTokenMask,
 )
 
 LOSSES: list[Loss] = [
@@ -37,6 +42,11 @@ LOSSES: list[Loss] = [
     GSPO(clip_low=0.1, clip_high=0.2).aggregated("seq-mean-token-mean"),
     GSPO(clip_low=0.1, clip_high=0.2, old="behavior").aggregated("seq-mean-token-mean", counted="all"),
     CISPO(highest=1.2),
+    DPPO(low=0.05, high=0.1),
+    SAPO().aggregated("seq-mean-token-mean"),
+    SAPO(tau_pos=2.0, tau_neg=5.0, old="proximal") * ImportanceWeight() * WorstTokenMask(0.4, 2.5),
+    PPOClip() * OffPolicyMask(0.01),
+    (PPOClip() * GeometricMask(0.8, 1.2) * WorstTokenMask(0.3, 3.0)).aggregated("seq-mean-token-sum"),
     PPOClip() + 0.1 * KL("k1"),
     (PPOClip() + 0.1 * KL("k2")).aggregated("seq-mean-token-sum"),
     PPOClip() + 0.1 * KL("k3") - 0.01 * Entropy(),
@@ -47,6 +57,8 @@ LOSSES: list[Loss] = [
 HOLDING: list[Loss] = [
     CISPO(highest=1.2),
     CISPO(lowest=0.8, highest=1.2).aggregated("seq-mean-token-sum"),
+    DPPO(low=0.05, high=0.1),
+    DPPO("kl", low=0.01, high=0.02, highest=1.1).aggregated("seq-mean-token-sum"),
     AdvantageWeighted() * ImportanceWeight(high=1.2),
     (AdvantageWeighted() * ImportanceWeight(high=1.3, low=0.7, beyond="mask")).aggregated("seq-mean-token-mean"),
     AdvantageWeighted() * ImportanceWeight(high=3.0, low=0.3, level="sequence", beyond="mask"),

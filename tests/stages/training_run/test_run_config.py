@@ -85,7 +85,7 @@ def test_overrides_leave_the_given_mapping_as_it_is() -> None:
         ("algorithm.steps=0", "Expected `int` >= 1 - at `$.algorithm.steps`"),
         (
             "algorithm.loss=pppo",
-            "loss: expected ppo, gspo, cispo, reinforce or module:function, got 'pppo'; did you mean",
+            "loss: expected ppo, gspo, cispo, dppo, sapo, reinforce or module:function, got 'pppo'; did you mean",
         ),
         ("prepare=print", "Expected `str` matching regex"),
         ("engine=vllm", "engine: expected server: {url: http://host:port} with engine vllm, got none"),

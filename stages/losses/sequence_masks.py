@@ -1,0 +1,155 @@
+"""Masks of sequences: a policy term without the sequences that the policy would hardly have sampled.
+
+`term * GeometricMask()`; with a weight, `term * ImportanceWeight() * GeometricMask()`. A mask corrects nothing, it
+leaves out: every policy term may have one or several, those against the behavior policy too. Tokens of a masked
+sequence have value 0 and still count in the denominator of a mean, so that micro-batches add up; their number is not
+known before the last.
+
+Sequences are masked for the difference between the policy that a term assumes to have sampled (see `ImportanceWeight`)
+and the one that did. `OffPolicyMask` compares the policy in training with the one that sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .importance import Weighted
+from .metrics import Mean
+from .policy import PolicyTerm
+from .scored import Scored, clamped
+from .terms import PerToken, Term
+
+
+class SequenceMask(ABC):
+    """A rule for the sequences that a policy term leaves out: `term * mask`."""
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """Name in the metric `masked/<name>`, the share of tokens that are masked."""
+
+    @abstractmethod
+    def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:
+        """Return [T] true on the tokens that are left out; `log_ratio` [T] is that of the assumed to the actual policy.
+
+        Raises:
+            InvalidRecord: the batch lacks a column that this rule needs.
+        """
+
+    def __rmul__(self, term: Maskable) -> Masked:
+        return Masked(term, self) if isinstance(term, PolicyTerm | Weighted | Masked) else NotImplemented
+
+
+@dataclass(frozen=True, slots=True)
+class GeometricMask(SequenceMask):
+    """Mask sequences whose geometric mean of π_t/π_behavior over their tokens is outside [low, high].
+
+    It does not depend on the length, as a product would. SkyRL's sequence mask "geometric", and verl's `seq_mean_k1`,
+    which bounds the inverse: its "a_b" is low = 1/b, high = 1/a.
+    """
+
+    low: float = 0.99
+    high: float = 1.01
+
+    name: ClassVar[str] = "geometric"
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.low, self.high)
+
+    def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:
+        """Return the tokens that are left out; see `SequenceMask`."""
+        means = scored.sequence_sums(log_ratio) / scored.lengths.clamp(min=1)
+        return scored.spread(_outside(means, self.low, self.high))
+
+
+@dataclass(frozen=True, slots=True)
+class WorstTokenMask(SequenceMask):
+    """Mask sequences in which the π_t/π_behavior of any token is outside [low, high].
+
+    One token that the trainer finds impossible shows that engine and trainer disagree about the sequence. SkyRL's
+    outlier mask, and verl's `seq_max_k2` c, which is low = exp(−√(2 c)), high = exp(√(2 c)).
+    """
+
+    low: float = 1e-4
+    high: float = 100.0
+
+    name: ClassVar[str] = "worst_token"
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.low, self.high)
+
+    def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:
+        """Return the tokens that are left out; see `SequenceMask`."""
+        outside = _outside(log_ratio, self.low, self.high)
+        return scored.spread(scored.sequence_sums(outside.to(log_ratio.dtype)) > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class OffPolicyMask(SequenceMask):
+    """Mask tokens with A < 0 in sequences in which the mean of log π_behavior/π over the tokens is above `most_kl`.
+
+    Off-policy sequence masking of DeepSeek-V3.2 (arXiv:2512.02556), in TRL `off_policy_mask_threshold`: the policy
+    learns from mistakes that it would make itself; sequences with A >= 0 stay. π is the policy in training, so that
+    later updates on a batch may mask more.
+    """
+
+    most_kl: float
+
+    name: ClassVar[str] = "off_policy"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.most_kl < math.inf:
+            raise ValueError(f"most_kl: expected a positive number of nats per token, got {self.most_kl}")
+
+    def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:  # noqa: ARG002 (it is of another policy)
+        """Return the tokens that are left out; see `SequenceMask`."""
+        divergence = -scored.sequence_sums(scored.log_ratio("behavior").detach()) / scored.lengths.clamp(min=1)
+        return scored.spread(divergence > self.most_kl) & (scored.advantage() < 0)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Masked(Term):
+    """A policy term without some sequences: `term * mask`."""
+
+    term: Maskable
+    mask: SequenceMask
+
+    def __repr__(self) -> str:
+        return f"{self.term!r} * {self.mask!r}"
+
+    @property
+    def reported_as(self) -> str:
+        """Return the name of the masked term; see `Term`."""
+        return self.term.reported_as
+
+    def uncorrected(self, scored: Scored, /) -> Tensor:
+        """Return the log-ratio of the masked term; see `PolicyTerm`."""
+        return self.term.uncorrected(scored)
+
+    def per_token(self, scored: Scored, /) -> PerToken:
+        """Return values, 0 where masked; see `Term`. `masked/<name of the mask>`: share of tokens that are masked."""
+        values, metrics = self.term.per_token(scored)
+        masked = self.mask.masked(self.uncorrected(scored), scored)
+        share = Mean(scored.token_mean(masked.to(values.dtype)))
+        return PerToken(torch.where(masked, 0.0, values), {**metrics, f"masked/{self.mask.name}": share})
+
+
+Maskable: TypeAlias = PolicyTerm | Weighted | Masked
+"""A term that can be masked."""
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if not 0 <= low < 1 < high or (low == 0 and math.isinf(high)):
+        raise ValueError(f"expected a bound, with 0 <= low < 1 < high, got {low} and {high}")
+
+
+def _outside(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    """Return true where exp(log_ratio) is outside [low, high]."""
+    ratio = clamped(log_ratio).exp()
+    return (ratio < low) | (ratio > high)

@@ -1,0 +1,32 @@
+"""The losses that a configuration names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock._stages.training_run.run_config import AlgorithmConfig
+from penstock._stages.training_run.torch_parts import loss_of
+from penstock.losses import DPPO, SAPO, Loss
+
+
+@pytest.mark.parametrize(
+    ("values", "loss"),
+    [
+        ({"loss": "dppo"}, DPPO().aggregated("token-mean")),
+        ({"loss": "dppo", "clip": (0.1, 0.3)}, DPPO(low=0.1, high=0.3).aggregated("token-mean")),
+        (
+            {"loss": "sapo", "aggregation": "seq-mean-token-mean"},
+            SAPO().aggregated("seq-mean-token-mean"),
+        ),
+    ],
+    ids=["dppo", "bounded dppo", "sapo"],
+)
+def test_a_loss_is_configured_by_name(values: dict[str, Any], loss: Loss) -> None:
+    assert loss_of(AlgorithmConfig(**values)) == loss
+
+
+def test_a_loss_without_bounds_takes_none() -> None:
+    with pytest.raises(ValueError, match="clip: expected with loss ppo, gspo, cispo, dppo, got loss sapo"):
+        AlgorithmConfig(loss="sapo", clip=(0.1, 0.2))
