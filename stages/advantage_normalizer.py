@@ -39,9 +39,9 @@ class AdvantageNormalizer:
     (-3, 3)
 
     Args:
-        mode: `none` (the reward itself), `grpo`, `dr_grpo`, `rloo`, `opo` (against the group), `batch`, `reinforce++`,
-            `reinforce++-baseline` (against the `batch_groups` groups that are gathered), `global` (against all rewards
-            of the run so far), or `gae` (against the values of a critic, the column `values`).
+        mode: `none` (the reward itself), `grpo`, `dr_grpo`, `rloo`, `maxrl`, `opo` (against the group), `batch`,
+            `reinforce++`, `reinforce++-baseline` (against the `batch_groups` groups that are gathered), `global`
+            (against all rewards of the run so far), or `gae` (against the values of a critic, the column `values`).
         clip: bounds on an advantage: a number c for [−c, c], or a pair.
         batch_groups: number of groups that are gathered; the last ones of a stream, or before a flush, may be fewer.
             `gae` whitens over the gathered groups, and does not whiten where this is left out.

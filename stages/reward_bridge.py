@@ -33,7 +33,14 @@ from .rewards.configured_functions import configured_functions
 from .rewards.reward_calls import Calls, Outcome, RewardFailure
 from .rewards.reward_functions import RewardComponent
 from .rewards.reward_input import RewardInput
-from .rewards.reward_shaping import RewardConfig, bounty_of_lengths, combined, failed, reward_of_format
+from .rewards.reward_shaping import (
+    RewardConfig,
+    bounty_of_lengths,
+    combined,
+    failed,
+    penalty_of_lengths,
+    reward_of_format,
+)
 
 Turns: TypeAlias = list[list[str]]
 """The text of each completion, turn by turn."""
@@ -44,7 +51,7 @@ DECODE_IN_THREAD_TOKENS = 4096
 UNCHANGED = RewardConfig()
 """Leaves every reward as it is."""
 
-OWN_PARTS = frozenset({"score", "format_markers", "length_bounty", "fallback", "clip"})
+OWN_PARTS = frozenset({"score", "format_markers", "length_bounty", "overlong", "fallback", "clip"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +154,14 @@ class RewardBridge:
             by_character = bounty.unit == "character"
             lengths = [sum(map(len, texts)) for texts in turns] if by_character else stack.completion_lengths()
             components["length_bounty"] = bounty_of_lengths(np.asarray(lengths, np.int64), bounty)
+        if config.overlong is not None:
+            components["overlong"] = penalty_of_lengths(stack.completion_lengths(), config.overlong)
         return components
 
     @property
     def _only_functions(self) -> bool:
-        return not self.config.format_markers and self.config.length_bounty is None
+        config = self.config
+        return not config.format_markers and config.length_bounty is None and config.overlong is None
 
     # -- text --------------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from ._stages.sink_trainer import SinkTrainer
 from ._stages.source_channel import SourceChannel
 from ._stages.source_env import SourceEnv
 from ._stages.teacher import Teacher
+from ._stages.truncation_mask import TruncationMask
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "Trajectory",
     "TrajectoryGroup",
     "TrajectoryId",
+    "TruncationMask",
     "Worker",
     "__version__",
     "current",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..._schemas.noise import rounding
 from ..group_stack import GroupStack
-from .formulas import Groups, Mode, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
+from .formulas import Groups, Mode, RunningStatistics, dr_grpo, grpo, maxrl, opo, rloo, whitened
 from .presets import Preset
 from .returns import Steps, discounted_sums, generalized_advantages, last_places
 
@@ -123,6 +123,8 @@ class Estimator:
                 advantages = self._scaled(groups)
             case "rloo":
                 advantages = rloo(groups)
+            case "maxrl":
+                advantages = maxrl(groups, self.preset.mean_epsilon)
             case _:
                 advantages = dr_grpo(groups)
         if self.mode not in self.preset.modes_keeping_lone_rewards:

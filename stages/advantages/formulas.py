@@ -8,6 +8,7 @@ and σ (ddof = 1) mean and deviation over the n live sequences of its group, l t
     grpo                  (R − μ) / (σ + 1e-6)      DeepSeekMath, arXiv:2402.03300
     dr_grpo               R − μ                     "Understanding R1-Zero-Like Training", arXiv:2503.20783
     rloo                  n / (n − 1) · (R − μ)     the mean of the others as baseline, arXiv:2402.14740
+    maxrl                 (R − μ) / μ, 0 where μ <= 0   "Maximum Likelihood RL", arXiv:2602.02710
     opo                   R − Σ l·R / Σ l           the baseline of least variance, arXiv:2505.23585
     batch                 as grpo, μ and σ over all groups of the stack
     global                as grpo, μ and σ over all rewards so far
@@ -39,6 +40,7 @@ Mode: TypeAlias = Literal[
     "grpo",
     "dr_grpo",
     "rloo",
+    "maxrl",
     "opo",
     "reinforce++",
     "reinforce++-baseline",
@@ -61,7 +63,7 @@ class Groups:
     `noise` [B] is how far rounding may have moved each reward.
     """
 
-    __slots__ = ("centred", "counts", "deviations", "owners")
+    __slots__ = ("centred", "counts", "deviations", "means", "owners")
 
     def __init__(self, rewards: Rewards, live: Flags, sizes: Counts, noise: Floats) -> None:
         values = np.where(live, rewards, 0.0).astype(np.float64)
@@ -70,7 +72,12 @@ class Groups:
         """[B] the group of each sequence."""
         self.counts = np.bincount(self.owners, live, number)
         """[G] live sequences."""
-        means = np.bincount(self.owners, values, number) / np.maximum(self.counts, 1)
+        alive = np.maximum(self.counts, 1)
+        means = np.bincount(self.owners, values, number) / alive
+        self.means = np.where(
+            abs(means) > np.bincount(self.owners, np.where(live, noise, 0.0), number) / alive, means, 0.0
+        )
+        """[G] μ; exactly 0 where it is no larger than its noise."""
         centred = np.where(live, values - means[self.owners], 0.0)
         self.centred = np.where(_differ(values, noise, live, sizes)[self.owners], centred, 0.0)
         """[B] R − μ; 0 where masked, alone, or equal to all others."""
@@ -103,6 +110,18 @@ def dr_grpo(groups: Groups) -> Floats:
 def rloo(groups: Groups) -> Floats:
     """Return [B] R − the mean of the others in the group, which is n / (n − 1) · (R − μ)."""
     return groups.centred * (groups.counts / np.maximum(groups.counts - 1, 1))[groups.owners]
+
+
+def maxrl(groups: Groups, epsilon: float | None = None) -> Floats:
+    """Return [B] (R − μ) / μ within each group, 0 where μ is not positive; or (R − μ) / (μ + ε) with an `epsilon`.
+
+    For rewards of 0 and 1, and on average over groups of n, this is the gradient of the likelihood of a right answer,
+    up to the n-th term of its series in the share of wrong ones. Rewards below 0 have no such meaning.
+    """
+    if epsilon is not None:
+        return groups.centred / (groups.means + epsilon)[groups.owners]
+    scale = np.where(groups.means > 0, groups.means, np.inf)
+    return groups.centred / scale[groups.owners]
 
 
 def opo(groups: Groups, lengths: Counts) -> Floats:

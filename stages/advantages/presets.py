@@ -25,6 +25,8 @@ class Preset:
     """Modes of the library."""
     epsilon: float = EPSILON
     """Added to σ where rewards are divided by it."""
+    mean_epsilon: float | None = None
+    """Added to μ in maxrl, where rewards are divided by it; None divides by μ itself, and gives 0 where μ <= 0."""
     token_epsilon: float = 0.0
     """Added to σ where tokens are whitened."""
     token_epsilon_of_variance: float = 1e-8
@@ -68,8 +70,9 @@ PRESETS: dict[Library, Preset] = {
         gae="skipped",
     ),
     "skyrl": Preset(
-        modes=("grpo", "dr_grpo", "rloo", "reinforce++", "gae"),
-        modes_keeping_lone_rewards=("grpo", "dr_grpo"),
+        modes=("grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "gae"),
+        mean_epsilon=1e-6,
+        modes_keeping_lone_rewards=("grpo", "dr_grpo", "maxrl"),
         returns="severing",
         gae="counted",
     ),

@@ -24,6 +24,11 @@ def zero_advantages(group: TrajectoryGroup) -> TrajectoryGroup:
         return group
     marked = {number for number, override in enumerate(overrides) if _is_marked(override)}
     rows = np.array([repetition in marked for repetition in group.repetition_ids.tolist()], np.bool_)
+    return masked(group, rows)
+
+
+def masked(group: TrajectoryGroup, rows: NDArray[np.bool_]) -> TrajectoryGroup:
+    """Return `group` with `rows` [S] that do not train, and have advantage 0; itself where that changes nothing."""
     kept = ~rows.repeat(group.lengths())
     columns: dict[str, NDArray[Any]] = {"loss_mask": group.loss_mask & kept}
     if group.advantages is not None:

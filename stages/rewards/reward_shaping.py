@@ -5,6 +5,7 @@
       - {marker: <answer>, closing: </answer>, reward: 0.1}
     ordered: true                   # only in the order listed
     length_bounty: {reward: 0.001, unit: token, cap: 0.2}
+    overlong: {length: 4096, cache: 1024}
     combine: add                    # or fallback
     clip: [-1, 2]
     functions:
@@ -75,6 +76,29 @@ class LengthBounty(Config, frozen=True):
             raise ValueError(f"cap: expected more than 0, got {self.cap}")
 
 
+class OverlongPenalty(Config, frozen=True):
+    """Penalise completions that come near the longest length: the soft overlong punishment of DAPO.
+
+    Yu et al., "DAPO" (arXiv:2503.14476), equation 13: 0 up to `length` − `cache` tokens that train, from there
+    linearly down to −`penalty` at `length`, and no further.
+    """
+
+    length: Annotated[int, msgspec.Meta(ge=1)]
+    """Tokens of the longest completion; `max_completion_tokens` of the sampling, or less."""
+    cache: Annotated[int, msgspec.Meta(ge=1)]
+    """Tokens over which the penalty grows."""
+    penalty: float = 1.0
+    """Largest penalty."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_finite(penalty=self.penalty)
+        if self.cache > self.length:
+            raise ValueError(f"cache: expected at most length, {self.length}, got {self.cache}")
+        if self.penalty <= 0:
+            raise ValueError(f"penalty: expected more than 0, got {self.penalty}")
+
+
 class FunctionConfig(Config, frozen=True):
     """A function that is named, and its options; those that are absent keep their defaults."""
 
@@ -102,6 +126,7 @@ class RewardConfig(Config, frozen=True):
     """Whether markers count only in the order listed: an occurrence counts if it begins after the first counted one of
     every marker listed before it. A missing marker does not affect those after it."""
     length_bounty: LengthBounty | None = None
+    overlong: OverlongPenalty | None = None
     combine: Literal["add", "fallback"] = "add"
     """add: the components are added to every raw score. fallback: only to those of failed completions, and never
     beyond `right_from`, so that no failed completion is ranked above a right one."""
@@ -154,6 +179,12 @@ def _occurrences(text: str, marker: FormatMarker, start: int) -> Iterator[int]:
 def bounty_of_lengths(lengths: NDArray[np.int64], bounty: LengthBounty) -> Floats:
     """Return [S] the reward of completions of `lengths` [S] units."""
     return np.clip(lengths * np.float64(bounty.reward), -bounty.cap, bounty.cap).astype(np.float64)
+
+
+def penalty_of_lengths(lengths: NDArray[np.int64], overlong: OverlongPenalty) -> Floats:
+    """Return [S] the penalty, negative, of completions of `lengths` [S] tokens."""
+    beyond = lengths - (overlong.length - overlong.cache)
+    return -overlong.penalty * np.clip(beyond / overlong.cache, 0.0, 1.0)
 
 
 def failed(scores: Floats, config: RewardConfig) -> NDArray[np.bool_]:

@@ -144,6 +144,8 @@ class AlgorithmConfig(Config, frozen=True):
     """Steps that the weights which sample may be behind; 0 makes a run repeatable."""
     drop_zero_variance: bool = False
     """Leave out prompts whose completions all have the same reward; others are sampled in their place."""
+    mask_truncated: bool = False
+    """Do not train completions that did not end by themselves; their rewards still count in those of the others."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def __post_init__(self) -> None:

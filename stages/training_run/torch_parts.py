@@ -34,6 +34,7 @@ from ..source_env import SourceEnv
 from ..training.causal_model import CausalModel
 from ..training.optimizers import ReferenceUpdates, adamw
 from ..training.torch_trainer import TorchTrainer
+from ..truncation_mask import TruncationMask
 from .run_config import AlgorithmConfig, RunConfig
 
 CONCURRENCY = 256
@@ -101,7 +102,7 @@ class RunParts:
             sampling=config.sampling,
             concurrency=max(CONCURRENCY, per_sampler),
             max_lag=algorithm.max_lag,
-            step_groups=None if algorithm.drop_zero_variance else algorithm.prompts,
+            step_groups=None if algorithm.drop_zero_variance or algorithm.mask_truncated else algorithm.prompts,
             seed=config.seed,
         )
 
@@ -225,13 +226,13 @@ class RunParts:
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
         )
-        return (
+        compared = (
             source(self.source(policy), on=processes(config.placement.samplers))
             .then(self.rewards)
             .then(AdvantageNormalizer(algorithm.advantages, batch_groups=gathered, preset=algorithm.preset))
-            .then(batcher)
-            .sink(sink)
         )
+        trained = compared.then(TruncationMask()) if algorithm.mask_truncated else compared
+        return trained.then(batcher).sink(sink)
 
 
 def loss_of(algorithm: AlgorithmConfig) -> Loss:

@@ -136,6 +136,23 @@ def opo(rows: Sequence[Row]) -> Advantages:
     return broadcast(rows, one)
 
 
+def skyrl_maxrl(rows: Sequence[Row]) -> Advantages:
+    """(R − μ) / (μ + ε) whatever the sign of μ; a group of one keeps its reward.
+
+    skyrl at a9564572eb8e, ppo_utils.py:1422-1425, where μ of a group of one is 0:
+        if len(id2score[index[i]]) > 1:
+            scores[i] = (scores[i] - id2mean[index[i]]) / (id2mean[index[i]] + epsilon)
+        else:
+            scores[i] = scores[i] - id2mean[index[i]]
+    """
+
+    def one(row: Row) -> float:
+        group = scores_beside(rows, row)
+        return row.score if len(group) == 1 else (row.score - mean(group)) / (mean(group) + 1e-6)
+
+    return broadcast(rows, one)
+
+
 def trl_batch(rows: Sequence[Row]) -> Advantages:
     """`scale_rewards="batch"`: μ of the group, σ of the batch.
 
@@ -299,6 +316,7 @@ FORMULAS: dict[tuple[str, str], Callable[[Sequence[Row]], Advantages]] = {
     ("skyrl", "grpo"): lambda rows: grpo(rows, epsilon=1e-6),
     ("skyrl", "dr_grpo"): lambda rows: grpo(rows, epsilon=0.0, scaled=False),
     ("skyrl", "rloo"): lambda rows: rloo(rows, lone_keeps=False),
+    ("skyrl", "maxrl"): skyrl_maxrl,
     ("skyrl", "reinforce++"): whitened(skyrl_returns),
     ("skyrl", "gae"): whitened(lambda row: plain_gae(row.rewards, row.values)),
     ("trl", "grpo"): lambda rows: grpo(rows, epsilon=1e-4, lone_keeps=False),

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock._schemas.noise import rounding
-from penstock._stages.advantages.formulas import EPSILON, Groups, RunningStatistics, dr_grpo, grpo, opo, rloo, whitened
+from penstock._stages.advantages.formulas import (
+    EPSILON,
+    Groups,
+    RunningStatistics,
+    dr_grpo,
+    grpo,
+    maxrl,
+    opo,
+    rloo,
+    whitened,
+)
 from penstock._stages.advantages.zero_advantages import zero_advantages
 from penstock.testing import group
 
@@ -81,6 +91,43 @@ def test_rloo_compares_with_the_mean_of_the_others() -> None:
 
 def test_opo_compares_with_the_mean_by_length() -> None:
     assert of_groups("opo", [0, 4, 2], lengths=[1, 1, 2]) == [-2, 2, 0]
+
+
+def of_maxrl(*groups: Sequence[float], live: Sequence[bool] | None = None) -> list[float]:
+    rewards = np.array(list(itertools.chain(*groups)), np.float32)
+    alive = np.ones(len(rewards), np.bool_) if live is None else np.array(live)
+    compared = Groups(rewards, alive, np.array([len(group) for group in groups], np.int64), rounding(rewards))
+    listed: list[float] = maxrl(compared).tolist()
+    return listed
+
+
+def of_prime_rl(rewards: Sequence[float]) -> list[float]:
+    """prime-rl at 559b44772e47, src/prime_rl/orchestrator/algo/max_rl.py:25-27.
+
+    rewards = torch.tensor([trace.reward for trace in traces], dtype=torch.float32)
+    mean = rewards.mean()
+    advantages = torch.zeros_like(rewards) if mean <= 0 else (rewards - mean) / mean
+    """
+    mean = float(np.mean(rewards))
+    return [0.0 if mean <= 0 else (reward - mean) / mean for reward in rewards]
+
+
+@pytest.mark.parametrize(
+    "rewards", [[1, 0, 0, 0], [1, 1, 0], [0, 0], [1, 1], [1], [0.25, 0.5, 0.5, 2], [-1, -3], [-1, 0.5, 2.5]], ids=str
+)
+def test_maxrl_divides_by_the_mean_of_the_group_as_prime_rl_does(rewards: Sequence[float]) -> None:
+    assert of_maxrl(rewards) == pytest.approx(of_prime_rl(rewards))
+
+
+def test_maxrl_compares_within_a_group_and_without_masked_sequences() -> None:
+    assert of_maxrl([1, 0, 0, 0], [1, 0]) == [3, -1, -1, -1, 1, -1]
+    assert of_maxrl([1, 0, math.nan, 0, 0], live=[True, True, False, True, True]) == [3, -1, 0, -1, -1]
+    assert of_maxrl([]) == []
+
+
+def test_maxrl_does_not_divide_by_a_mean_that_is_noise() -> None:
+    assert of_maxrl([0.1, 0.2, -0.3]) == [0, 0, 0]
+    assert of_maxrl([1 / 3] * 7) == [0] * 7
 
 
 @by_group

@@ -107,7 +107,7 @@ def test_sums_that_cancel_are_zero_and_not_noise() -> None:
 @pytest.mark.parametrize("level", ["sequence", "both"])
 def test_rewards_that_differ_by_what_rounding_left_of_their_parts_are_equal(mode: Mode, level: RewardLevel) -> None:
     """0.7 − 0.7 and 0.3 − 0.3, as sums of float32: the rest is 1e-8, and no advantage."""
-    group = of_turns(".x", ".x", rewards=[-1.2e-8, 1.2e-8], token_rewards=[0] * 4)
+    group = of_turns(".x", ".x", rewards=[-1.1e-8, 1.2e-8], token_rewards=[0] * 4)
     parts = {"score": [0.7, 0.3], "length_bounty": [-0.7, -0.3]}
 
     assert not any(estimated(mode, group.with_rewards(group.rewards, parts=parts), level=level, whitens=True))
