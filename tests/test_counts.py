@@ -146,7 +146,17 @@ BUILDERS = {"batch", "drive_source", "group", "trajectory", "write_checkpoint"}
 """Of penstock's own tests and trainers; their numbers end in records and names, which have rules of their own."""
 
 RATIOS = {
-    *("Aggregated", "CISPO", "DPPO", "Distillation", "GSPO", "GeometricMask", "ImportanceWeight", "KLReward"),
+    *(
+        "AdaptiveKL",
+        "Aggregated",
+        "CISPO",
+        "DPPO",
+        "Distillation",
+        "GSPO",
+        "GeometricMask",
+        "ImportanceWeight",
+        "KLReward",
+    ),
     *("OffPolicyMask", "PPOClip", "SAPO", "WorstTokenMask", "adamw"),
 }
 """Names whose numbers have other bounds, tested elsewhere; a loss makes `Aggregated`, and torch checks `adamw`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ._pipeline.util.extras import extra
 
 with extra("torch", "penstock.losses"):
+    from ._stages.losses.adaptive_kl import AdaptiveKL
     from ._stages.losses.distillation import Distillation, SampledDistillation
     from ._stages.losses.entropy import Entropy
     from ._stages.losses.importance import ImportanceWeight
@@ -21,6 +22,7 @@ __all__ = [
     "GSPO",
     "KL",
     "SAPO",
+    "AdaptiveKL",
     "AdvantageWeighted",
     "Aggregated",
     "Distillation",

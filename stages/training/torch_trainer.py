@@ -32,6 +32,7 @@ from ..._schemas import (
 )
 from ..._schemas.numbers import finite_number, whole_number
 from ..engines.pretrained_tokenizer import PretrainedTokenizer, copy_tokenizer
+from ..losses.adaptive_kl import adaptive_kl_of
 from ..losses.diagnostics import diagnostics
 from ..losses.distillation import TOKENS_USED
 from ..losses.metrics import Mean, Metric, check_used, merge
@@ -141,6 +142,7 @@ class TorchTrainer:
         if reference_updates is not None:
             self._check_reference()
         self._loss = loss
+        self._adaptive_kl = adaptive_kl_of(loss)
         self._max_grad_norm = math.inf if max_grad_norm is None else finite_number("max_grad_norm", max_grad_norm)
         self._micro_batch_tokens = (
             None if micro_batch_tokens is None else whole_number("micro_batch_tokens", micro_batch_tokens)
@@ -149,6 +151,8 @@ class TorchTrainer:
         self._updates = whole_number("updates", updates)
         self._autocast = autocast
         self._state = dict(state or {})
+        if self._adaptive_kl is not None:
+            self._state["adaptive_kl"] = self._adaptive_kl
         self._steps = 0
         self._committed = CommittedPrompts()
 
@@ -209,6 +213,8 @@ class TorchTrainer:
         if self._reference is not None and self._reference_updates is not None:
             self._reference_updates.apply(self._reference, bare(self._model), self._steps)
         found = {name: metric.value() for name, metric in metrics.items()}
+        if self._adaptive_kl is not None:
+            found |= self._adaptive_kl.adapt(found, batch.total_sequences)
         unused = {} if batch.teacher_ids is None else {TOKENS_USED: 0.0}  # shows that no loss uses the teacher
         return unused | found | {"lr": rate} | clock.seconds()
 

@@ -115,6 +115,15 @@ class ReferenceConfig(Config, frozen=True):
     """reference ← share · policy + (1 − share) · reference; 0 keeps the reference, 1 makes it the policy."""
 
 
+class AdaptiveKLConfig(Config, frozen=True):
+    """The controller of the weight of the KL term; see `AdaptiveKL`."""
+
+    target: Positive
+    """Divergence from the reference, in nats per token, that the weight is steered to."""
+    horizon: Count = 10_000
+    """Sequences over which the relative error is made up."""
+
+
 class AlgorithmConfig(Config, frozen=True):
     """The algorithm: advantages, loss and batches."""
 
@@ -129,6 +138,8 @@ class AlgorithmConfig(Config, frozen=True):
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     kl: NotNegative = 0.0
     """Weight of the KL term against the reference, which is the model before training; 0 for none."""
+    adaptive_kl: AdaptiveKLConfig | None = None
+    """Controller of this weight, which is then that of the first step; null keeps it."""
     reference: ReferenceConfig = ReferenceConfig()
     entropy: NotNegative = 0.0
     """Weight of an entropy bonus."""
@@ -151,6 +162,8 @@ class AlgorithmConfig(Config, frozen=True):
     def __post_init__(self) -> None:
         """Check the values that depend on each other."""
         check_finite(kl=self.kl, entropy=self.entropy)
+        if self.adaptive_kl is not None and not self.kl:
+            raise ValueError("adaptive_kl: expected a positive kl beside it, the weight of the first step, got none")
         if self.loss not in LOSSES and ":" not in self.loss:
             known = f"{', '.join(LOSSES)} or module:function"
             raise ValueError(f"loss: expected {known}, got {self.loss!r}{nearest(self.loss, LOSSES)}")

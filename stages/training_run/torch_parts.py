@@ -23,6 +23,7 @@ from ..engines.policies import Policy
 from ..engines.pretrained_tokenizer import PretrainedTokenizer
 from ..engines.sampling_params import SamplingParams
 from ..engines.torch_policy import TorchPolicy
+from ..losses.adaptive_kl import AdaptiveKL
 from ..losses.entropy import Entropy
 from ..losses.kl import KL
 from ..losses.policy import CISPO, DPPO, GSPO, SAPO, AdvantageWeighted, PPOClip
@@ -250,7 +251,9 @@ def loss_of(algorithm: AlgorithmConfig) -> Loss:
             )
         return loss
     term: LossTerm = _policy_term(algorithm)
-    if algorithm.kl:
+    if algorithm.adaptive_kl is not None:
+        term = term + AdaptiveKL(algorithm.kl, algorithm.adaptive_kl.target, algorithm.adaptive_kl.horizon)
+    elif algorithm.kl:
         term = term + algorithm.kl * KL("k3")
     if algorithm.entropy:
         term = term - algorithm.entropy * Entropy()

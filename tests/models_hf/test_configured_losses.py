@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from penstock._stages.training_run.run_config import AlgorithmConfig
+from penstock._stages.training_run.run_config import AdaptiveKLConfig, AlgorithmConfig
 from penstock._stages.training_run.torch_parts import loss_of
-from penstock.losses import DPPO, SAPO, Loss
+from penstock.losses import DPPO, SAPO, Loss, PPOClip
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,17 @@ def test_a_loss_is_configured_by_name(values: dict[str, Any], loss: Loss) -> Non
 def test_a_loss_without_bounds_takes_none() -> None:
     with pytest.raises(ValueError, match="clip: expected with loss ppo, gspo, cispo, dppo, got loss sapo"):
         AlgorithmConfig(loss="sapo", clip=(0.1, 0.2))
+
+
+def test_an_adaptive_weight_begins_as_configured() -> None:
+    loss = loss_of(AlgorithmConfig(kl=0.01, adaptive_kl=AdaptiveKLConfig(target=0.05)))
+
+    assert repr(loss) == (
+        f"({PPOClip()!r} + AdaptiveKL(weight=0.01, target=0.05, horizon=10000, estimator='k3'))"
+        ".aggregated('token-mean')"
+    )
+
+
+def test_an_adaptive_weight_needs_one_to_begin_with() -> None:
+    with pytest.raises(ValueError, match="adaptive_kl: expected a positive kl beside it"):
+        AlgorithmConfig(adaptive_kl=AdaptiveKLConfig(target=0.05))

@@ -18,6 +18,7 @@ from penstock.losses import (
     GSPO,
     KL,
     SAPO,
+    AdaptiveKL,
     AdvantageWeighted,
     Entropy,
     GeometricMask,
@@ -49,6 +50,7 @@ LOSSES: list[Loss] = [
     (PPOClip() * GeometricMask(0.8, 1.2) * WorstTokenMask(0.3, 3.0)).aggregated("seq-mean-token-sum"),
     PPOClip() + 0.1 * KL("k1"),
     (PPOClip() + 0.1 * KL("k2")).aggregated("seq-mean-token-sum"),
+    PPOClip() + AdaptiveKL(0.1, 1.0),
     PPOClip() + 0.1 * KL("k3") - 0.01 * Entropy(),
     GSPO(old="proximal") * ImportanceWeight(high=math.inf, level="sequence") + KL() - Entropy(),
 ]

@@ -1,0 +1,92 @@
+"""AdaptiveKL: a KL term whose weight follows the divergence that was measured.
+
+The only term with state: a trainer adapts the weight after each step, and its checkpoints contain it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..._schemas.numbers import whole_number
+from ..kl_estimate import KLEstimator
+from .kl import KL
+from .metrics import Mean
+from .scored import Scored
+from .terms import Aggregated, Loss, LossTerm, PerToken, Term
+
+MEASURED, WEIGHT = "adaptive_kl/kl", "adaptive_kl/weight"
+"""Metrics: the divergence of the policy from the reference in a step, and the weight that the step used."""
+
+MOST_ERROR = 0.2
+"""Bound on the relative distance to the target that counts, as in the paper."""
+
+
+@dataclass(slots=True, eq=False)
+class AdaptiveKL(Term):
+    """β times the divergence of the policy from the reference policy, per token: `PPOClip() + AdaptiveKL(0.01, 0.05)`.
+
+    After a step with n sequences, β ← β · (1 + clip(kl / target − 1, −0.2, 0.2) · n / horizon), where kl is the mean
+    over the tokens of the step: Ziegler et al., "Fine-Tuning Language Models from Human Preferences"
+    (arXiv:1909.08593). It is `AdaptiveKLController` of verl and SkyRL, here for the KL in the loss. One trainer uses
+    one object; its checkpoints contain β under the name `adaptive_kl`.
+
+    Args:
+        weight: β of the first step.
+        target: divergence, in nats per token, that β is steered to.
+        horizon: sequences over which the relative error is made up; larger is slower.
+        estimator: of a token's divergence; see `KL`.
+
+    Raises:
+        ValueError: a number that is not positive, or an unknown estimator.
+    """
+
+    weight: float
+    target: float
+    horizon: int = 10_000
+    estimator: KLEstimator = "k3"
+
+    name: ClassVar[str] = "kl"
+
+    def __post_init__(self) -> None:
+        KL(self.estimator)
+        for name, value in (("weight", self.weight), ("target", self.target)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}: expected a positive number, got {value}")
+        self.horizon = whole_number("horizon", self.horizon)
+
+    def per_token(self, scored: Scored, /) -> PerToken:
+        """Return β times the estimate of each token; see `Term`."""
+        estimates, _ = KL(self.estimator).per_token(scored)
+        return PerToken(self.weight * estimates, {MEASURED: Mean(scored.token_mean(estimates.detach()))})
+
+    def adapt(self, metrics: Mapping[str, float], sequences: int) -> dict[str, float]:
+        """Adapt β to the `metrics` of a step with so many sequences; return the β of that step as a metric."""
+        used = self.weight
+        error = min(max(metrics[MEASURED] / self.target - 1, -MOST_ERROR), MOST_ERROR)
+        self.weight *= 1 + error * sequences / self.horizon
+        return {WEIGHT: used}
+
+    def state_dict(self) -> dict[str, float]:
+        """Return β, for a checkpoint."""
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the state that `state_dict` returned."""
+        self.weight = state["weight"]
+
+
+def adaptive_kl_of(loss: Loss) -> AdaptiveKL | None:
+    """Return the term of `loss` that adapts, if it has one.
+
+    Raises:
+        ValueError: it has several.
+    """
+    total = loss.total if isinstance(loss, Aggregated) else loss
+    terms = [term for _, term in total.parts()] if isinstance(total, LossTerm) else []
+    found = [term for term in terms if isinstance(term, AdaptiveKL)]
+    if len(found) > 1:
+        raise ValueError(f"loss: expected at most one AdaptiveKL, got {len(found)}")
+    return found[0] if found else None
