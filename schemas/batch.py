@@ -36,6 +36,8 @@ class PackedGroup(NamedTuple):
     instance_id: str
     sequences: Length
     meta: JsonObject
+    loss_tokens: Length
+    """Tokens of the whole group that train: what a mean over prompts divides by, on a rank or a micro-batch too."""
 
     @property
     def id(self) -> GroupId:
@@ -77,6 +79,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Tokens that train in the *global* batch: what a token-mean loss divides by, on a rank or a micro-batch too."""
     loss_sequences: int
     """Sequences with at least one such token in the *global* batch: what a sequence-mean loss divides by."""
+    loss_groups: int
+    """Groups with at least one such token in the *global* batch."""
     total_sequences: int
     """Sequences of the *global* batch whether or not they train, those of groups that were left out of it because
     nothing in them trains included: what a sequence-mean loss may divide by instead."""
@@ -203,6 +207,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             part,
             loss_tokens=self.loss_tokens,
             loss_sequences=self.loss_sequences,
+            loss_groups=self.loss_groups,
             total_sequences=self.total_sequences,
         )
 
@@ -267,7 +272,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def header(self) -> bytes:
         """Return everything that is not a column, as msgpack."""
-        return _encode_header((self.groups, self.loss_tokens, self.loss_sequences, self.total_sequences))
+        totals = (self.loss_tokens, self.loss_sequences, self.loss_groups, self.total_sequences)
+        return _encode_header((self.groups, *totals))
 
     @classmethod
     def assemble(cls, header: bytes | memoryview, columns: Mapping[str, Array]) -> Self:
@@ -277,10 +283,10 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             InvalidRecord: the header is none, or has another number of sequences.
         """
         try:
-            groups, loss_tokens, loss_sequences, total_sequences = _decode_header(header)
+            groups, loss_tokens, loss_sequences, loss_groups, total_sequences = _decode_header(header)
         except UNREADABLE as error:
             raise InvalidRecord(
-                f"header: expected (groups, loss_tokens, loss_sequences, total_sequences), got {error}"
+                f"header: expected (groups, loss_tokens, loss_sequences, loss_groups, total_sequences), got {error}"
             ) from None
         sequences = sum(group.sequences for group in groups)
         if sequences != len(columns["rewards"]):
@@ -289,13 +295,14 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             groups=groups,
             loss_tokens=loss_tokens,
             loss_sequences=loss_sequences,
+            loss_groups=loss_groups,
             total_sequences=total_sequences,
             **cls.schema.fields(columns),
         )
 
 
 _encode_header = msgspec.msgpack.Encoder().encode
-_decode_header = msgspec.msgpack.Decoder(tuple[tuple[PackedGroup, ...], int, int, int]).decode
+_decode_header = msgspec.msgpack.Decoder(tuple[tuple[PackedGroup, ...], int, int, int, int]).decode
 
 
 class Packer:
@@ -369,7 +376,8 @@ class Packer:
                     views[index][place] = column
                 except ValueError:
                     views[index][place] = column.copy()
-        self._groups.append(PackedGroup(group.env, group.instance_id, lengths.sequences, group.meta))
+        trained = int(np.count_nonzero(group.loss_mask))
+        self._groups.append(PackedGroup(group.env, group.instance_id, lengths.sequences, group.meta, trained))
         self._starts.append(first)
         self._by_token.append(form.versions_by_token)
         self._tokens = last
@@ -383,7 +391,7 @@ class Packer:
         if self._block is None:
             raise InvalidRecord("pack: expected at least one group, got none")
         columns = self._plan.columns(self._block.array, self._tokens, self._chunks)
-        counts = [sequences for _, _, sequences, _ in self._groups]
+        counts = [group.sequences for group in self._groups]
         bounds = _join_offsets(columns.pop("offsets"), self._starts, counts)
         if True in self._by_token:
             columns["policy_versions"] = _by_token_or_sequence(
@@ -537,6 +545,7 @@ def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], cu_seqle
         groups=groups,
         loss_tokens=int(np.count_nonzero(mask)),
         loss_sequences=int(np.count_nonzero(np.logical_or.reduceat(mask, filled))) if len(filled) else 0,
+        loss_groups=sum(group.loss_tokens > 0 for group in groups),
         total_sequences=len(cu_seqlens) - 1,
         **BATCH_SCHEMA.fields(columns),
     )

@@ -39,6 +39,10 @@ class Scored:
     """Sequences with at least one such token in the *global* batch."""
     total_sequences: int
     """Sequences of the *global* batch, those without such a token included."""
+    loss_groups: int = 0
+    """Groups, the completions of a prompt each, with at least one such token in the *global* batch."""
+    group_tokens: Tensor | None = None
+    """[T] tokens that train in the group of each token, in the *global* batch."""
     temperature: float | Tensor = 1.0
     """Temperature of `predicted` and `logprobs`; [T, 1] where tokens have temperatures of their own."""
     advantages: Tensor | None = None
@@ -88,6 +92,14 @@ class Scored:
         """
         remedy = "have the sampler record them, or train with AdvantageWeighted, which needs none"
         return _present(self.behavior_logprobs, "behavior_logprobs", remedy)
+
+    def tokens_of_group(self) -> Tensor:
+        """Return [T] the number of tokens that train in the group of each token, in the global batch.
+
+        Raises:
+            InvalidRecord: it is unknown.
+        """
+        return _present(self.group_tokens, "group_tokens", "give it, as TorchTrainer does, or aggregate otherwise")
 
     def reference(self) -> Tensor:
         """Return [T] log-probability under the reference policy.

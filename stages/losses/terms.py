@@ -18,9 +18,12 @@ from ..._schemas.numbers import normalize_counts
 from .metrics import Mean, Metric
 from .scored import Scored
 
-Aggregation: TypeAlias = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Aggregation: TypeAlias = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
+]
 """The aggregation of token values to one number, under the names of verl and ROLL: the mean over all tokens; the mean
-over sequences of their sums; of their means; of their sums divided by a constant."""
+over sequences of their sums; of their means; of their sums divided by a constant. SkyRL's prompt-mean is the mean over
+groups, the completions of a prompt each, of the means over their tokens."""
 
 Counted: TypeAlias = Literal["trained", "all"]
 """The sequences in the denominator of a mean: those with a token that trains, or all."""
@@ -153,8 +156,8 @@ class Aggregated:
     def __post_init__(self) -> None:
         if self.counted not in get_args(Counted):
             raise ValueError(f"counted: expected one of {', '.join(get_args(Counted))}, got {self.counted!r}")
-        if self.counted == "all" and self.aggregation == "token-mean":
-            raise ValueError("counted: expected 'all' with a mean over sequences, got it with 'token-mean'")
+        if self.counted == "all" and self.aggregation in ("token-mean", "prompt-mean"):
+            raise ValueError(f"counted: expected 'all' with a mean over sequences, got it with {self.aggregation!r}")
         if self.aggregation not in get_args(Aggregation):
             raise ValueError(
                 f"aggregation: expected one of {', '.join(get_args(Aggregation))}, got {self.aggregation!r}"
@@ -197,6 +200,8 @@ class Aggregated:
         """Return the factor of each token's value: [T], or one number for all."""
         if self.aggregation == "token-mean":
             return 1 / max(1, scored.loss_tokens)
+        if self.aggregation == "prompt-mean":
+            return 1 / (max(1, scored.loss_groups) * scored.tokens_of_group().to(scored.logprobs.dtype))
         one = 1 / max(1, scored.total_sequences if self.counted == "all" else scored.loss_sequences)
         if self.aggregation == "seq-mean-token-mean":
             return scored.spread(one / scored.lengths.to(scored.logprobs.dtype))

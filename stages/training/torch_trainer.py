@@ -281,6 +281,7 @@ class TorchTrainer:
             lengths=part.lengths,
             loss_tokens=batch.loss_tokens,
             loss_sequences=batch.loss_sequences,
+            loss_groups=batch.loss_groups,
             total_sequences=batch.total_sequences,
             **known,
         )
@@ -399,10 +400,12 @@ class TorchTrainer:
 
 
 def _columns(batch: TrainBatch, temperature: float) -> dict[str, Array]:
-    """Return the columns that a loss receives, and temperatures if groups have their own."""
+    """Return the columns that a loss receives, the tokens of each group, and temperatures if groups have their own."""
     columns: dict[str, Array] = {
         name: column for name in SCORED_COLUMNS if (column := getattr(batch, name)) is not None
     }
+    trained = np.array([group.loss_tokens for group in batch.groups], np.int64)[batch.group_of_sequence()]
+    columns["group_tokens"] = trained.repeat(batch.lengths())
     ends = np.cumsum([group.sequences for group in batch.groups])
     own = own_temperatures(batch.groups, np.split(batch.repetition_ids, ends[:-1]), temperature)
     return columns if own is None else columns | {TEMPERATURE: own.repeat(batch.lengths())}

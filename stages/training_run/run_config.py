@@ -135,7 +135,7 @@ class AlgorithmConfig(Config, frozen=True):
     """ppo, gspo, cispo, dppo, sapo or reinforce; or `module:function`, which returns a loss of `penstock.losses`."""
     clip: tuple[NotNegative, NotNegative] | None = None
     """Bounds of the ratio below and above 1, with dppo of the change of the probability; null for those of the loss."""
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"] = "token-mean"
     kl: NotNegative = 0.0
     """Weight of the KL term against the reference, which is the model before training; 0 for none."""
     adaptive_kl: AdaptiveKLConfig | None = None

@@ -43,8 +43,8 @@ def rich(lengths: tuple[int, ...], index: int = 0, *, versions_by_token: bool = 
     )
 
 
-def totals(of: TrainBatch) -> tuple[int, int, int]:
-    return of.loss_tokens, of.loss_sequences, of.total_sequences
+def totals(of: TrainBatch) -> tuple[int, int, int, int]:
+    return of.loss_tokens, of.loss_sequences, of.loss_groups, of.total_sequences
 
 
 def noise_of(one: TrajectoryGroup) -> list[float]:
@@ -92,8 +92,8 @@ def test_groups_lie_end_to_end() -> None:
     assert packed.cu_seqlens.tolist() == [0, 3, 8, 12]
     assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3]
     assert packed.groups == (
-        PackedGroup("test", "0", 2, {"index": 0}),
-        PackedGroup("test", "1", 1, {"index": 1}),
+        PackedGroup("test", "0", 2, {"index": 0}, first.loss_mask.sum()),
+        PackedGroup("test", "1", 1, {"index": 1}, second.loss_mask.sum()),
     )
     assert packed.groups[1].id == GroupId("test", "1")
     assert packed.ids == [*first.ids, *second.ids]
@@ -137,6 +137,8 @@ def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], 
     assert packed.reward_parts["score"].tolist() == [x for g in groups for x in g.reward_parts["score"].tolist()]
     assert packed.loss_tokens == sum(int(g.loss_mask.sum()) for g in groups)
     assert packed.loss_sequences == sum(int((g.completion_lengths() > 0).sum()) for g in groups)
+    assert packed.loss_groups == sum(bool(g.loss_mask.any()) for g in groups)
+    assert [g.loss_tokens for g in packed.groups] == [int(g.loss_mask.sum()) for g in groups]
     assert packed.total_sequences == len(packed)
 
 

@@ -42,6 +42,7 @@ LOSSES: list[Loss] = [
     (PPOClip(old="proximal") * ImportanceWeight(level="sequence")).aggregated("seq-mean-token-mean"),
     GSPO(clip_low=0.1, clip_high=0.2).aggregated("seq-mean-token-mean"),
     GSPO(clip_low=0.1, clip_high=0.2, old="behavior").aggregated("seq-mean-token-mean", counted="all"),
+    PPOClip(clip_high=0.4).aggregated("prompt-mean"),
     CISPO(highest=1.2),
     DPPO(low=0.05, high=0.1),
     SAPO().aggregated("seq-mean-token-mean"),
@@ -72,7 +73,7 @@ HOLDING: list[Loss] = [
 
 
 def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = None, **columns: Any) -> Scored:
-    """Return one sequence, or several of these `lengths`, as a batch of its own."""
+    """Return one sequence, or several of these `lengths`, as a batch of one group."""
     kept = [len(logprobs)] if lengths is None else lengths
     given: dict[str, Any] = {
         "predicted": logprobs[:, None],
@@ -81,12 +82,17 @@ def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = 
         "loss_tokens": len(logprobs),
         "loss_sequences": sum(length > 0 for length in kept),
         "total_sequences": len(kept),
+        "loss_groups": int(len(logprobs) > 0),
+        "group_tokens": torch.full((len(logprobs),), len(logprobs)),
     }
     return Scored(logprobs=logprobs, advantages=advantages, **(given | columns))
 
 
 def random(seed: int = 0, lengths: tuple[int, ...] = (3, 6, 1, 4, 0)) -> Scored:
-    """Return five sequences of float64; the last has no token that trains; policies differ by up to a factor e."""
+    """Return five sequences of float64, the first two of one prompt; policies differ by up to a factor e.
+
+    The last has no token that trains.
+    """
     generator = torch.Generator().manual_seed(seed)
     count = sum(lengths)
 
@@ -94,6 +100,7 @@ def random(seed: int = 0, lengths: tuple[int, ...] = (3, 6, 1, 4, 0)) -> Scored:
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
     predicted = torch.log_softmax(uniform(count, 3), dim=-1)
+    first = sum(lengths[:2])
     return scored(
         -uniform(count),
         uniform(count) - 0.5,
@@ -102,6 +109,8 @@ def random(seed: int = 0, lengths: tuple[int, ...] = (3, 6, 1, 4, 0)) -> Scored:
         behavior_logprobs=-uniform(count),
         proximal_logprobs=-uniform(count),
         ref_logprobs=-uniform(count),
+        loss_groups=2 if count > first else 1,
+        group_tokens=torch.tensor([first] * first + [count - first] * (count - first)),
     )
 
 

@@ -7,6 +7,7 @@ rectangle [B, L], and its mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ import torch
 from tests.stages.losses.scoring import part_of, scored
 from torch import Tensor
 
+from penstock.errors import InvalidRecord
 from penstock.losses import AdvantageWeighted, Loss, PPOClip, Scored
 
 LENGTHS = (3, 0, 5, 1, 0, 2)
 """Tokens that train; two of six sequences are masked wholly."""
 LONGEST = 7
+PROMPTS = ((0, 3), (3, 5), (5, 6))
+"""The sequences of each prompt; something trains for each."""
 
 
 def verl(costs: Tensor, mask: Tensor, *, norm: bool = False, token_mean: bool = False) -> float:
@@ -64,6 +68,23 @@ def skyrl_seq_mean_token_sum_norm(costs: Tensor, mask: Tensor) -> float:
     return float((costs / (costs.shape[0] * LONGEST) * mask).sum())
 
 
+def skyrl_prompt_mean(costs: Tensor, mask: Tensor) -> float:
+    """skyrl/backends/skyrl_train/utils/ppo_utils.py:1212-1215 and :1149, of SkyRL at a9564572eb8e.
+
+    num_prompts = len(prompt_boundaries)
+    for p_start, p_end in prompt_boundaries:
+        prompt_tokens = loss_mask[p_start:p_end].sum().clamp(min=1)
+        normalized_advantages[p_start:p_end] = advantages[p_start:p_end] / (num_prompts * prompt_tokens)
+    …
+    return (loss * loss_mask).sum() if loss_mask is not None else loss.sum()
+    """
+    total = 0.0
+    for start, end in PROMPTS:
+        prompt_tokens = mask[start:end].sum().clamp(min=1)
+        total += float((costs[start:end] / (len(PROMPTS) * prompt_tokens) * mask[start:end]).sum())
+    return total
+
+
 def trl_grpo(costs: Tensor, mask: Tensor) -> float:
     """trl/trainer/grpo_trainer.py:3154.
 
@@ -99,7 +120,12 @@ def made(lengths: Sequence[int] = LENGTHS) -> tuple[Scored, Tensor, Tensor]:
     mask = torch.arange(LONGEST) < torch.tensor(lengths)[:, None]
     costs = torch.full(mask.shape, 1e3, dtype=torch.float64)  # masked tokens are ignored
     costs[mask] = -advantages * logprobs
-    return scored(logprobs, advantages, lengths=list(lengths)), costs, mask.double()
+    given = scored(logprobs, advantages, lengths=list(lengths))
+    if len(lengths) == len(LENGTHS):
+        by_prompt = [sum(lengths[start:end]) for start, end in PROMPTS]
+        group_tokens = torch.tensor(by_prompt).repeat_interleave(torch.tensor(by_prompt))
+        given = replace(given, loss_groups=len(PROMPTS), group_tokens=group_tokens)
+    return given, costs, mask.double()
 
 
 def loss(aggregation: Any, counted: Any) -> Loss:
@@ -115,6 +141,7 @@ CASES: list[tuple[Loss, Callable[[Tensor, Tensor], float]]] = [
     (loss("seq-mean-token-sum", "trained"), of_verl("seq-mean-token-sum")),
     (loss("seq-mean-token-mean", "trained"), of_verl("seq-mean-token-mean")),
     (loss("seq-mean-token-sum-norm", "trained"), of_verl("seq-mean-token-sum-norm")),
+    (loss("prompt-mean", "trained"), skyrl_prompt_mean),
     (loss("seq-mean-token-mean", "all"), skyrl_sequence_mean),
     (loss("seq-mean-token-sum-norm", "all"), skyrl_seq_mean_token_sum_norm),
     (loss("seq-mean-token-mean", "all"), trl_grpo),
@@ -152,6 +179,15 @@ def test_it_equals_the_accumulation_of_trl(aggregation: Any, theirs: Callable[[T
     assert loss(aggregation, "all")(given).loss.item() == pytest.approx(
         trl_accumulated(costs, mask, of=theirs, steps=3), rel=1e-7
     )
+
+
+def test_a_mean_over_prompts_needs_the_tokens_of_each_and_counts_prompts_that_train() -> None:
+    given, _, _ = made()
+
+    with pytest.raises(InvalidRecord, match="group_tokens: expected a column, got none: give it, as TorchTrainer does"):
+        loss("prompt-mean", "trained")(replace(given, group_tokens=None))
+    with pytest.raises(ValueError, match="counted: expected 'all' with a mean over sequences, got it with 'prompt-m"):
+        loss("prompt-mean", "all")
 
 
 def test_where_every_sequence_trains_both_counts_are_one() -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import TrainBatch
 from penstock._stages.training.torch_ranks import decode_share, encode_share, owners
+from penstock.losses import AdvantageWeighted
 from penstock.testing import batch
 from penstock.torch import RankedTrainer, TorchTrainer
 
@@ -44,9 +45,26 @@ def test_shares_are_the_batch_again_and_keep_its_totals() -> None:
         tokens = (taken == rank)[whole.sequence_of_token()]
         assert share.loss_tokens == whole.loss_tokens
         assert share.loss_sequences == whole.loss_sequences
+        assert share.loss_groups == whole.loss_groups
         assert share.total_sequences == whole.total_sequences
+        assert {(group.id, group.loss_tokens) for group in share.groups} <= {
+            (group.id, group.loss_tokens) for group in whole.groups
+        }
         for name in ("tokens", "loss_mask", "advantages"):
             assert np.array_equal(getattr(share, name), getattr(whole, name)[tokens])
+
+
+def test_ranks_that_share_a_prompt_add_up_to_the_mean_over_prompts() -> None:
+    whole = made()
+    taken = np.arange(len(whole)) % 2  # each rank has a part of every group
+
+    def loss(packed: TrainBatch) -> float:
+        trainer = TorchTrainer(
+            TinyModel(vocabulary=1000), optimizer=torch.optim.AdamW, loss=AdvantageWeighted().aggregated("prompt-mean")
+        )
+        return trainer.step(packed)["loss"]
+
+    assert sum(loss(whole.share(taken == rank)) for rank in range(2)) == pytest.approx(loss(whole), rel=1e-5)
 
 
 def test_a_share_may_be_empty() -> None:

@@ -99,6 +99,7 @@ def test_the_loss_is_that_of_every_sequence_evaluated_alone() -> None:
         AdvantageWeighted(),
         AdvantageWeighted() * ImportanceWeight(high=1.01),
         PPOClip().aggregated("seq-mean-token-mean"),
+        PPOClip().aggregated("prompt-mean"),
         (PPOClip(old="proximal") * ImportanceWeight(level="sequence")).aggregated("seq-mean-token-sum"),
         GSPO(old="behavior").aggregated("seq-mean-token-mean"),
         GSPO().aggregated("seq-mean-token-mean", counted="all"),
