@@ -180,6 +180,14 @@ class RunStopped(SystemExit):
         return f"the run was stopped by {self.by.name}"
 
 
+class NoSamples(PenstockError, LookupError):
+    """A run has written no samples, or none of the requested step."""
+
+
+class NoView(PenstockError, LookupError):
+    """A folder holds no run that can be watched."""
+
+
 class LedgerImbalance(PenstockError):
     """A trajectory ended twice, or ended without having been admitted."""
 

@@ -1,8 +1,8 @@
 """SinkTrainer: the end of a pipeline. Feeds batches to a trainer, publishes its weights, commits trajectories.
 
 In this order for each batch: the optimizer step, off the event loop; publishing the new weights; the commit to the
-ledger; the metrics; a checkpoint if one is due. A trainer is any object with `step(batch) -> metrics`. Knows nothing
-about torch.
+ledger; the metrics; samples and a checkpoint if they are due. A trainer is any object with `step(batch) -> metrics`.
+Knows nothing about torch.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .._pipeline.util.exception_groups import unwrap_single
 from .._pipeline.weights.shielded import limit_once_cancelled
 from .._schemas import GroupId, StopReason, TrainBatch
 from .._schemas.numbers import normalize_counts, normalize_numbers
+from .samples.samples import Samples
 from .training.checkpoint import latest_checkpoint, remove_old_checkpoints
 
 T = TypeVar("T")
@@ -136,6 +137,7 @@ class SinkTrainer:
         keep_checkpoints: number of checkpoints to keep; older ones are removed when a new one is on the disk. None
             keeps all.
         cancel_timeout_s: bound on waiting for the running step after cancellation.
+        samples: which trajectories of a batch are shown and written as text, and when; None for none.
 
     Raises:
         TypeError: the trainer lacks a method that `publisher` or `checkpoints` need.
@@ -151,6 +153,7 @@ class SinkTrainer:
     checkpoint_every: int | None = None
     keep_checkpoints: int | None = None
     cancel_timeout_s: float = CANCEL_TIMEOUT_S
+    samples: Samples | None = None
     _gathered: tuple[Snapshot, ...] = field(default=(), repr=False)
     """Snapshots of every stage whose statistics a checkpoint contains."""
 
@@ -166,7 +169,7 @@ class SinkTrainer:
     def stage_info(self) -> StageInfo:
         """State the last step, the trainer's tokenizer, and the other objects in its checkpoints."""
         saved = self.trainer.state if isinstance(self.trainer, KeepsState) else {}
-        return StageInfo(max_steps=self.max_steps, tokenizers=tokenizer_of(self.trainer), saved=saved)
+        return StageInfo(max_steps=self.max_steps, tokenizers=tokenizer_of(self.trainer, self.samples), saved=saved)
 
     def with_checkpoints(self, folder: Path, gathering: Mapping[str, Stateful]) -> tuple[SinkTrainer, ResumePoint]:
         """Return the same sink with checkpoints in `folder`, resumed from the last one, and its ResumePoint.
@@ -270,6 +273,7 @@ class SinkTrainer:
             "timing_s/sync_weights": published - stepped,
         }
         context.metrics.emit(step, trained | timing)  # at once: later samples count for the next step
+        await self._sample(batch, step, thread)
         if self._saves_at(step):  # afterwards: a checkpoint without the metrics of its step would leave a gap
             await self._save(context.ledger, thread)
 
@@ -281,6 +285,19 @@ class SinkTrainer:
                 f"{metrics!r}: end it with `return {{...}}`, or with `return {{}}` if there are none"
             )
         return batch_metrics(batch, step - 1) | dict(metrics)
+
+    async def _sample(self, batch: TrainBatch, step: int, thread: anyio.CapacityLimiter) -> None:
+        """Pass on samples of the batch that step `step` has trained, if they are due and anything takes them."""
+        sinks = current().sample_sinks
+        if self.samples is None or not sinks or not self.samples.due(step):
+            return
+        try:
+            samples = await _in_thread(partial(self.samples.of, batch, step), thread)
+        except Exception:  # a tokenizer that cannot decode what trains must not end the run
+            log.exception("samples_failed", step=step)
+            return
+        for sink in sinks:
+            sink(samples, step)
 
     def _sampling(self) -> AbstractAsyncContextManager[None]:
         sink = self._weight_sink

@@ -95,6 +95,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "ReferenceUpdates": PUBLIC.ReferenceUpdates,
     "RewardFunction": partial(PUBLIC.RewardFunction, length),
     "RewardModel": partial(PUBLIC.RewardModel, "folder"),
+    "Samples": partial(PUBLIC.Samples, None),
     "SamplingParams": PUBLIC.SamplingParams,
     "SinkTrainer": partial(PUBLIC.SinkTrainer, Idle()),
     "SourceChannel": PUBLIC.SourceChannel,
@@ -138,7 +139,17 @@ RESULTS |= {
     "RewardInput",
     "RolloutResult",
 }
-RESULTS |= {"RunningServer", "Scored", "StageInfo", "StageStatistics", "TokenizerIdentity", "TrainBatch", "Trajectory"}
+RESULTS |= {
+    "RunInfo",
+    "RunningServer",
+    "Sample",
+    "Scored",
+    "StageInfo",
+    "StageStatistics",
+    "TokenizerIdentity",
+    "TrainBatch",
+    "Trajectory",
+}
 RESULTS |= {"TrajectoryId", "Worker", "WorkerStatistics"}
 """Values that are handed over and bound nothing, and ends that penstock makes."""
 

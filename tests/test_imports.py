@@ -19,7 +19,7 @@ LAYERS = ["schemas", "pipeline", "stages", "stages/integrations", "src/penstock"
 """Each may import those before it, and itself. Benchmarks and examples do not import each other."""
 
 PIPELINE_FOLDERS = (
-    *("errors", "util", "accounting", "channels", "graph"),
+    *("errors", "util", "accounting", "trackers", "channels", "graph"),
     *("processes", "weights", "durability", "view", "runtime", "testing"),
 )
 """The parts of pipeline/, each of which may import those before it, and itself."""

@@ -247,7 +247,7 @@ class JsonlMetrics:
         with self._writing():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if after_step is not None and self._path.exists():
-                os.truncate(self._path, _bytes_until(self._path, after_step))
+                os.truncate(self._path, bytes_until(self._path, after_step))
 
     def __repr__(self) -> str:
         return f"JsonlMetrics({str(self._path)!r})"
@@ -266,7 +266,7 @@ class _Line(msgspec.Struct):
     step: int
 
 
-def _bytes_until(path: Path, step: int) -> int:
+def bytes_until(path: Path, step: int) -> int:
     """Return the bytes of the file at `path` up to the end of the line of `step`, or of the last one before it."""
     kept = 0
     with path.open("rb") as file:

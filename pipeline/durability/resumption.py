@@ -2,6 +2,7 @@
 
     <folder>/checkpoints/step-00000100/    written by the sink's trainer
     <folder>/metrics.jsonl                 one line for each step
+    <folder>/samples.jsonl                 samples of what some steps trained
 
 Stages take part by optional methods: the sink by `with_checkpoints`, any other stage that begins differently in a
 resumed run by `resume_from`, and a stage with state by `state_dict` and `load_state_dict`. Knows nothing about the
@@ -13,16 +14,18 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..._schemas import GroupId
-from ..accounting.telemetry import JsonlMetrics, get_logger
+from ..accounting.telemetry import get_logger
 from ..errors import InvalidPipeline, RunInUse
 from ..graph.context import Context
 from ..graph.stage_node import StageNode
+from ..trackers.jsonl import Jsonl
+from ..trackers.tracker import RunInfo
 from ..util.os_errors import explaining_os_errors
 
 CHECKPOINTS = "checkpoints"
@@ -98,10 +101,13 @@ class Snapshot:
 
 
 @contextmanager
-def with_checkpoints(folder: Path, nodes: Sequence[StageNode], context: Context) -> Iterator[tuple[StageNode, ...]]:
+def with_checkpoints(
+    folder: Path, nodes: Sequence[StageNode], context: Context, config: Mapping[str, Any]
+) -> Iterator[tuple[StageNode, ...]]:
     """Lock `folder` for the run within the body; yield the resumed stages, to run instead of `nodes`. Blocks.
 
-    The ledger and the metrics of `context` continue too.
+    The ledger, the metrics and the samples of `context` continue too. Their lines are written at once, unlike those of
+    other trackers: no checkpoint is newer than the files, and a run whose folder takes no more lines ends.
 
     Raises:
         InvalidPipeline: the sink writes no checkpoints.
@@ -114,11 +120,15 @@ def with_checkpoints(folder: Path, nodes: Sequence[StageNode], context: Context)
         nodes, point = _opened(folder, nodes)
         if point.step:
             context.ledger.restore(point.committed, point.step)
-        context.metrics.file = JsonlMetrics(folder / "metrics.jsonl", after_step=point.step)
+        files = Jsonl()
+        files.start(RunInfo(name=folder.name, folder=folder, step=point.step, config=config))
+        context.metrics.file = files.log
+        context.sample_sinks.append(files.samples)
         try:
             yield tuple(nodes)
         finally:
             context.metrics.file = None
+            context.sample_sinks.remove(files.samples)
 
 
 @contextmanager
@@ -127,7 +137,7 @@ def _locked(folder: Path) -> Iterator[None]:
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd)
         except BlockingIOError:
             raise RunInUse(
                 f"expected one run at a time in {folder}, got a second one: end the other, or take another"
@@ -135,6 +145,36 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """Lock the folder behind `fd`. A process that only looks (see `is_running`) is in no way.
+
+    Raises:
+        BlockingIOError: another run has locked it.
+    """
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # fails beside a run, and not beside a process that looks
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def is_running(folder: Path) -> bool:
+    """Return whether a process of this host runs in `folder`. Opens nothing for writing; blocks.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be read.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _opened(folder: Path, nodes: Sequence[StageNode]) -> tuple[tuple[StageNode, ...], ResumePoint]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ..._schemas import TrajectoryGroup, TrajectoryId
 from ..accounting.ledger import Ledger
+from ..accounting.sample import SampleSink
 from ..accounting.shared_counters import EndState
 from ..accounting.telemetry import Metrics
 
@@ -86,6 +87,8 @@ class Context:
     """Trajectories that this stage has dropped, by their end state."""
     flush: FlushRequest = field(default_factory=FlushRequest)
     """The request that stages send on all that they hold."""
+    sample_sinks: list[SampleSink] = field(default_factory=list)
+    """Called with samples of what a step trained; one list for all stages of a run."""
     nothing_on_the_way: Callable[[], bool] = _always
     """Returns whether every trajectory in flight is in this stage or downstream of it."""
     on_sink_returned: list[Callable[[], None]] = field(default_factory=list)

@@ -7,11 +7,11 @@ placement belong to the edge, so they are arguments here and not fields of the s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..accounting.ledger import Ledger
 from ..accounting.telemetry import Metrics, get_logger
@@ -148,6 +148,7 @@ class Pipeline:
         ledger: Ledger | None = None,
         metrics: Metrics | None = None,
         view: View | None = None,
+        config: Mapping[str, Any] | None = None,
         stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> Report:
         """Run until the sink has returned, which it does when the stream ends or when it needs no more records.
@@ -159,12 +160,13 @@ class Pipeline:
         is in the main thread of a script that does not handle the signal itself.
 
         Args:
-            folder: of the run's checkpoints, and of its metrics in `metrics.jsonl`. Where it holds a checkpoint of an
-                earlier run, that run is continued.
+            folder: of the run's checkpoints, and of its metrics and samples in `metrics.jsonl` and `samples.jsonl`.
+                Where it holds a checkpoint of an earlier run, that run is continued.
             ledger: counts the trajectories, a restored one to continue a run; a new one by default.
             metrics: collects the metrics of stages; give one with sinks to see them.
             view: shows the run on stderr: `live` as a table on the terminal, `lines` as plain lines, `auto` as the
                 table where stderr is a terminal, and otherwise as lines. None shows nothing.
+            config: hyper-parameters, as plain values; written to `config.json` in the folder.
             stop_timeout_s: seconds from the first signal to the end of the process; then it is ended by force.
 
         Raises:
@@ -192,7 +194,9 @@ class Pipeline:
                 async with AsyncExitStack() as stack:
                     nodes: Sequence[StageNode] = self.nodes
                     if folder is not None:
-                        nodes = await enter_in_thread(stack, with_checkpoints(Path(folder), nodes, context))
+                        nodes = await enter_in_thread(
+                            stack, with_checkpoints(Path(folder), nodes, context, config or {})
+                        )
                     run = Run(nodes, context)
                     if view is not None:
                         max_steps = info_of(self.nodes[-1].stage).max_steps

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import anyio
 
+from ..accounting.sample import Sample
 from ..util.blocking import in_thread
 from ..util.printing import print_line
+from .sample_text import heading, one_line
 from .snapshot import Snapshot, Watched, number
 
 EVERY_S = 5.0
@@ -22,6 +26,8 @@ class Lines:
         self._watched = watched
         self._printed = 0
         """The step of the last line."""
+        self._samples: tuple[Sample, ...] = ()
+        """The samples that were printed last."""
 
     async def open(self) -> None:
         """Print the names of the stages."""
@@ -43,7 +49,15 @@ class Lines:
     async def _print(self) -> None:
         self._printed = self._watched.progress.step
         shown = self._watched.snapshot()
-        await in_thread(lambda: print_line(line(shown.with_memory())))
+        new = () if shown.progress.samples is self._samples else shown.progress.samples
+        self._samples = shown.progress.samples
+        await in_thread(lambda: print_lines([line(shown.with_memory()), *map(sample_line, new)]))
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines to stderr."""
+    for each in lines:
+        print_line(each)
 
 
 def line(shown: Snapshot) -> str:
@@ -62,3 +76,11 @@ def line(shown: Snapshot) -> str:
         f"waiting: {', '.join(waits)}" if waits else "",
     ]
     return "; ".join(filter(None, parts))
+
+
+def sample_line(sample: Sample) -> str:
+    """Return a sample in one line."""
+    return (
+        f"{sample.kind} of step {sample.step}: {heading(sample)}; prompt: {one_line(sample.prompt)}; completion: "
+        f"{one_line(sample.completion)}"
+    )

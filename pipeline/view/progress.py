@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import anyio
+import msgspec
 
+from ..accounting.sample import Sample
 from .trend import Trend
 
 SHOWN = (
@@ -31,6 +34,10 @@ RATES = {"tokens/s": "perf/total_num_tokens", "trajectories/s": "batch/trajector
 """Speeds, and the metrics whose sums they are."""
 
 
+SHOWN_CHARACTERS = 400
+"""Characters of the end of a prompt and of the beginning of a completion that the view shows at most."""
+
+
 class ProgressState(NamedTuple):
     """The progress of a run at one moment."""
 
@@ -46,6 +53,8 @@ class ProgressState(NamedTuple):
     """The speeds that are known, by unit."""
     metrics: tuple[tuple[str, float, str], ...]
     """The name, the last value and the course of each metric that is shown."""
+    samples: tuple[Sample, ...] = ()
+    """The best and the worst of the last samples, with shortened text."""
 
 
 class Progress:
@@ -62,6 +71,8 @@ class Progress:
         self._trends: dict[str, Trend] = {}
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         """Metrics of the last steps, without the first one, which includes the start of the workers."""
+        self.samples: tuple[Sample, ...] = ()
+        """The best and the worst of the last samples."""
         self._began = time.monotonic()
         self._stepped = anyio.Event()
         """Set at the next step."""
@@ -77,6 +88,10 @@ class Progress:
         self._stepped.set()
         self._stepped = anyio.Event()
 
+    def note_samples(self, samples: Sequence[Sample], step: int) -> None:  # noqa: ARG002 (each sample has its step)
+        """Keep the best and the worst of the samples of a step; see `SampleSink`."""
+        self.samples = tuple(_shortened(sample) for sample in samples if sample.rank == 1)
+
     async def step_after(self, step: int) -> None:
         """Wait until a step later than `step` has emitted its metrics."""
         while self.step <= step:
@@ -91,6 +106,7 @@ class Progress:
             left_s=self._left_s(),
             rates={unit: rate for unit, name in RATES.items() if (rate := self._rate(name)) is not None},
             metrics=tuple((name, trend.last, trend.bars()) for name, trend in sorted(self._trends.items(), key=_order)),
+            samples=self.samples,
         )
 
     def _left_s(self) -> float | None:
@@ -108,6 +124,12 @@ class Progress:
 
     def _sum(self, name: str) -> float:
         return sum(metrics.get(name, 0.0) for metrics in self._recent)
+
+
+def _shortened(sample: Sample) -> Sample:
+    return msgspec.structs.replace(
+        sample, prompt=sample.prompt[-SHOWN_CHARACTERS:], completion=sample.completion[:SHOWN_CHARACTERS]
+    )
 
 
 def _order(each: tuple[str, Trend]) -> tuple[int, str]:

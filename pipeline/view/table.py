@@ -10,13 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ..graph.statistics import EdgeStatistics, StageStatistics
+from .sample_text import heading, one_line
 from .snapshot import Snapshot, duration, number
 
 
 def table(shown: Snapshot) -> RenderableType:
     """Return the state of a run."""
     head = Text.assemble((shown.steps(), "bold"), "   ", "   ".join([shown.times(), *shown.speeds()]))
-    return Group(head, _metrics(shown), _stages(shown), _totals(shown))
+    return Group(head, _metrics(shown), _stages(shown), _totals(shown), _samples(shown))
 
 
 def _metrics(shown: Snapshot) -> Table:
@@ -72,4 +73,17 @@ def _totals(shown: Snapshot) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_row("trajectories", shown.trajectories())
     grid.add_row("memory", ", ".join(shown.memory_parts()))
+    return grid
+
+
+def _samples(shown: Snapshot) -> Table:
+    """Return the best and the worst of the last samples, each text in one line."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    for sample in shown.progress.samples:
+        style = "green" if sample.kind == "best" else "red"
+        grid.add_row(Text(f"{sample.kind} of step {sample.step}", style=style), heading(sample))
+        grid.add_row("  prompt", Text(one_line(sample.prompt), style="dim"))
+        grid.add_row("  completion", Text(one_line(sample.completion)))
     return grid

@@ -65,6 +65,7 @@ async def watching(
     watched = Watched(Progress(max_steps), context.ledger, statistics, report)
     display, sink, metrics = _display(view, watched), watched.progress.note, context.metrics
     metrics.sinks.append(sink)
+    context.sample_sinks.append(watched.progress.note_samples)
     try:
         with anyio.move_on_after(OUTPUT_TIMEOUT_S, shield=True), _logging_failures():
             await display.open()
@@ -76,6 +77,7 @@ async def watching(
     finally:
         with suppress(ValueError):  # it raised, and was removed
             metrics.sinks.remove(sink)
+        context.sample_sinks.remove(watched.progress.note_samples)
         with anyio.move_on_after(OUTPUT_TIMEOUT_S, shield=True):
             with _logging_failures():
                 await display.close()

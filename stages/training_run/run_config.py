@@ -193,6 +193,15 @@ class PlacementConfig(Config, frozen=True):
     """Device of the torch engine; by default that of training."""
 
 
+class SamplesConfig(Config, frozen=True):
+    """Trajectories of a step that are shown and written as text, to `samples.jsonl` in the folder of the run."""
+
+    every: Count = 10
+    """Steps between two choices; the first step has samples too."""
+    count: Count = 5
+    """Number of the best, and of the worst, by reward."""
+
+
 class RunConfig(Config, frozen=True):
     """A training run."""
 
@@ -205,6 +214,7 @@ class RunConfig(Config, frozen=True):
     """torch samples in processes of this run; the others are inference servers, see `server`."""
     server: ServerConfig | None = None
     placement: PlacementConfig = PlacementConfig()
+    samples: SamplesConfig = SamplesConfig()
     folder: Text = "run"
     """Folder of checkpoints, metrics and summary. A run whose folder holds a checkpoint is continued."""
     checkpoint_every: Count = 50

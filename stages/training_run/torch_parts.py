@@ -30,6 +30,7 @@ from ..losses.policy import CISPO, DPPO, GSPO, SAPO, AdvantageWeighted, PPOClip
 from ..losses.terms import Aggregated, Loss, LossTerm, Term
 from ..models.hf_model import HFModel
 from ..reward_bridge import RewardBridge
+from ..samples.samples import Samples
 from ..sink_trainer import SinkTrainer, Trainer, WeightSink
 from ..source_env import SourceEnv
 from ..training.causal_model import CausalModel
@@ -226,6 +227,7 @@ class RunParts:
             max_steps=algorithm.steps,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
+            samples=Samples(self.tokenizer, every=config.samples.every, count=config.samples.count),
         )
         compared = (
             source(self.source(policy), on=processes(config.placement.samplers))

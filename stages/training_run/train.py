@@ -3,6 +3,7 @@
     <folder>/checkpoints/   written by the trainer; the last one loads with transformers and vLLM
     <folder>/config.json    the configuration, with every default
     <folder>/metrics.jsonl  a line for each step
+    <folder>/samples.jsonl  the best and the worst of some steps, as text
     <folder>/summary.json   accuracy before and after, seconds, the ledger
 
 A run whose folder holds a checkpoint goes on from it.
@@ -117,7 +118,7 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
             summary = msgspec.structs.replace(summary, accuracy_before=accuracy, reward_before=reward)
         pipeline = parts.pipeline(policy, trainer, publisher)
         try:
-            await pipeline.run(folder=folder, view=view)
+            await pipeline.run(folder=folder, view=view, config=msgspec.to_builtins(config))
         finally:
             if pipeline.report is not None:
                 seconds = earlier.seconds + time.monotonic() - began

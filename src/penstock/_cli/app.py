@@ -15,6 +15,7 @@ from .export import export
 from .gateway import gateway
 from .init import init
 from .run import check, run
+from .samples import samples
 
 commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -24,7 +25,7 @@ def penstock() -> None:
     """Bring trajectories from reinforcement-learning environments to a trainer."""
 
 
-for command in (init, run, check, export, doctor, gateway):
+for command in (init, run, check, samples, export, doctor, gateway):
     commands.command()(command)
 
 

@@ -18,13 +18,16 @@ async def test_lines_show_the_beginning_the_last_step_and_the_end(capsys: pytest
     await small_run().run(view="lines")
 
     out, errors = capsys.readouterr()
-    first, *_, last, end = errors.splitlines()
+    first, *_, last, best, worst, end = errors.splitlines()
     assert out == ""
     assert first == "penstock: Groups → DropOdd → Pack → SinkTrainer"
     assert last.startswith(f"penstock: step {STEPS}/{STEPS}, ")
     for part in ("reward 1", "accuracy 0.875", "response_length/mean 5", "loss 0.25", "tokens/s", "MiB here"):
         assert part in last
     assert re.search(rf"\d+ begun = \d+ in flight \+ {2 * STEPS} trained", last)
+    texts = "prompt: 2 tokens �[2J [bold]; completion: 6 tokens �[2J [bold]"
+    assert best == f"penstock: best of step {STEPS}: reward 1, 4 tokens, stop; {texts.replace('6', '4')}"
+    assert worst == f"penstock: worst of step {STEPS}: reward 1, 6 tokens, stop; {texts}"
     assert end.startswith("penstock: ended: SinkTrainer returned, after ")
 
 

@@ -71,7 +71,7 @@ async def test_the_table_is_drawn_and_stays_at_the_end(monkeypatch: pytest.Monke
         await small_run().run(view="auto")
     written = shown.close()
 
-    last = text_of(written)[text_of(written).rindex("step ") :]
+    last = text_of(written)[text_of(written).rindex(f"step {STEPS}/") :]
     for part in (
         f"step {STEPS}/{STEPS}",
         "reward",
@@ -79,6 +79,8 @@ async def test_the_table_is_drawn_and_stays_at_the_end(monkeypatch: pytest.Monke
         "SinkTrainer",
         "begun",
         "MiB here",
+        f"best of step {STEPS}   reward 1, ",
+        "completion     6 tokens �[2J [bold]",
         "ended: SinkTrainer",
     ):
         assert part in last

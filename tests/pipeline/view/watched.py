@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,8 +10,21 @@ import anyio
 from tests.pipeline.flow_stages import DropOdd, Groups, Pack
 
 from penstock import Pipeline, SendChannel, SinkTrainer, TrainBatch, source
+from penstock.trackers import Samples
 
 STEPS = 4
+
+
+class Words:
+    """A tokenizer that decodes everything to the same text."""
+
+    eos_id = 0
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return f"{len(ids)}\ntokens \x1b[2J [bold]"
 
 
 class Trainer:
@@ -41,4 +54,9 @@ class Silent:
 def small_run(at_step_3: Literal["", "print", "fail"] = "") -> Pipeline:
     """Return a pipeline that ends after `STEPS` steps, with groups left over."""
     trainer = Trainer(at_step_3)
-    return source(Groups(8 * STEPS)).then(DropOdd()).then(Pack()).sink(SinkTrainer(trainer, max_steps=STEPS))
+    return (
+        source(Groups(8 * STEPS))
+        .then(DropOdd())
+        .then(Pack())
+        .sink(SinkTrainer(trainer, max_steps=STEPS, samples=Samples(Words(), every=STEPS)))
+    )

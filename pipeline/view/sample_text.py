@@ -1,0 +1,26 @@
+"""Samples as text for a terminal: a heading for each, and texts that cannot move the cursor."""
+
+from __future__ import annotations
+
+from ..accounting.sample import Sample
+from .snapshot import number
+
+
+def heading(sample: Sample) -> str:
+    """Return the numbers of a sample in a line."""
+    facts = [f"reward {number(sample.reward)}"]
+    if sample.advantage is not None:
+        facts.append(f"advantage {number(sample.advantage)}")
+    facts += [f"{name} {number(part)}" for name, part in sample.parts.items()]
+    facts += [f"{sample.completion_tokens:,} tokens", sample.stop_reason]
+    return ", ".join(facts)
+
+
+def printable(text: str) -> str:
+    """Return text without control characters, which a model may sample too; lines and tabs stay."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
+
+
+def one_line(text: str) -> str:
+    """Return text as one line."""
+    return printable(" ".join(text.split()))

@@ -1,0 +1,10 @@
+"""Trackers of a run: its metrics, its samples and its hyper-parameters."""
+
+from __future__ import annotations
+
+from ._pipeline.accounting.sample import Sample
+from ._pipeline.trackers.jsonl import Jsonl
+from ._pipeline.trackers.tracker import RunInfo, Tracker
+from ._stages.samples.samples import Samples
+
+__all__ = ["Jsonl", "RunInfo", "Sample", "Samples", "Tracker"]

@@ -1,0 +1,93 @@
+"""`penstock samples`, while a run goes on, after it was killed, and when it was continued."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.limits.mounts import read_only
+
+from penstock.trackers import Sample
+
+PENSTOCK = [sys.executable, "-c", "from penstock._cli import main; main()"]
+
+
+@contextmanager
+def waiting_run(folder: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
+    """Start a run that waits after so many steps; kill it at the end of the body."""
+    command = [sys.executable, "-m", "tests.commands.watched_run", str(folder), str(steps)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None
+            assert run.stdout.readline() == f"trained {steps}\n"
+            yield run
+        finally:
+            run.kill()
+
+
+def finish(folder: Path) -> None:
+    """Run, or continue, to the end."""
+    subprocess.run([sys.executable, "-m", "tests.commands.watched_run", str(folder), "0"], check=True)
+
+
+def printed(*arguments: object, prefix: tuple[str, ...] = (), status: int = 0) -> str:
+    command = [*prefix, *PENSTOCK, "samples", *map(str, arguments)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    return ran.stderr if status else ran.stdout
+
+
+def headings(text: str) -> list[str]:
+    return [line.split(":")[0] for line in text.splitlines() if line.startswith("step ")]
+
+
+def lines_of(folder: Path) -> list[Sample]:
+    return [msgspec.json.decode(line, type=Sample) for line in (folder / "samples.jsonl").read_bytes().splitlines()]
+
+
+def test_samples_of_a_running_run_are_printed_and_those_of_steps_trained_again_are_written_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    with waiting_run(folder, steps=7) as run:
+        last = printed(folder)
+        worst = printed(folder, "--worst", 1, "--step", 2)
+        assert run.poll() is None
+    killed = lines_of(folder)
+    finish(folder)
+
+    assert headings(last) == ["step 6, best 1", "step 6, best 2", "step 6, worst 1"]
+    assert "reward 5, advantage 1.134" in last
+    assert headings(worst) == ["step 2, worst 1"]
+    assert "test/1, completion 0, weights of step 0" in worst
+    assert sorted({sample.step for sample in killed}) == [1, 2, 4, 6]
+    steps = [(sample.step, sample.kind, sample.rank) for sample in lines_of(folder)]
+    assert len(set(steps)) == len(steps)
+    assert sorted({step for step, _, _ in steps}) == [1, 2, 4, 6, 8, 10, 12]
+    assert headings(printed(folder, "--best", 2)) == ["step 12, best 1", "step 12, best 2"]
+
+
+def test_a_folder_that_cannot_be_written_is_read(tmp_path: Path) -> None:
+    finish(tmp_path)
+
+    shown = printed(tmp_path, "--worst", 5, prefix=tuple(read_only(tmp_path)))
+
+    assert headings(shown) == ["step 12, worst 1"]
+
+
+def test_a_step_without_samples_and_a_folder_without_any_are_errors_that_say_what_there_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    finish(folder)
+
+    assert "of which" in printed(folder, "--step", 3, status=1)
+    assert "1, 2, 4, …, 8, 10, 12, got 3" in printed(folder, "--step", 3, status=1)
+    assert printed(tmp_path, status=1).startswith("penstock: expected samples in ")
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from structlog.testing import capture_logs
+from tests.pipeline.flow_stages import Groups, Pack
+
+from penstock import SinkTrainer, StopReason, TrainBatch, source
+from penstock.testing import batch, drive_sink, group
+from penstock.trackers import Samples
+
+
+class Words:
+    """Names tokens by their numbers."""
+
+    eos_id = 0
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def packed(*rewards: Sequence[float]) -> TrainBatch:
+    """Return a batch with a group for each list of rewards."""
+    return TrainBatch.pack(
+        group(instance_id=str(number), completion_lengths=[1] * len(each), rewards=each)
+        for number, each in enumerate(rewards)
+    )
+
+
+def chosen(of: TrainBatch, count: int) -> list[tuple[str, int, str, int, float]]:
+    samples = Samples(Words(), count=count).of(of, 1)
+    return [(each.kind, each.rank, each.instance_id, each.repetition, each.reward) for each in samples]
+
+
+def test_the_best_and_the_worst_are_chosen_by_reward() -> None:
+    assert chosen(packed([0.5, 3.0, 1.0], [2.0, -1.0, 0.0]), count=2) == [
+        ("best", 1, "0", 1, 3.0),
+        ("best", 2, "1", 0, 2.0),
+        ("worst", 1, "1", 1, -1.0),
+        ("worst", 2, "1", 2, 0.0),
+    ]
+
+
+def test_those_of_equal_reward_are_of_many_groups() -> None:
+    found = chosen(packed([1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]), count=3)
+
+    assert [instance for _, _, instance, _, _ in found] == ["0", "1", "2", "2", "0", "1"]
+
+
+def test_no_trajectory_of_a_small_batch_is_shown_twice() -> None:
+    assert chosen(packed([1.0, 1.0, 1.0]), count=5) == [
+        ("best", 1, "0", 0, 1.0),
+        ("best", 2, "0", 1, 1.0),
+        ("worst", 1, "0", 2, 1.0),
+    ]
+
+
+def test_a_sample_has_the_text_and_the_numbers_of_its_trajectory() -> None:
+    of = TrainBatch.pack(
+        [
+            group(
+                env="sums",
+                completion_lengths=[2, 1],
+                prompt_length=2,
+                rewards=[1.0, 0.0],
+                tokens=np.arange(7),
+                advantages=np.array([0, 0, 0.5, 1.5, 0, 0, -1]),
+                reward_parts={"format": np.array([0.25, 0.0])},
+                stop_reason=StopReason.LENGTH,
+                policy_version=6,
+            )
+        ]
+    )
+
+    best, worst = Samples(Words()).of(of, 8)
+
+    assert (best.prompt, best.completion, best.completion_tokens) == ("0 1", "2 3", 2)
+    assert (worst.prompt, worst.completion, worst.completion_tokens) == ("4 5", "6", 1)
+    assert (best.advantage, worst.advantage, best.parts) == (1.0, -1.0, {"format": 0.25})
+    assert (best.step, best.env, best.stop_reason, best.policy_version) == (8, "sums", "length", 6)
+
+
+def test_answers_of_the_environment_belong_to_the_completion_and_trajectories_that_train_nothing_are_left_out() -> None:
+    mask = np.array([False, True, False, True, False, False])
+    of = TrainBatch.pack([group(completion_lengths=[3, 1], prompt_length=1, tokens=np.arange(6), loss_mask=mask)])
+
+    (sample,) = Samples(Words()).of(of, 1)
+
+    assert (sample.prompt, sample.completion, sample.completion_tokens) == ("0", "1 2 3", 2)
+
+
+def test_the_first_step_and_every_k_th_have_samples() -> None:
+    assert [step for step in range(1, 13) if Samples(Words(), every=4).due(step)] == [1, 4, 8, 12]
+
+
+class Trainer:
+    def step(self, _: TrainBatch) -> dict[str, float]:
+        return {}
+
+
+class Broken(Words):
+    def decode(self, ids: Sequence[int]) -> str:
+        raise KeyError(ids[0])
+
+
+async def test_a_tokenizer_that_cannot_decode_ends_no_run() -> None:
+    sink = SinkTrainer(Trainer(), samples=Samples(Broken()), max_steps=2)
+    pipeline = source(Groups(4)).then(Pack()).sink(sink)
+
+    with capture_logs() as logs:
+        await pipeline.run(view="lines")
+
+    assert pipeline.report is not None
+    assert pipeline.report.steps == 2
+    assert [entry["step"] for entry in logs if entry["event"] == "samples_failed"] == [1]
+
+
+async def test_samples_that_nothing_takes_are_not_made() -> None:
+    driven = await drive_sink(SinkTrainer(Trainer(), samples=Samples(Broken())), [batch()])
+
+    assert driven.ledger.balance().ended["trained"] == 4
