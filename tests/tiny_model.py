@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.torch import Attention, KVCache
+from penstock.torch import Attention, KVCache, Read
 
 
 class TinyModel(nn.Module):
@@ -36,13 +38,16 @@ class TinyModel(nn.Module):
         self.heads = heads
 
     def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: KVCache | None = None) -> Tensor:
+        logits: Tensor = self.head(self.hidden(tokens, positions, attend, cache))
+        return logits
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attention, cache: KVCache | None = None) -> Tensor:
         hidden = self.token(tokens) + self.position(positions)
         mask = attend.mask[:, None]
         for layer, (project, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
             hidden = hidden + self._attention(project(norm(hidden)), mask, cache, layer)
             hidden = hidden + mlp(norm(hidden))
-        logits: Tensor = self.head(norm(hidden))
-        return logits
+        return norm(hidden)
 
     def _attention(self, projected: Tensor, mask: Tensor, cache: KVCache | None, layer: int) -> Tensor:
         rows, count, _ = projected.shape
@@ -55,6 +60,22 @@ class TinyModel(nn.Module):
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         width = self.head.in_features // self.heads
         return KVCache(layers=len(self.attention), batch=batch, heads=self.heads, capacity=capacity, width=width)
+
+
+class ReadModel(TinyModel):
+    """The same model, which passes its hidden states to `read`, so that no caller needs all logits."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        attend: Attention,
+        cache: KVCache | None = None,
+        read: Read | None = None,
+    ) -> Any:
+        hidden = self.hidden(tokens, positions, attend, cache)
+        return self.head(hidden) if read is None else read(hidden, self.head.weight, self.head.bias)
 
 
 def norm(hidden: Tensor) -> Tensor:

@@ -6,17 +6,13 @@ import torch
 
 from ..kl_estimate import kl_estimate
 from .metrics import Mean, Metric, weights_metrics
-from .scored import Scored, entropy_of
-
-ROWS_AT_ONCE = 1024
-"""Tokens whose entropy is computed at once; it takes several times the memory of their distributions."""
+from .scored import Scored
 
 
 @torch.no_grad()
 def diagnostics(scored: Scored) -> dict[str, Metric]:
     """Return `entropy`; `kl` (k3), `kl_k1` and `ratio/…` between the sampling policy and this one; `ref_kl` (k3)."""
-    entropy = torch.cat([entropy_of(rows) for rows in torch.split(scored.predicted, ROWS_AT_ONCE)])
-    metrics: dict[str, Metric] = {"entropy": Mean(scored.token_mean(entropy))}
+    metrics: dict[str, Metric] = {"entropy": Mean(scored.token_mean(scored.entropy))}
     if scored.behavior_logprobs is not None:
         log_ratio = scored.log_ratio("behavior")
         metrics["kl"] = Mean(scored.token_mean(kl_estimate(-log_ratio, "k3", torch.exp)))

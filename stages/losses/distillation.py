@@ -11,7 +11,7 @@ three different numbers, chosen by `mode`:
 With all of the vocabulary as candidates they are equal. Tokens without candidates have value 0, and still count in the
 denominator of a mean, as in every other term. The distributions of teacher and policy are taken at temperature 1.
 
-Axes: T tokens that train, R of them that can be used, K candidates, C candidates and the tail, V vocabulary.
+Axes: T tokens that train, R of them that can be used, C of those in a chunk, K candidates, V vocabulary.
 """
 
 from __future__ import annotations
@@ -95,13 +95,19 @@ class Distillation(Term):
                 f"SampledDistillation, or a higher top_k; columns that do contain the two likeliest need a third of −1"
             )
         candidates = _Candidates.of(scored, least=2 if self.mode == "renormalised" else 1)
-        costs = self._divergence(*candidates.distributions(self.mode))
+        used = scored.distributions.untempered()[candidates.rows]
+        (costs,) = used.over([self._costs], candidates.ids, candidates.logprobs)
         return PerToken(
             costs.new_zeros(len(ids)).index_copy(0, candidates.rows, costs), _used(candidates.rows.numel(), costs)
         )
 
+    def _costs(self, predicted: Tensor, /, *candidates: Tensor) -> Tensor:
+        """Return [C] the divergence of each token of a chunk, of the policy's log-probabilities [C, V]."""
+        ids, teacher = candidates
+        return self._divergence(*_Chunk(ids, teacher.to(predicted.dtype), predicted).distributions(self.mode))
+
     def _divergence(self, teacher: Tensor, policy: Tensor) -> Tensor:
-        """Return [R] the divergence of log-probabilities [R, C]."""
+        """Return [C] the divergence of log-probabilities by candidate, and tail."""
         if self.beta is None:
             return _kl(teacher, policy) if self.divergence == "forward_kl" else _kl(policy, teacher)
         mixture = torch.logaddexp(teacher + math.log(self.beta), policy + math.log(1 - self.beta))
@@ -134,10 +140,17 @@ class SampledDistillation(PolicyTerm):
         itself = (ids == scored.tokens[:, None]) & ~logprobs.isneginf()
         teacher = logprobs.masked_fill(~itself, 0).sum(-1)
         with torch.no_grad():
-            policy = scored.untempered().gather(-1, scored.tokens[:, None]).squeeze(-1)
+            policy = _untempered(scored)
             advantages = torch.where(itself.any(-1), clamped(teacher - policy), 0)
         values, _ = AdvantageWeighted().per_token(replace(scored, advantages=advantages))
         return PerToken(values, _used(itself.any(-1).sum().item(), values))
+
+
+def _untempered(scored: Scored) -> Tensor:
+    """Return [T] log-probability of each token itself under the policy at temperature 1."""
+    if scored.distributions.is_untempered:
+        return scored.logprobs.detach()
+    return scored.distributions.untempered().logprobs_of(scored.tokens)
 
 
 class _Candidates(NamedTuple):
@@ -145,14 +158,10 @@ class _Candidates(NamedTuple):
 
     rows: Tensor
     """[R] index of each among the T tokens."""
-    known: Tensor
-    """[R, K] true on candidates, false on padding."""
     ids: Tensor
     """[R, K] int64; −1 on padding."""
     logprobs: Tensor
     """[R, K] log-probabilities of the teacher; −inf on padding."""
-    predicted: Tensor
-    """[R, V] log-probabilities of the policy."""
 
     @classmethod
     def of(cls, scored: Scored, least: int) -> _Candidates:
@@ -162,7 +171,7 @@ class _Candidates(NamedTuple):
             InvalidRecord: a candidate is not in the policy's vocabulary.
         """
         ids, logprobs = scored.teacher()
-        vocabulary = scored.predicted.shape[1]
+        vocabulary = scored.distributions.vocabulary
         if ids.numel() and (highest := int(ids.max())) >= vocabulary:
             raise InvalidRecord(
                 f"teacher_ids: expected ids below {vocabulary}, for which the policy has logits, got {highest}: "
@@ -170,18 +179,22 @@ class _Candidates(NamedTuple):
             )
         known = (ids >= 0) & ~logprobs.isneginf()
         rows = (known.sum(-1) >= least).nonzero().squeeze(-1)
-        predicted = scored.untempered()
         known = known[rows]
-        return cls(
-            rows,
-            known,
-            ids[rows].long().masked_fill(~known, -1),
-            logprobs[rows].to(predicted.dtype).masked_fill(~known, -math.inf),
-            predicted if len(rows) == len(ids) else predicted[rows],
-        )
+        return cls(rows, ids[rows].long().masked_fill(~known, -1), logprobs[rows].masked_fill(~known, -math.inf))
+
+
+class _Chunk(NamedTuple):
+    """Candidates of some tokens, and the policy's distributions there."""
+
+    ids: Tensor
+    """[C, K] int64; −1 on padding."""
+    logprobs: Tensor
+    """[C, K] log-probabilities of the teacher; −inf on padding."""
+    predicted: Tensor
+    """[C, V] log-probabilities of the policy."""
 
     def distributions(self, mode: Rest) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities [R, C] of the teacher, and of the policy; −inf where there is no candidate."""
+        """Return log-probabilities of the teacher, and of the policy, by candidate; −inf where there is none."""
         teacher, policy = self.logprobs, self._mask(self.predicted.gather(-1, self.ids.clamp(min=0)))
         match mode:
             case "raw":
@@ -192,7 +205,7 @@ class _Candidates(NamedTuple):
                 return self._with_tail(teacher, policy)
 
     def _mask(self, values: Tensor) -> Tensor:
-        return values.masked_fill(~self.known, -math.inf)
+        return values.masked_fill(self.ids < 0, -math.inf)
 
     def _with_tail(self, teacher: Tensor, policy: Tensor) -> tuple[Tensor, Tensor]:
         """Return both with one more candidate for all other tokens, or −inf where the policy has no others.
@@ -216,7 +229,7 @@ def _normalised(logprobs: Tensor) -> Tensor:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return [R] Σ p log p/q of log-probabilities [R, C], over entries that are possible under p."""
+    """Return [C] Σ p log p/q of log-probabilities by candidate, over entries that are possible under p."""
     return (p.exp() * torch.where(p.isneginf(), 0, p - q)).sum(-1)
 
 

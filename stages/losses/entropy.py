@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .scored import Scored, entropy_of
+from .scored import Scored
 from .terms import PerToken, Term
 
 
@@ -20,4 +20,4 @@ class Entropy(Term):
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the entropy at each token; see `Term`."""
-        return PerToken(entropy_of(scored.predicted), {})
+        return PerToken(scored.entropy, {})

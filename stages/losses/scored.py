@@ -1,9 +1,9 @@
 """The argument of a loss: the tokens of a micro-batch that train, one sequence after another.
 
 It contains no prompt, no padding and no mask, so none can leak into a loss. The trainer has aligned the logits: row t
-of `predicted` is the distribution that token t was drawn from.
+of `distributions` is the distribution that token t was drawn from.
 
-Axes: T tokens that train, S sequences of the micro-batch, V vocabulary, K candidates of a teacher.
+Axes: T tokens that train, S sequences of the micro-batch, K candidates of a teacher.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..._schemas import InvalidRecord
 from ..kl_estimate import LOG_RATIO_BOUND
+from .distributions import Distributions
 
 OldPolicy: TypeAlias = Literal["behavior", "proximal"]
 """The denominator of a ratio: the policy that sampled, or the policy when training on the batch began."""
@@ -25,10 +26,12 @@ OldPolicy: TypeAlias = Literal["behavior", "proximal"]
 class Scored:
     """The tokens of one micro-batch that train, scored by the policy."""
 
-    predicted: Tensor
-    """[T, V] log-probability of the whole vocabulary at each token; the gradient flows through it."""
+    distributions: Distributions
+    """The distribution that each token was drawn from; gradients flow through it. Use `over`: a chunk at a time."""
     logprobs: Tensor
     """[T] log-probability of each token itself; the gradient flows through it."""
+    entropy: Tensor
+    """[T] entropy in nats of each distribution; the gradient flows through it."""
     tokens: Tensor
     """[T] int64 token ids."""
     lengths: Tensor
@@ -43,8 +46,6 @@ class Scored:
     """Groups, the completions of a prompt each, with at least one such token in the *global* batch."""
     group_tokens: Tensor | None = None
     """[T] tokens that train in the group of each token, in the *global* batch."""
-    temperature: float | Tensor = 1.0
-    """Temperature of `predicted` and `logprobs`; [T, 1] where tokens have temperatures of their own."""
     advantages: Tensor | None = None
     """[T]."""
     behavior_logprobs: Tensor | None = None
@@ -122,12 +123,6 @@ class Scored:
             _present(self.teacher_logprobs, "teacher_logprobs", remedy),
         )
 
-    def untempered(self) -> Tensor:
-        """Return [T, V] `predicted` at temperature 1."""
-        if not isinstance(self.temperature, Tensor) and self.temperature == 1:
-            return self.predicted
-        return torch.log_softmax(self.predicted * self.temperature, dim=-1)
-
     def token_mean(self, values: Tensor) -> Tensor:
         """Return [] this micro-batch's share of the mean of `values` [T] over all tokens of the global batch."""
         return values.sum() / max(1, self.loss_tokens)
@@ -147,12 +142,6 @@ class Scored:
 def clamped(log_ratio: Tensor) -> Tensor:
     """Return `log_ratio` clamped to the bound for exponentiation."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-
-def entropy_of(predicted: Tensor) -> Tensor:
-    """Return [T] entropy in nats of distributions given as log-probabilities [T, V], which may be −inf."""
-    finite = torch.where(predicted.isneginf(), 0.0, predicted)
-    return -(predicted.exp() * finite).sum(-1)
 
 
 def _present(column: Tensor | None, name: str, remedy: str) -> Tensor:

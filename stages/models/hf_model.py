@@ -10,7 +10,9 @@ Axes: B rows, T tokens of this call, V vocabulary, D width of the model.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, Self
@@ -22,8 +24,9 @@ from torch import Tensor, nn
 
 from ..._pipeline.errors import InvalidConfig
 from ..engines.engine_publisher import PublishedWeights
+from ..losses.distributions import Finish
 from ..training.attention import Attention
-from ..training.causal_model import CausalModel
+from ..training.causal_model import CausalModel, Read
 from ..training.checkpoint import WEIGHTS
 from ..training.torch_weights_file import read_weights
 from . import lora as adapters_of
@@ -66,6 +69,10 @@ class HFModel(nn.Module):
         if lora is not None:
             adapters_of.insert(module, lora)
         _compute_head_in_own_dtype(module.get_output_embeddings())
+        self._finish = _finish_of(module)
+        """Function of the products of the head."""
+        self._passes_hidden = _is_head_of(module, self._finish)
+        """Whether logits are this function of the product of hidden states and the weights of the head."""
 
     @classmethod
     def from_pretrained(
@@ -132,8 +139,23 @@ class HFModel(nn.Module):
             )
         return cls(module, path).eval()
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: Any = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        attend: Attention,
+        cache: Any = None,
+        read: Read | None = None,
+    ) -> Any:
         """Return logits [B, T, V] float32; with a cache those of the last token alone, [B, 1, V]. See `CausalModel`."""
+        if read is not None and self._passes_hidden:
+            row = (1, -1) if self._one_row else tokens.shape
+            found = self.module.base_model(
+                input_ids=tokens.view(row), position_ids=positions.view(row), use_cache=False
+            )
+            hidden = found.last_hidden_state.view(*tokens.shape, -1)
+            return self.module.get_output_embeddings()(hidden, self._finish, read)
         if cache is not None:
             found = self.module(
                 input_ids=tokens,
@@ -148,7 +170,10 @@ class HFModel(nn.Module):
         else:
             found = self.module(input_ids=tokens, position_ids=positions, use_cache=False)
         logits: Tensor = found.logits.float()
-        return logits if cache is not None else logits.view(*tokens.shape, -1)
+        if cache is not None:
+            return logits
+        logits = logits.view(*tokens.shape, -1)
+        return logits if read is None else read(logits, None)
 
     def new_cache(self, batch: int, capacity: int) -> HFCache:  # noqa: ARG002 (it grows as it is filled)
         """Return an empty cache; see `CausalModel`."""
@@ -283,11 +308,19 @@ class _Unadapted:
     def __init__(self, model: HFModel) -> None:
         self._model = model
 
-    def __call__(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: Any = None) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        attend: Attention,
+        cache: Any = None,
+        read: Read | None = None,
+    ) -> Any:
         """Return logits; see `CausalModel`."""
         adapters_of.switch(self._model.module, on=False)
         try:
-            return self._model.forward(tokens, positions=positions, attend=attend, cache=cache)
+            return self._model.forward(tokens, positions=positions, attend=attend, cache=cache, read=read)
         finally:
             adapters_of.switch(self._model.module, on=True)
 
@@ -317,17 +350,92 @@ class _Unadapted:
             raise ValueError(f"expected no tensors for a model that never changes, got {sorted(state_dict)}")
 
 
-def _compute_head_in_own_dtype(head: nn.Linear) -> None:
-    """Have `head` compute in the dtype of its weights, also under autocast.
+def _compute_head_in_own_dtype(head: nn.Module) -> None:
+    """Have `head` compute in the dtype of its weights, also under autocast, or pass itself to a function.
 
     In bfloat16 its logits have three significant digits, and every ratio of probabilities is wrong by percents.
     """
-    head.forward = MethodType(_head, head)  # type: ignore[method-assign]
+    head.forward = MethodType(_head, head)
 
 
-def _head(head: nn.Linear, hidden: Tensor) -> Tensor:
+def _head(head: Any, hidden: Tensor, finish: Finish | None = None, read: Read | None = None) -> Any:
+    if read is not None:  # inside a call of the head, which gathers its weights if they are sharded
+        return read(hidden, head.weight, head.bias, finish)
     with torch.autocast(hidden.device.type, enabled=False):
-        return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+        return type(head).forward(head, hidden.to(head.weight.dtype))
+
+
+def _finish_of(module: Any) -> Finish | None:
+    """Return the function of the products of the head of which `module` makes logits, by the names of transformers."""
+    config = module.config.get_text_config()
+    bound = getattr(config, "final_logit_softcapping", None)
+    factor = getattr(module, "logit_scale", None)
+    divisor = getattr(config, "logits_scaling", None)
+    if bound is not None:
+        return partial(_softcapped, bound=bound)
+    if divisor is not None:
+        return partial(_divided, divisor=divisor)
+    return None if factor is None else partial(torch.mul, other=factor)
+
+
+def _softcapped(products: Tensor, bound: float) -> Tensor:
+    return torch.tanh(products / bound) * bound
+
+
+def _divided(products: Tensor, divisor: float) -> Tensor:
+    return products / divisor
+
+
+def _is_head_of(module: Any, finish: Finish | None) -> bool:
+    """Return whether `module` makes its logits by a linear head of its base model's hidden states, and `finish`.
+
+    Calls `module` with both replaced, so that anything else that it does shows in the result.
+    """
+    base, head = module.base_model, module.get_output_embeddings()
+    if base is module or type(head) is not nn.Linear:
+        return False
+    hidden, seen = torch.linspace(-1, 1, head.in_features)[None, None], list[Tensor]()
+    products = torch.linspace(-100, 100, head.out_features)[None, None]
+
+    def multiplied(states: Tensor) -> Tensor:
+        seen.append(states)
+        return products
+
+    with _replaced(base, lambda **_: _Hidden(hidden)), _replaced(head, multiplied):
+        zero = torch.zeros(1, 1, dtype=torch.int64)
+        try:
+            logits = module(input_ids=zero, position_ids=zero, use_cache=False).logits
+        except (AttributeError, KeyError, RuntimeError, TypeError):  # it expects more of its base model
+            return False
+    expected = products if finish is None else finish(products)
+    return len(seen) == 1 and torch.equal(seen[0], hidden) and torch.equal(logits, expected)
+
+
+class _Hidden(dict[str, Any]):
+    """The output of a base model, with nothing in it but hidden states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__(last_hidden_state=hidden)
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__("last_hidden_state" if key == 0 else key)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+@contextmanager
+def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Call `forward` in place of that of `module` within the body."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from ..._pipeline.graph.context import Worker
 from ..._schemas.numbers import normalize_counts
+from ..losses.distributions import Distributions, logprobs_of
 from ..teacher import TeacherEngine
 from ..training.causal_model import CausalModel
 from ..training.micro_batches import Packed
-from ..training.scoring import Likelihood, scored_tokens
+from ..training.scoring import scored_tokens
 from .candidates import TeacherCandidates
 
 
@@ -89,8 +91,8 @@ class _TorchTeacherEngine:
         width = 1 + max(request.top_k for request in requests)
         ids = np.full((len(packed.tokens), width), -1, np.int32)
         logprobs = np.zeros(ids.shape, np.float32)
-        for places, targets, likelihood in scored_tokens(self._model, packed, self._micro_batch_tokens):
-            found, likely = _likeliest(likelihood, targets, width - 1)
+        use = partial(_likeliest, top_k=width - 1)
+        for places, (found, likely) in scored_tokens(self._model, packed, self._micro_batch_tokens, use):
             at = places[:, None], np.arange(found.shape[1])
             ids[at], logprobs[at] = found.cpu().numpy(), likely.float().cpu().numpy()
         for request, first, last in zip(requests, packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
@@ -98,15 +100,18 @@ class _TorchTeacherEngine:
             request.candidates = TeacherCandidates(known.sum(1), ids[first:last][known], logprobs[first:last][known])
 
 
-def _likeliest(found: Likelihood, targets: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def _likeliest(distributions: Distributions, targets: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the likeliest `top_k` tokens, with the token itself in the first column if it is none of them.
 
     Returns:
         Ids and log-probabilities, [T, K] each; −1 where there is no id.
     """
-    likeliest = found.predicted.topk(min(top_k, found.predicted.shape[1]))
-    among = (likeliest.indices == targets[:, None]).any(-1)
+    count = min(top_k, distributions.vocabulary)
+    found = [(chunk.topk(count), logprobs_of(chunk, own)) for chunk, own in distributions.chunks(targets)]
+    ids, logprobs = (torch.cat([each[place] for each, _ in found]) for place in (1, 0))
+    among = (ids == targets[:, None]).any(-1)
+    own_logprobs = torch.cat([own for _, own in found])
     return (
-        torch.cat([targets.masked_fill(among, -1)[:, None], likeliest.indices], -1),
-        torch.cat([found.logprobs[:, None], likeliest.values], -1),
+        torch.cat([targets.masked_fill(among, -1)[:, None], ids], -1),
+        torch.cat([own_logprobs[:, None], logprobs], -1),
     )

@@ -10,7 +10,7 @@ D width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -95,8 +95,35 @@ class Cache(Protocol):
         ...
 
 
+class Read(Protocol):
+    """A function of hidden states and the head that makes logits of them."""
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> Any:
+        """Return a result of hidden states, whose logits are `finish(hidden @ weight.T + bias)`.
+
+        Args:
+            hidden: [B, T, D]; or logits [B, T, V], without a `weight`.
+            weight: [V, D] of the head.
+            bias: [V] of the head.
+            finish: function of logits [N, V], row by row, without parameters.
+        """
+        ...
+
+
 class CausalModel(Protocol):
-    """A decoder-only transformer: any `torch.nn.Module` with this `forward` and a `new_cache`."""
+    """A decoder-only transformer: any `torch.nn.Module` with this `forward` and a `new_cache`.
+
+    Logits [B, T, V] of a whole micro-batch are the largest tensor of a step. A model whose `forward` has one more
+    argument, `read: Read | None = None`, never makes them: given `read`, which is without a cache, it returns
+    `read(hidden, self.head.weight)` in place of `self.head(hidden)`, and the caller computes the logits of the tokens
+    that train, by chunks.
+    """
 
     def __call__(self, tokens: Tensor, *, positions: Tensor, attend: Attention, cache: Any = None) -> Tensor:
         """Return logits [B, T, V] float32 of the token that follows each of `tokens`.

@@ -1,13 +1,15 @@
-"""Log-probabilities of tokens under a model: of the tokens of a micro-batch that train, or of requested tokens.
+"""Distributions of tokens under a model: of the tokens of a micro-batch that train, or of requested tokens.
 
-Axes: S sequences, N tokens, T of them that train or are requested, V vocabulary.
+Axes: S sequences, N tokens, T of them that train or are requested.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from inspect import signature
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ..._schemas import Array, InvalidRecord, TrajectoryGroup
 from ..._schemas.batch import PackedGroup
+from ..losses.distributions import Distributions, Finish
 from .attention import Attention
 from .causal_model import CausalModel
 from .micro_batches import MicroBatch, Packed, micro_batches
@@ -26,74 +29,93 @@ TEMPERATURE = "temperature"
 TEMPERATURES = "temperatures"
 """Key of `meta` with the temperature at which each sequence of a group is scored."""
 
+R = TypeVar("R")
 
 Sampled: TypeAlias = TrajectoryGroup | PackedGroup
 
 
-class Likelihood(NamedTuple):
-    """Log-probabilities of tokens under a model."""
-
-    predicted: Tensor
-    """[T, V] log-probability of the whole vocabulary at each token."""
-    logprobs: Tensor
-    """[T] log-probability of the token itself."""
+def reads(model: Any) -> bool:
+    """Return whether `model` passes hidden states to `read`; see `CausalModel`. Others return logits."""
+    call = model.forward if isinstance(model, torch.nn.Module) else model.__call__
+    return "read" in signature(call).parameters
 
 
-def likelihood(
-    model: Callable[..., Tensor], part: MicroBatch, *, temperature: float = 1.0, autocast: torch.dtype | None = None
-) -> Likelihood:
-    """Return the log-probabilities under `model`, a `CausalModel`, of the tokens of `part` that train.
+class Reader(Generic[R]):
+    """Makes the distributions of the tokens of a micro-batch that train, and passes them to a function; see `Read`."""
 
-    Logits are converted to float32 before any sum over the vocabulary.
+    __slots__ = ("_part", "_temperature", "_use")
+
+    def __init__(self, part: MicroBatch, use: Callable[[Distributions], R], temperature: float) -> None:
+        self._part = part
+        self._use = use
+        self._temperature = temperature
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None = None, finish: Finish | None = None
+    ) -> R:
+        """Return the result of the function; see `Read`."""
+        wanted = hidden.flatten(0, 1).index_select(0, self._part.predicted_at)
+        own = self._part.columns.get(TEMPERATURE)
+        temperature = self._temperature if own is None else own[:, None]
+        with torch.autocast(hidden.device.type, enabled=False):
+            states = wanted if weight is None else wanted.to(weight.dtype)
+            return self._use(Distributions(states, weight, bias, finish, temperature))
+
+
+def read_distributions(
+    model: Callable[..., Any],
+    part: MicroBatch,
+    use: Callable[[Distributions], R],
+    *,
+    passes_hidden: bool,
+    temperature: float = 1.0,
+    autocast: torch.dtype | None = None,
+) -> R:
+    """Return the result of `use` on the distributions under `model` of the tokens of `part` that train.
 
     Args:
-        model: called once.
+        model: a `CausalModel`, called once.
         part: the rows.
+        use: called once: inside the model, whose tensors may be gathered there alone, if it passes hidden states.
+        passes_hidden: whether it does; see `reads`.
         temperature: logits are divided by it, unless `part` has a column with one for each token.
         autocast: dtype in which the model computes where that is safe; None for the dtype of the model.
     """
+    reader = Reader(part, use, temperature)
+    call = partial(model, part.tokens, positions=part.positions, attend=Attention.packed(part.sequences))
     with torch.autocast(part.tokens.device.type, autocast, enabled=autocast is not None):
-        logits = model(part.tokens, positions=part.positions, attend=Attention.packed(part.sequences))
-    wanted = logits.flatten(0, 1).index_select(0, part.predicted_at)
-    wanted = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
-    own = part.columns.get(TEMPERATURE)
-    if own is not None:
-        wanted = wanted / own[:, None]
-    elif temperature != 1:  # a division by 1 would only copy them
-        wanted = wanted / temperature
-    predicted = torch.log_softmax(wanted, dim=-1)
-    return Likelihood(predicted, predicted.gather(-1, part.targets[:, None]).squeeze(-1))
-
-
-class ScoredTokens(NamedTuple):
-    """Log-probabilities of some of the requested tokens."""
-
-    places: NDArray[np.int64]
-    """[T] index of each among all N."""
-    targets: Tensor
-    """[T] the tokens."""
-    likelihood: Likelihood
+        found = call(read=reader) if passes_hidden else call()
+    result: R = found if passes_hidden else reader(found, None)
+    return result
 
 
 def scored_tokens(
     model: CausalModel,
     packed: Packed,
     micro_batch_tokens: int,
+    use: Callable[[Distributions, Tensor], R],
     *,
     temperature: float = 1.0,
     own: NDArray[np.float32] | None = None,
-) -> Iterator[ScoredTokens]:
-    """Yield the log-probabilities under `model` of the requested tokens of `packed`, a micro-batch at a time.
+) -> Iterator[tuple[NDArray[np.int64], R]]:
+    """Yield the index [T] of some requested tokens among all N, and `use` of their distributions and ids [T].
 
-    `own` [S] are `own_temperatures`, if there are any.
+    A micro-batch at a time. `own` [S] are `own_temperatures`, if there are any.
     """
     device = next(model.parameters()).device
     known: dict[str, Array] = {"place": np.arange(len(packed.tokens))}
     if own is not None:
         known[TEMPERATURE] = own.repeat(np.diff(packed.cu_seqlens))
+    passes_hidden = reads(model)
     for part in micro_batches(packed, known, micro_batch_tokens, device):
-        found = likelihood(model, part, temperature=temperature)
-        yield ScoredTokens(part.columns["place"].cpu().numpy(), part.targets, found)
+        of_part = partial(_called, use, part.targets)
+        found = read_distributions(model, part, of_part, passes_hidden=passes_hidden, temperature=temperature)
+        yield part.columns["place"].cpu().numpy(), found
+
+
+def _called(use: Callable[[Distributions, Tensor], R], targets: Tensor, distributions: Distributions) -> R:
+    return use(distributions, targets)
 
 
 def own_temperatures(

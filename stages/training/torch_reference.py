@@ -18,6 +18,7 @@ from ..._pipeline.channels.chunks import receive_chunks, send_all
 from ..._schemas import TrajectoryGroup
 from ..._schemas.columns import freeze
 from ..._schemas.numbers import normalize_counts, normalize_numbers
+from ..losses.distributions import Distributions
 from .causal_model import CausalModel
 from .micro_batches import Packed
 from .scoring import check_temperature, own_temperatures, scored_tokens
@@ -69,9 +70,9 @@ class TorchReference:
         )
         logprobs = np.zeros(len(packed.tokens), np.float32)
         own = own_temperatures(groups, [group.repetition_ids for group in groups], self.temperature)
-        scored = scored_tokens(model, packed, self.micro_batch_tokens, temperature=self.temperature, own=own)
-        for places, _, found in scored:
-            logprobs[places] = found.logprobs.float().cpu().numpy()
+        tokens, at = self.micro_batch_tokens, self.temperature
+        for places, found in scored_tokens(model, packed, tokens, Distributions.logprobs_of, temperature=at, own=own):
+            logprobs[places] = found.float().cpu().numpy()
         freeze([logprobs])
         ends = np.cumsum([len(group.tokens) for group in groups])
         columns = np.split(logprobs, ends[:-1])

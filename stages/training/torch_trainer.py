@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,19 +35,22 @@ from ..engines.pretrained_tokenizer import PretrainedTokenizer, copy_tokenizer
 from ..losses.adaptive_kl import adaptive_kl_of
 from ..losses.diagnostics import diagnostics
 from ..losses.distillation import TOKENS_USED
+from ..losses.distributions import Distributions, entropy_of, logprobs_of
 from ..losses.metrics import Mean, Metric, check_used, merge
 from ..losses.policy import PPOClip
 from ..losses.scored import Scored
-from ..losses.terms import Loss
+from ..losses.terms import Loss, LossValue
 from .causal_model import CausalModel, SavedModel
 from .checkpoint import WEIGHTS, write_checkpoint
 from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
-from .scoring import TEMPERATURE, Likelihood, check_temperature, likelihood, own_temperatures
+from .scoring import TEMPERATURE, check_temperature, own_temperatures, read_distributions, reads
 from .step_clock import StepClock
 from .torch_ranks import Ranks
 from .torch_sharding import Trainable, accumulating, bare, gathered, is_shared, spread, spread_optimizer
 from .torch_weights_file import read_weights, write_weights
+
+R = TypeVar("R")
 
 OPTIMIZER, STATE = "optimizer.pt", "state.json"
 """The files of a checkpoint besides weights, the model's own, and the tokenizer's."""
@@ -254,30 +257,40 @@ class TorchTrainer:
     def _accumulate(self, part: MicroBatch | None, batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
         """Add the gradients of a micro-batch, None if only other ranks have one; return its share of the metrics."""
         if part is None:
-            torch.autograd.backward(0 * likelihood(self._forward, empty_micro_batch(self._device)).predicted.sum())
+            empty = empty_micro_batch(self._device)
+            none = self._read(self._forward, empty, lambda found: found.logprobs_of(empty.targets).sum())
+            torch.autograd.backward(0 * none)
             return {}
-        scored = self._scored(part, batch)
-        value, reported = self._loss(scored)
+        self._score_reference(part)
+        value, metrics = self._read(self._forward, part, lambda found: self._loss_of(found, part, batch))
         clock.lap("forward")
         ranks = 1 if self.ranks is None else self.ranks.count
         torch.autograd.backward(ranks * value)  # ranks average their gradients, and the sum is needed
-        metrics = {**diagnostics(scored), **reported, "loss": Mean(value.detach())}
         clock.lap("backward")
-        return metrics
+        return dict(metrics)
 
-    def _scored(self, part: MicroBatch, batch: TrainBatch) -> Scored:
-        """Score `part` with the policy; store the log-probabilities of reference and proximal policy in its columns."""
+    def _loss_of(self, distributions: Distributions, part: MicroBatch, batch: TrainBatch) -> LossValue:
+        """Return the loss of `part` with all its metrics; store the proximal policy's log-probabilities in it."""
+        scored = self._scored(distributions, part, batch)
+        value, reported = self._loss(scored)
+        return LossValue(value, {**diagnostics(scored), **reported, "loss": Mean(value.detach())})
+
+    @torch.no_grad()
+    def _score_reference(self, part: MicroBatch) -> None:
+        """Store the reference's log-probabilities in the columns of `part`, if there is one."""
         if self._reference is not None and "ref_logprobs" not in part.columns:
-            with torch.no_grad():
-                part.columns["ref_logprobs"] = self._likelihood(self._reference, part).logprobs
-        predicted, logprobs = self._likelihood(self._forward, part)
-        known = dict(part.columns)
-        own = known.pop(TEMPERATURE, None)
-        scored = Scored(
-            predicted=predicted,
+            found = self._read(self._reference, part, lambda found: found.logprobs_of(part.targets))
+            part.columns["ref_logprobs"] = found
+
+    def _scored(self, distributions: Distributions, part: MicroBatch, batch: TrainBatch) -> Scored:
+        logprobs, entropy = distributions.over([logprobs_of, entropy_of], part.targets)
+        known = {name: column for name, column in part.columns.items() if name != TEMPERATURE}
+        part.columns.setdefault("proximal_logprobs", logprobs.detach())
+        return Scored(
+            distributions=distributions,
             logprobs=logprobs,
+            entropy=entropy,
             tokens=part.targets,
-            temperature=self._temperature if own is None else own[:, None],
             lengths=part.lengths,
             loss_tokens=batch.loss_tokens,
             loss_sequences=batch.loss_sequences,
@@ -285,11 +298,11 @@ class TorchTrainer:
             total_sequences=batch.total_sequences,
             **known,
         )
-        part.columns.setdefault("proximal_logprobs", logprobs.detach())
-        return scored
 
-    def _likelihood(self, model: Callable[..., Tensor], part: MicroBatch) -> Likelihood:
-        return likelihood(model, part, temperature=self._temperature, autocast=self._autocast)
+    def _read(self, model: Callable[..., Any], part: MicroBatch, use: Callable[[Distributions], R]) -> R:
+        options: dict[str, Any] = {"temperature": self._temperature, "autocast": self._autocast}
+        passes_hidden = reads(bare(self._model) if model is self._forward else model)
+        return read_distributions(model, part, use, passes_hidden=passes_hidden, **options)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

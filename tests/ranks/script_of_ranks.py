@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.tiny_model import TinyModel
+from tests.tiny_model import ReadModel
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -56,11 +56,11 @@ def made(seed: int) -> TrainBatch:
 
 
 def ddp() -> DistributedDataParallel:
-    return DistributedDataParallel(TinyModel())
+    return DistributedDataParallel(ReadModel())
 
 
-def fsdp() -> TinyModel:
-    model = TinyModel()
+def fsdp() -> ReadModel:
+    model = ReadModel()
     for block in model.mlp:
         fully_shard(block)
     return fully_shard(model)  # type: ignore[return-value]
@@ -101,12 +101,12 @@ def train(model: Callable[[], Any], folder: Path, kind: str) -> None:
 
 def lead(ranked: RankedTrainer, folder: Path) -> dict[str, Any]:
     """Train three steps, a checkpoint, a step, and that step again from the checkpoint, beside a single process."""
-    alone = trainer(TinyModel())
+    alone = trainer(ReadModel())
     steps = [(plain(alone.step(made(seed))), plain(ranked.step(made(seed)))) for seed in range(STEPS)]
     weights = listed(alone.weights()), listed(ranked.weights())
     checkpoint = ranked.save(folder, TRAINED)
     later = plain(ranked.step(made(9)))
-    single = trainer(TinyModel(seed=5))
+    single = trainer(ReadModel(seed=5))
     single.resume(checkpoint)
     from_checkpoint = listed(single.weights())
     ranked.resume(checkpoint)
@@ -214,7 +214,7 @@ def start(folder: Path, kind: str, rank: int, work: Callable[[Path, str], None])
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
-    trainer(TinyModel())  # what torch imports late, for all children
+    trainer(ReadModel())  # what torch imports late, for all children
     kinds: dict[str, Callable[[Path, str], None]] = {
         "ddp": partial(train, ddp),
         "fsdp": partial(train, fsdp),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock._stages.losses.diagnostics import diagnostics
+from penstock._stages.losses.distributions import Distributions, entropy_of
 from penstock._stages.losses.metrics import check_used, merge
 from penstock.losses import (
     CISPO,
@@ -75,8 +76,8 @@ HOLDING: list[Loss] = [
 def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = None, **columns: Any) -> Scored:
     """Return one sequence, or several of these `lengths`, as a batch of one group."""
     kept = [len(logprobs)] if lengths is None else lengths
-    given: dict[str, Any] = {
-        "predicted": logprobs[:, None],
+    predicted, temperature = columns.pop("predicted", logprobs[:, None]), columns.pop("temperature", 1.0)
+    given: dict[str, Any] = distributed(predicted, temperature) | {
         "tokens": torch.zeros(len(logprobs), dtype=torch.int64),
         "lengths": torch.tensor(kept),
         "loss_tokens": len(logprobs),
@@ -86,6 +87,24 @@ def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = 
         "group_tokens": torch.full((len(logprobs),), len(logprobs)),
     }
     return Scored(logprobs=logprobs, advantages=advantages, **(given | columns))
+
+
+def distributed(predicted: Tensor, temperature: float = 1.0) -> dict[str, Any]:
+    """Return the fields of tokens with log-probabilities `predicted` [T, V] at `temperature`."""
+    return {
+        "distributions": Distributions(predicted * temperature, temperature=temperature),
+        "entropy": entropy_of(predicted),
+    }
+
+
+def predicting(given: Scored, predicted: Tensor, temperature: float = 1.0, **columns: Any) -> Scored:
+    """Return `given` with log-probabilities `predicted` [T, V] at `temperature`."""
+    return replace(given, **distributed(predicted, temperature), **columns)
+
+
+def predicted_of(given: Scored) -> Tensor:
+    """Return [T, V] the log-probabilities of all tokens."""
+    return given.distributions.whole()
 
 
 def random(seed: int = 0, lengths: tuple[int, ...] = (3, 6, 1, 4, 0)) -> Scored:
@@ -122,7 +141,7 @@ def part_of(whole: Scored, sequences: Tensor) -> Scored:
     taken: dict[str, Any] = {
         name: column[tokens] for name, column in columns.items() if isinstance(column, Tensor) and name != "lengths"
     }
-    return replace(whole, lengths=whole.lengths[sequences], **taken)
+    return replace(whole, lengths=whole.lengths[sequences], distributions=whole.distributions[tokens], **taken)
 
 
 def reported(*micro_batches: Mapping[str, Any]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.stages.losses.scoring import part_of, reported, scored, slope
+from tests.stages.losses.scoring import part_of, predicted_of, predicting, reported, scored, slope
 from torch import Tensor
 
 from penstock.errors import InvalidRecord
@@ -142,7 +142,7 @@ def test_a_policy_equal_to_its_teacher_has_zero_loss_and_gradient(term: Distilla
 def test_a_token_without_candidates_costs_nothing_moves_nothing_and_counts_in_the_mean(term: Distillation) -> None:
     """Filled with zeros, it would have a teacher that finds all tokens equally likely."""
     logits = predictions(5).requires_grad_()
-    given = replace(ragged(), predicted=torch.log_softmax(logits, -1))
+    given = predicting(ragged(), torch.log_softmax(logits, -1))
 
     values, metrics = term.per_token(given)
     gradient = slope(values.sum(), logits)
@@ -164,7 +164,7 @@ def test_renormalised_a_token_with_one_candidate_is_not_used() -> None:
 @EVERY_DIVERGENCE
 def test_the_policy_is_compared_at_temperature_one_for_any_sampling_temperature(term: Distillation) -> None:
     given = ragged()
-    tempered = replace(given, predicted=torch.log_softmax(given.predicted / 0.6, -1), temperature=0.6)
+    tempered = predicting(given, torch.log_softmax(predicted_of(given) / 0.6, -1), temperature=0.6)
 
     assert costs(term, tempered) == pytest.approx(costs(term, given))
 
@@ -210,9 +210,9 @@ def test_gradients_agree_with_finite_differences(term: Distillation, mode: Any, 
     loss, given = replace(term, mode=mode), ragged(temperature=temperature)
 
     def value(logits: Tensor) -> Tensor:
-        return loss(replace(given, predicted=torch.log_softmax(logits / temperature, -1))).loss
+        return loss(predicting(given, torch.log_softmax(logits / temperature, -1), temperature)).loss
 
-    assert torch.autograd.gradcheck(value, given.predicted.clone().requires_grad_(), fast_mode=True)
+    assert torch.autograd.gradcheck(value, predicted_of(given).clone().requires_grad_(), fast_mode=True)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_losses_and_gradients_of_micro_batches_add_up_to_those_of_the_batch(loss
     def total(pieces: int) -> tuple[float, Tensor, float]:
         logits = predictions(5).requires_grad_()
         whole = ragged(lengths=[1, 1, 1, 0, 2], behavior_logprobs=-torch.rand(5, generator=torch.Generator()).double())
-        whole = replace(whole, predicted=torch.log_softmax(logits, -1))
-        whole = replace(whole, logprobs=whole.predicted.gather(-1, whole.tokens[:, None]).squeeze(-1))
+        whole = predicting(whole, torch.log_softmax(logits, -1))
+        whole = replace(whole, logprobs=predicted_of(whole).gather(-1, whole.tokens[:, None]).squeeze(-1))
         values = [loss(part_of(whole, sequences)) for sequences in torch.arange(5).chunk(pieces)]
         summed = torch.stack([each.loss for each in values]).sum()
         return summed.item(), slope(summed, logits), reported(*[each.metrics for each in values])[TOKENS_USED]
@@ -305,7 +305,7 @@ def test_on_policy_the_sampled_form_has_the_gradient_of_the_reverse_divergence()
 
 def test_the_sampled_form_compares_at_temperature_one() -> None:
     given = ragged()
-    tempered = replace(given, predicted=torch.log_softmax(given.predicted / 0.6, -1), temperature=0.6)
+    tempered = predicting(given, torch.log_softmax(predicted_of(given) / 0.6, -1), temperature=0.6)
 
     assert costs(SampledDistillation(), tempered) == pytest.approx(costs(SampledDistillation(), given))
 

@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.stages.losses.scoring import HOLDING, LOSSES, diagnosed, part_of, random, reported, scored, slope
+from tests.stages.losses.scoring import (
+    HOLDING,
+    LOSSES,
+    diagnosed,
+    part_of,
+    predicted_of,
+    predicting,
+    random,
+    reported,
+    scored,
+    slope,
+)
 from torch import Tensor
 
 from penstock.losses import Loss, Scored
@@ -17,8 +28,8 @@ EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES, ids=repr)
 
 def leaves(given: Scored) -> tuple[Scored, Tensor, Tensor]:
     """Return `given` with leaves for gradients, and the leaves: the logits and the log-probabilities."""
-    logits, logprobs = given.predicted.clone().requires_grad_(), given.logprobs.clone().requires_grad_()
-    return replace(given, predicted=torch.log_softmax(logits, dim=-1), logprobs=logprobs), logits, logprobs
+    logits, logprobs = predicted_of(given).clone().requires_grad_(), given.logprobs.clone().requires_grad_()
+    return predicting(given, torch.log_softmax(logits, dim=-1), logprobs=logprobs), logits, logprobs
 
 
 @EVERY_LOSS
@@ -45,7 +56,7 @@ def far_from_the_sampling_policy(sign: int) -> Scored:
     """Return tokens whose advantages have one sign, one for each sequence, from rewards and from a teacher alike."""
     given = random(seed=3, lengths=(2, 1, 0, 3))
     of_sequence = sign * given.spread(torch.tensor([0.3, 1.1, 0.7, 0.2], dtype=torch.float64))
-    of_teacher = given.untempered().gather(-1, given.tokens[:, None]) + of_sequence[:, None]
+    of_teacher = (given.logprobs + of_sequence)[:, None]
     return replace(given, advantages=of_sequence, teacher_ids=given.tokens[:, None].int(), teacher_logprobs=of_teacher)
 
 
@@ -55,7 +66,7 @@ def test_gradients_agree_with_finite_differences_for_each_sign_of_the_advantage(
     given = far_from_the_sampling_policy(sign)
 
     def value(logits: Tensor, logprobs: Tensor) -> Tensor:
-        return loss(replace(given, predicted=torch.log_softmax(logits, dim=-1), logprobs=logprobs)).loss
+        return loss(predicting(given, torch.log_softmax(logits, dim=-1), logprobs=logprobs)).loss
 
     _, logits, logprobs = leaves(given)
     assert torch.autograd.gradcheck(value, (logits, logprobs))
@@ -64,13 +75,18 @@ def test_gradients_agree_with_finite_differences_for_each_sign_of_the_advantage(
 @pytest.mark.parametrize("loss", HOLDING, ids=repr)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_gradients_agree_with_finite_differences_where_detached_factors_are_constant(loss: Loss, sign: int) -> None:
-    """The sampling policy changes along, so that ratios are constant; the values for a teacher do not change."""
+    """The sampling policy and the teacher change along, so that ratios to them are constant."""
     given = far_from_the_sampling_policy(sign)
 
     def value(logits: Tensor, logprobs: Tensor) -> Tensor:
-        still = given.predicted + (logits - logits.detach())
-        along = given.behavior() + (logprobs.detach() - given.logprobs)
-        return loss(replace(given, predicted=still, logprobs=logprobs, behavior_logprobs=along)).loss
+        still = predicted_of(given) + (logits - logits.detach())
+        moved = logprobs.detach() - given.logprobs
+        along = replace(
+            given,
+            behavior_logprobs=given.behavior() + moved,
+            teacher_logprobs=given.teacher()[1] + moved[:, None],
+        )
+        return loss(predicting(along, still, logprobs=logprobs)).loss
 
     _, logits, logprobs = leaves(given)
     assert torch.autograd.gradcheck(value, (logits, logprobs))
@@ -133,7 +149,7 @@ def test_diagnostics_of_micro_batches_add_up_and_extremes_stay_extremes() -> Non
     assert values == pytest.approx(diagnosed(whole))
     assert values["kl_k1"] == pytest.approx(-ratio.log().mean().item())
     assert values["kl"] == pytest.approx((ratio - 1 - ratio.log()).mean().item())
-    assert values["entropy"] == pytest.approx(-(whole.predicted.exp() * whole.predicted).sum(-1).mean().item())
+    assert values["entropy"] == pytest.approx(-(predicted_of(whole).exp() * predicted_of(whole)).sum(-1).mean().item())
     assert (values["ratio/min"], values["ratio/max"]) == (ratio.min().item(), ratio.max().item())
     assert values["ratio/effective_sample_size"] == pytest.approx((ratio.mean() ** 2 / (ratio**2).mean()).item())
 

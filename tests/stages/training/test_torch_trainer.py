@@ -472,7 +472,7 @@ def test_mixed_precision_trains_with_weights_and_log_probabilities_in_float32() 
     seen: set[torch.dtype] = set()
 
     def watching(scored: Scored) -> Any:
-        seen.update((scored.logprobs.dtype, scored.predicted.dtype))
+        seen.update((scored.logprobs.dtype, scored.entropy.dtype))
         return AdvantageWeighted()(scored)
 
     model, each = in_bfloat16(watching)

@@ -1,0 +1,213 @@
+"""Distributions: the policy's distributions over the vocabulary, computed by chunks of tokens, never all at once.
+
+With a vocabulary V of 152,000, the log-probabilities [T, V] of 4096 tokens take 2.5 GB, and a loss on them keeps
+several tensors of that size. Here a chunk of them is computed from hidden states, functions are applied to it, and
+only their values are kept; the backward pass computes each chunk again. Arithmetic after the head is at least float32.
+
+Axes: T tokens that train, C of them in a chunk, V vocabulary, D width of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+NUMBERS_AT_ONCE = 2**24
+"""Numbers of a chunk, C · V: 64 MB in float32, of which a backward pass holds about five at a time."""
+
+Finish: TypeAlias = Callable[[Tensor], Tensor]
+"""Makes logits [C, V] of the products of the head, row by row: a bound on them, or a scale."""
+
+
+class OfDistributions(Protocol):
+    """A function of the distributions of a chunk."""
+
+    def __call__(self, predicted: Tensor, /, *columns: Tensor) -> Tensor:
+        """Return a tensor [C, ...] of log-probabilities `predicted` [C, V] and the same rows of the columns."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """The distributions that tokens were drawn from."""
+
+    hidden: Tensor
+    """[T, D] states from which the head predicts each token; or logits [T, V], if there is no `weight`."""
+    weight: Tensor | None = None
+    """[V, D] of the head."""
+    bias: Tensor | None = None
+    """[V] of the head."""
+    finish: Finish | None = None
+    """Applied to the products of the head."""
+    temperature: float | Tensor = 1.0
+    """Logits are divided by it; [T, 1] where tokens have temperatures of their own."""
+
+    def __len__(self) -> int:
+        """Return T."""
+        return len(self.hidden)
+
+    def __getitem__(self, rows: Any) -> Distributions:
+        """Return those of some tokens: a slice, a mask, or indices."""
+        own = self.temperature
+        return replace(self, hidden=self.hidden[rows], temperature=own[rows] if isinstance(own, Tensor) else own)
+
+    @property
+    def vocabulary(self) -> int:
+        """Return V."""
+        return self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
+
+    @property
+    def is_untempered(self) -> bool:
+        """Return whether the temperature of every token is 1."""
+        return not isinstance(self.temperature, Tensor) and self.temperature == 1
+
+    def untempered(self) -> Distributions:
+        """Return them at temperature 1."""
+        return replace(self, temperature=1.0)
+
+    def whole(self) -> Tensor:
+        """Return [T, V] log-probabilities, with gradient: as large as a chunk must not be."""
+        return _logprobs(_products(self.hidden, self.weight, self.bias), self.finish, self.temperature)
+
+    def chunks(self, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield log-probabilities [C, V] of each chunk, without gradient, and its part of `tokens` [T]."""
+        for rows in _rows(len(self), self.vocabulary):
+            yield self[rows].whole().detach(), tokens[rows]
+
+    def logprobs_of(self, tokens: Tensor) -> Tensor:
+        """Return [T] the log-probability of each of `tokens` [T]."""
+        return self.over([logprobs_of], tokens)[0]
+
+    def over(self, functions: Sequence[OfDistributions], *columns: Tensor) -> tuple[Tensor, ...]:
+        """Return the values [T, ...] of each function of the distributions.
+
+        Gradients flow to hidden states and head, not to `columns` [T, ...] or anything else that a function uses.
+        """
+        own = self.temperature
+        tempers, common = (own, 1.0) if isinstance(own, Tensor) else (None, own)
+        how = _How(functions, self.finish, common, self.vocabulary)
+        found: tuple[Tensor, ...] = _ByChunks.apply(  # type: ignore[no-untyped-call]
+            how, self.hidden, self.weight, self.bias, tempers, *columns
+        )
+        return found
+
+
+def logprobs_of(predicted: Tensor, /, *columns: Tensor) -> Tensor:
+    """Return [C] the log-probability of each token, which are the first column."""
+    return predicted.gather(-1, columns[0][:, None]).squeeze(-1)
+
+
+def entropy_of(predicted: Tensor, /, *_: Tensor) -> Tensor:
+    """Return [C] entropy in nats of distributions given as log-probabilities [C, V], which may be −inf."""
+    finite = torch.where(predicted.isneginf(), 0.0, predicted)
+    return -(predicted.exp() * finite).sum(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    functions: Sequence[OfDistributions]
+    finish: Finish | None
+    temperature: float
+    vocabulary: int
+
+    def logprobs(self, products: Tensor, tempers: Tensor | None) -> Tensor:
+        return _logprobs(products, self.finish, self.temperature if tempers is None else tempers)
+
+
+class _ByChunks(torch.autograd.Function):
+    """Applies functions to chunks; the backward pass computes each chunk again, and adds up the head's gradient."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (tensors must be arguments of their own)
+        ctx: Any,
+        how: _How,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        tempers: Tensor | None,
+        *columns: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.how = how
+        ctx.save_for_backward(hidden, weight, bias, tempers, *columns)
+        ctx.set_materialize_grads(False)
+        found: list[list[Tensor]] = [[] for _ in how.functions]
+        for rows in _rows(len(hidden), how.vocabulary):
+            predicted = how.logprobs(_products(hidden[rows], weight, bias), _of(tempers, rows))
+            for values, function in zip(found, how.functions, strict=True):
+                values.append(function(predicted, *(column[rows] for column in columns)))
+        return tuple(torch.cat(values) for values in found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        how: _How = ctx.how
+        hidden, weight, bias, tempers, *columns = ctx.saved_tensors
+        given = zip(how.functions, gradients, strict=True)
+        wanted = [(function, gradient) for function, gradient in given if gradient is not None]
+        sums = _Gradients(hidden, weight, bias, ctx.needs_input_grad[1:4])
+        for rows in _rows(len(hidden), how.vocabulary) if wanted else ():
+            with torch.enable_grad():
+                products = _products(hidden[rows], weight, bias).detach().requires_grad_()
+                predicted = how.logprobs(products, _of(tempers, rows))
+                values = [function(predicted, *(column[rows] for column in columns)) for function, _ in wanted]
+                del predicted
+            (of_products,) = torch.autograd.grad(values, products, [gradient[rows] for _, gradient in wanted])
+            sums.add(rows, of_products)
+        return None, sums.hidden, sums.weight, sums.bias, *[None] * (1 + len(columns))
+
+
+class _Gradients:
+    """Sums of the gradients of hidden states and head, over chunks."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, needed: tuple[bool, bool, bool]
+    ) -> None:
+        self._states, self._matrix = hidden, weight
+        self.hidden = torch.zeros_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=_wide(weight)) if weight is not None and needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None and needed[2] else None
+
+    def add(self, rows: slice, products: Tensor) -> None:
+        """Add those of a chunk, of the gradient of its products [C, V]."""
+        if self.hidden is not None:
+            self.hidden[rows] = products if self._matrix is None else products @ self._matrix
+        if self.weight is not None:
+            if self.weight.dtype == products.dtype:
+                self.weight.addmm_(products.T, self._states[rows])
+            else:
+                self.weight += products.T @ self._states[rows]
+        if self.bias is not None:
+            self.bias += products.sum(0)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which chunks are summed: many sums in bfloat16 would lose digits."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _rows(tokens: int, vocabulary: int) -> Iterator[slice]:
+    """Yield the rows of each chunk; of one empty chunk, if there are no tokens."""
+    at_once = max(1, NUMBERS_AT_ONCE // vocabulary)
+    for first in range(0, max(1, tokens), at_once):
+        yield slice(first, min(first + at_once, tokens))
+
+
+def _of(tempers: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tempers is None else tempers[rows]
+
+
+def _products(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return [C, V] the products of the head, in the dtype of its weights."""
+    return hidden if weight is None else linear(hidden, weight, bias)
+
+
+def _logprobs(products: Tensor, finish: Finish | None, temperature: float | Tensor) -> Tensor:
+    logits = products if finish is None else finish(products)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if isinstance(temperature, Tensor) or temperature != 1:  # a division by 1 would only copy them
+        logits = logits / temperature
+    return torch.log_softmax(logits, dim=-1)
