@@ -50,17 +50,26 @@ class Reader(Generic[R]):
         self._use = use
         self._temperature = temperature
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None = None, finish: Finish | None = None
     ) -> R:
         """Return the result of the function; see `Read`."""
+        result: R = _uncompiled(self._called, hidden, weight, bias, finish)
+        return result
+
+    def _called(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, finish: Finish | None) -> R:
         wanted = hidden.flatten(0, 1).index_select(0, self._part.predicted_at)
         own = self._part.columns.get(TEMPERATURE)
         temperature = self._temperature if own is None else own[:, None]
         with torch.autocast(hidden.device.type, enabled=False):
             states = wanted if weight is None else wanted.to(weight.dtype)
             return self._use(Distributions(states, weight, bias, finish, temperature))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(function: Callable[..., R], *arguments: Any) -> R:
+    """Call a function in which the compiler traces nothing: the number of chunks differs between micro-batches."""
+    return function(*arguments)
 
 
 def read_distributions(

@@ -10,10 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.stages.training.no_tensor_of import NoTensorOf
 from tests.tiny_model import ReadModel, TinyModel
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from penstock import TrainBatch
 from penstock._stages.losses import distributions
@@ -142,21 +141,6 @@ def test_a_head_in_bfloat16_sums_the_gradients_of_its_chunks_in_float32(monkeypa
         return found
 
     torch.testing.assert_close(gradient(1), gradient(2**24), rtol=1e-2, atol=0.1)
-
-
-class NoTensorOf(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Raises an error when a tensor of so many numbers is made, in the forward or the backward pass."""
-
-    def __init__(self, numbers: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._numbers = numbers
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for each in tree_leaves(made):
-            if isinstance(each, Tensor) and each.numel() >= self._numbers:
-                raise MemoryError(f"{function} made a tensor {list(each.shape)}")
-        return made
 
 
 VOCABULARY = 4001
