@@ -167,6 +167,37 @@ def test_a_reference_makes_the_kl_to_the_model_before_training(values: dict[str,
     assert kl[-1] > 1e-4
 
 
+ALGORITHM = (
+    "algorithm.loss=dppo",
+    "algorithm.advantages=maxrl",
+    "algorithm.aggregation=prompt-mean",
+    "algorithm.kl=0.1",
+    "algorithm.adaptive_kl={target: 0.001, horizon: 50}",
+    "algorithm.optimizer.schedule=constant",
+    "reward.overlong={length: 12, cache: 12, penalty: 0.1}",
+)
+
+
+@pytest.mark.long
+def test_the_weight_of_a_divergence_goes_on_in_a_continued_run(values: dict[str, Any]) -> None:
+    trained(values, *ALGORITHM, "algorithm.steps=2")
+    trained(values, *ALGORITHM, "algorithm.steps=3")
+
+    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    weights = [step["adaptive_kl/weight"] for step in steps]
+    errors = [min(max(step["adaptive_kl/kl"] / 0.001 - 1, -0.2), 0.2) for step in steps]
+    assert weights[0] == 0.1
+    assert weights[1:] == pytest.approx([w * (1 + e * 8 / 50) for w, e in zip(weights, errors, strict=True)][:-1])
+    assert len(set(weights)) == 3
+    assert "rewards/overlong" in steps[0]
+
+
+def test_completions_that_were_cut_are_masked_behind_the_comparison(values: dict[str, Any]) -> None:
+    described = describe_run(load_run_config(values, ["algorithm.mask_truncated=true"]))
+
+    assert described.index("AdvantageNormalizer") < described.index("TruncationMask") < described.index("Batcher")
+
+
 def test_a_run_is_described_without_reading_weights(values: dict[str, Any], folder: Path) -> None:
     model = folder / "without-weights"
     model.mkdir()
