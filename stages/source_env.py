@@ -39,6 +39,8 @@ from .chat.chat_format import ChatFormat
 from .engines.policies import Completion, Engine, Policy, Tokenizer
 from .engines.sampling_params import SamplingParams
 from .environments import Environment, EnvironmentFailed, PromptRejected, RolloutFn, RolloutResult, TaskFn, open_tasks
+from .evaluation.evaluation import Evaluation
+from .evaluation.evaluator import Evaluator, OpenedPolicy
 from .lag_limiter import LagLimiter
 from .rollout_columns import columns_of, sampled_anything, tokens_of
 
@@ -97,6 +99,8 @@ class SourceEnv:
     """Prompt i of a step-wise environment begins with `reset(seed=seed + i)`."""
     name: str = ""
     """The environment's name in every id; by default that of `make_env`."""
+    evaluation: Evaluation | None = None
+    """Prompts that the workers complete every few optimizer steps, without training on them."""
 
     def stage_info(self) -> StageInfo:
         """State the largest group, the trajectories begun ahead, the check of the worker count, and the tokenizers."""
@@ -105,6 +109,7 @@ class SourceEnv:
             begins_at_most=self._begins_at_most,
             check_workers=self.check_workers,
             tokenizers=tokenizer_of(self, self.chat, self.policy, self.make_env),
+            evaluation=self.evaluation,
         )
 
     def resume_from(self, point: ResumePoint) -> SourceEnv:
@@ -126,11 +131,17 @@ class SourceEnv:
         normalize_counts(self, "max_lag", "groups", "first_task", least=0)
         normalize_numbers(self, "rollout_timeout_s")
         self._check_sampling()
+        if self.evaluation is not None and self.groups is not None:
+            raise InvalidConfig(
+                f"SourceEnv.evaluation: expected groups=None, because a source that has sent its last prompt evaluates "
+                f"no later step, got groups={self.groups}: bound the run by SinkTrainer(max_steps=…)"
+            )
         if self.step_groups is not None and self.max_lag is None:
             raise InvalidConfig(f"SourceEnv.step_groups: expected none without max_lag, got {self.step_groups}")
 
     @property
-    def _tokenizer(self) -> Tokenizer | None:
+    def decodes_with(self) -> Tokenizer | None:
+        """Return the tokenizer between text and tokens, if there is one."""
         return next(iter(tokenizer_of(self, self.chat, self.make_env)), None)
 
     def _check_sampling(self) -> None:
@@ -170,10 +181,31 @@ class SourceEnv:
         """
         context = current()
         async with (
-            open_tasks(self.make_env, self._tokenizer, self.chat, threads=self.threads, seed=self.seed) as begin,
+            open_tasks(self.make_env, self.decodes_with, self.chat, threads=self.threads, seed=self.seed) as begin,
             self.policy.open(context.worker) as engine,
         ):
             await _RolloutScheduler(self, begin, engine, outbox, context).work()
+
+    def evaluated(self, engine: Engine, worker: Worker, make_env: Callable[[], Environment], prompts: int) -> SourceEnv:
+        """Return the source of the completions of one set of `evaluation`; repeatable where this one is."""
+        assert self.evaluation is not None  # noqa: S101 (called for it)
+        samples, concurrency = self.evaluation.samples, max(self.concurrency, self.evaluation.samples)
+        return replace(
+            self,
+            make_env=make_env,
+            policy=OpenedPolicy(engine),
+            group_size=samples,
+            sampling=self.evaluation.sampling,
+            concurrency=concurrency,
+            max_lag=0 if self.synchronous else None,
+            step_groups=concurrency // samples * worker.count if self.synchronous else None,
+            groups=prompts,
+            first_task=0,
+            trained=b"",
+            turn_rewards=False,
+            name="",
+            evaluation=None,
+        )
 
     @property
     def synchronous(self) -> bool:
@@ -283,11 +315,22 @@ class _RolloutScheduler:
         per_step = source.per_step(context.worker)
         self._lag_limiter = LagLimiter(context.ledger, source.group_size, source.max_lag, per_step=per_step)
         self._dropped = RepeatedErrors(log, "rollout_dropped")
+        self._evaluator: Evaluator | None = None
+        if (evaluation := source.evaluation) is not None:
+            make_source = partial(source.evaluated, engine, context.worker)
+            self._evaluator = Evaluator(evaluation, make_source, source.decodes_with, context)
 
     async def work(self) -> None:
         with unwrap_first():
+            if self._evaluator is not None:
+                await self._evaluator.begin()
             async with anyio.create_task_group() as groups:
-                await (self._in_waves() if self._source.synchronous else self._begin(groups))
+                if self._source.synchronous:
+                    await self._in_waves()
+                else:
+                    if self._evaluator is not None:
+                        groups.start_soon(self._evaluator.follow)
+                    await self._begin(groups)
 
     async def _begin(self, groups: TaskGroup) -> None:
         """Begin one group after another, each when there is a permit and the lag limit allows it."""
@@ -333,6 +376,8 @@ class _RolloutScheduler:
         for number in numbers:
             if not wave:
                 await self._lag_limiter.wait_for_slot()
+                if self._evaluator is not None:
+                    await self._evaluator.catch_up()
             wave.append((self._admitted(number), number))
             if self._lag_limiter.full:
                 break

@@ -80,6 +80,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "Backoff": PUBLIC.Backoff,
     "Batcher": partial(PUBLIC.Batcher, max_tokens=64),
     "ServerConfig": PUBLIC.ServerConfig,
+    "Evaluation": partial(PUBLIC.Evaluation, {"sums": environment}, sampling=PUBLIC.SamplingParams()),
     "GroupAssembler": partial(PUBLIC.GroupAssembler, group_size=4, stragglers="drop", deadline_s=4.0),
     "HttpPolicy": partial(PUBLIC.HttpPolicy, url="http://127.0.0.1:1", model="m"),
     "Judge": partial(PUBLIC.Judge, "http://127.0.0.1:1", "m", "{completion}"),

@@ -112,6 +112,8 @@ class Ledger:
         """Called after trajectories have ended."""
         self._succeeded = 0
         """Rollouts that succeeded in this process, or in a worker whose counters are detached."""
+        self._on_step: list[Callable[[int], None]] = []
+        """Called after an optimizer step was committed here."""
         self._on_failure: list[Callable[[], None]] = []
         """Called after trajectories were counted as failed."""
         self.step: int = 0
@@ -217,13 +219,17 @@ class Ledger:
         self._leave(trained.items(), "trained", "")
         for group, mask in trained.items():
             self._committed.add(group, mask)
+        for call in self._on_step:
+            call(step)
 
     def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
         """Count the end of trajectories that the trainer's ledger had taken over. For a worker.
 
         Trajectories that this ledger does not know are ignored: a restarted worker is notified of those before it.
         """
-        self.step = max(self.step, step)
+        if step > self.step:
+            self.step = step
+            self._room.wake_all()
         known = self._open.get(group, 0) & mask
         if known:
             self._remove(group, known)
@@ -336,6 +342,11 @@ class Ledger:
         while self._in_flight >= limit:
             await self._room.wait()
 
+    async def reached(self, step: int) -> None:
+        """Wait until optimizer step `step` is done, as far as this process knows."""
+        while self.step < step:
+            await self._room.wait()
+
     async def ended(self, group: GroupId) -> None:
         """Wait until no trajectory of `group` is in flight in this ledger."""
         while group in self._open:
@@ -375,6 +386,10 @@ class Ledger:
     def on_end(self, call: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `call` within the body after trajectories have ended in this ledger."""
         return _listed(self._on_end, call)
+
+    def on_step(self, call: Callable[[int], None]) -> AbstractContextManager[None]:
+        """Call `call` within the body after each optimizer step that is committed to this ledger."""
+        return _listed(self._on_step, call)
 
     def on_failure(self, call: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `call` within the body after trajectories were counted as failed, here or in a worker."""

@@ -22,14 +22,14 @@ OTHER_REASONS = "other reasons"
 UNREPORTED = "reason not reported"
 """The reason of trajectories that ended in a worker which has not reported their reason, or was killed before."""
 
-COUNTERS_BYTES = 8 * (2 + len(END_STATES))
+COUNTERS_BYTES = 8 * (3 + len(END_STATES))
 
 
 class SharedCounters:
     """A worker's counters in a page of shared memory: one writer, the worker; readable after it was killed.
 
     Words, each a signed 64-bit integer: admitted, succeeded, then one for each end state that the worker itself
-    established.
+    established. The last is written by the reader, for a worker that begins: the last optimizer step of the run.
     """
 
     __slots__ = ("_words", "reasons", "taken_over")
@@ -54,6 +54,15 @@ class SharedCounters:
     def ended(self, state: EndState) -> int:
         """Return the number of trajectories that ended in `state` within the worker."""
         return self._words[2 + END_STATES.index(state)]
+
+    @property
+    def step(self) -> int:
+        """The last optimizer step of the run."""
+        return self._words[2 + len(END_STATES)]
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._words[2 + len(END_STATES)] = step
 
     @property
     def in_flight(self) -> int:

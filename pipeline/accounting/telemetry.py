@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 from ..._schemas.numbers import whole_number
 from ..util.appending import append_whole
 from ..util.os_errors import explaining_os_errors
+from .evaluations import EvaluationPart, Evaluations
 
 MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
 """Takes the metrics of one optimizer step, and the step."""
@@ -72,12 +73,13 @@ class Observations(msgspec.Struct, frozen=True, array_like=True):
     maxima: dict[str, float] = {}
     minima: dict[str, float] = {}
     gauges: dict[str, float] = {}
+    evaluations: list[EvaluationPart] = []
 
 
 class Metrics:
     """Aggregates observations until `emit` passes them to the sinks. One event loop uses it."""
 
-    __slots__ = ("_observed", "_since", "file", "observers", "sinks")
+    __slots__ = ("_observed", "_since", "evaluations", "file", "observers", "send_evaluation", "sinks")
 
     def __init__(self, *sinks: MetricSink) -> None:
         self.sinks: list[MetricSink] = list(sinks)
@@ -86,6 +88,10 @@ class Metrics:
         """The file of metrics of a run in a folder; if it raises, so does `emit`."""
         self.observers: list[Callable[[], None]] = []
         """Called before observations are taken, for values that are cheaper to read then than to record at changes."""
+        self.evaluations: Evaluations = Evaluations()
+        """Merges the parts of evaluations, in the trainer's process."""
+        self.send_evaluation: Callable[[], None] | None = None
+        """In a worker: sends the observations, now that they hold the part of an evaluation. None merges parts here."""
         self._observed = Observations()
         self._since = time.monotonic()
 
@@ -115,6 +121,14 @@ class Metrics:
         """Set a present value; emits the last one, at every step from now on."""
         self._observed.gauges[name] = float(value)
 
+    def evaluated(self, part: EvaluationPart) -> None:
+        """Observe this worker's part of an evaluation; emitted with the next step once the parts of all are here."""
+        if self.send_evaluation is None:
+            self.evaluations.add(part)
+        else:
+            self._observed.evaluations.append(part)
+            self.send_evaluation()
+
     @contextmanager
     def observing(self, observe: Callable[[], None]) -> Iterator[None]:
         """Call `observe` before each emission within the body, and at its end."""
@@ -143,11 +157,13 @@ class Metrics:
         for name, value in observed.minima.items():
             self.minimum(name, value)
         self._observed.gauges.update(observed.gauges)
+        for part in observed.evaluations:
+            self.evaluated(part)
 
     def __bool__(self) -> bool:
         """Return whether anything was observed since the last `take` or `emit`."""
         observed = self._observed
-        return bool(observed.means or observed.totals or observed.maxima or observed.minima)
+        return bool(observed.means or observed.totals or observed.maxima or observed.minima or observed.evaluations)
 
     def emit(self, step: int, extra: Mapping[str, SupportsFloat] | None = None) -> dict[str, float]:
         """Pass all observations since the last step, and `extra`, to the sinks, and return them.
@@ -158,7 +174,7 @@ class Metrics:
         now = time.monotonic()
         observed = self.take()
         metrics = {name: weighted / weight for name, (weighted, weight) in observed.means.items() if weight}
-        metrics |= observed.totals | observed.maxima | observed.minima | observed.gauges
+        metrics |= observed.totals | observed.maxima | observed.minima | observed.gauges | self.evaluations.take()
         metrics["perf/time_per_step"] = now - self._since
         metrics |= {name: float(value) for name, value in (extra or {}).items()}
         self._since = now

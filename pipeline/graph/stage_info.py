@@ -49,6 +49,8 @@ class StageInfo:
     it uses none."""
     saved: Mapping[str, Any] = field(default_factory=dict)
     """Objects whose state the checkpoints of a sink hold, by name; stages may be among them."""
+    evaluation: object | None = None
+    """The evaluation that a source does, or that a sink waits for."""
     nodes: tuple[StageNode, ...] = ()
     """The stages of a fragment, each with its placement."""
 

@@ -184,7 +184,7 @@ async def _run(stage: Any, config: WorkerConfig) -> bool:
         context = Context(ledger, Metrics(), config.worker)
         try:
             with entered(context):
-                await _run_connected(stage, config, context)
+                await _run_connected(stage, config, context, counters)
         finally:
             counters.close()
     return scope.cancel_called
@@ -203,14 +203,16 @@ class _cancelled_by_sigterm:  # noqa: N801 (used like a function)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
 
-async def _run_connected(stage: Any, config: WorkerConfig, context: Context) -> None:
+async def _run_connected(stage: Any, config: WorkerConfig, context: Context, counters: SharedCounters) -> None:
     _report(config, Starting(f"connecting to {config.channels.outbox_url}"))
     async with connect(
         config.channels.outbox_url, RECORDS[config.channels.outbox_kind], name=config.name, heartbeat_timeout_s=None
     ) as sender:
         _report(config, Connected())
         sender.on_ended(context.ledger.settle)
+        context.ledger.step = max(context.ledger.step, counters.step)  # from now on it is notified of each step
         report = _ReportSender(sender, context)
+        context.metrics.send_evaluation = report.flush
         admits_to = None if config.channels.inbox_kind else context.ledger
         outbox = CountingSendChannel(sender.clone(), EdgeCounter(admits_to, on_sent=report.flush_if_due))
         try:

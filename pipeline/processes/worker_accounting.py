@@ -84,8 +84,15 @@ class WorkerAccounting:
         if self._source:
             opened.memory = mmap.mmap(fd, mmap.PAGESIZE)
             opened.counters = SharedCounters(opened.memory)
+            opened.counters.step = self._ledger.step
             self._ledger.attach_counters(opened.counters)
         return fd
+
+    def stepped(self, step: int) -> None:
+        """Record the step of the run for workers that are about to begin."""
+        for known in self._workers.values():
+            if known.counters is not None:
+                known.counters.step = step
 
     def handed(self, worker: str, record: Any) -> None:
         """Record that `record` is being sent to `worker`."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 
+from ..._schemas import GroupId
 from ..accounting.telemetry import WaitAggregator
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, ReceiveChannel, SendChannel
 from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
@@ -38,6 +39,9 @@ WORKER_DESCRIPTORS, FEED_DESCRIPTORS, SPARE_DESCRIPTORS = 4, 6, 5
 """File descriptors of a worker in this process (pidfd, events, control connection, socket), of its feed, and of a stage
 while it starts one."""
 
+NO_GROUP = GroupId("", "")
+"""The group of a notice that is about a step alone."""
+
 _WORKER_DIED = (NobodyListens, anyio.BrokenResourceError, anyio.EndOfStream)
 """The exceptions of a feed whose worker died; the supervisor reports the death and its reason."""
 
@@ -61,6 +65,7 @@ class Workers:
         """The stage that receives their records."""
         self._waits = WaitAggregator(context.metrics, node.name)
         """Receives their metrics."""
+        self._ledger = context.ledger
         self._accounting = WorkerAccounting(context.ledger, self._waits, counter, source=before is None)
         self._feeder = None if before is None else _Feeder(before, self._accounting)
         """Sends records to them; None for a source."""
@@ -108,8 +113,16 @@ class Workers:
         feed = None
         if self._feeder is not None and inbox is not None:
             self._feeder.inbox, feed = inbox, self._feeder.feed
-        await self._supervisor.run(self._channels(self._receiver.url), feed)
+        with self._ledger.on_step(self._notify_of_step):
+            await self._supervisor.run(self._channels(self._receiver.url), feed)
         self._receiver.let_end()
+
+    def _notify_of_step(self, step: int) -> None:
+        """Notify the workers of a source of a step, also those none of whose trajectories it has trained."""
+        self._accounting.stepped(step)  # first: a worker reads it once it is connected
+        if self._feeder is None:
+            for peer in self._receiver.peers.values():
+                peer.ended(NO_GROUP, 0, "trained", step)
 
     def _channels(self, outbox_url: str) -> WorkerChannels:
         return WorkerChannels(

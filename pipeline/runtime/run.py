@@ -193,7 +193,7 @@ class Run:
         """Run one stage, and then end or cancel the stages that its end concerns."""
         task.state = "running"
         try:
-            with task.scope, entered(task.context), self._reporting_waits(task):
+            with task.scope, entered(task.context), self._reporting_waits(task), self._expecting_evaluations(task):
                 await self._body(task)
                 task.state = "returned"
         except Exception as error:  # noqa: BLE001 (every exception of a stage is reported with its name)
@@ -209,6 +209,9 @@ class Run:
         if task.workers is not None:
             return nullcontext()
         return report_waits(self._context.metrics, task.node.name, task.waited)
+
+    def _expecting_evaluations(self, task: _StageTask) -> AbstractContextManager[None]:
+        return self._context.metrics.evaluations.expected() if task is self._tasks[0] else nullcontext()
 
     async def _body(self, task: _StageTask) -> None:
         if task.workers is not None:

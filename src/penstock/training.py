@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from ._pipeline.durability.resumption import ResumePoint, Stateful
+from ._stages.evaluation.evaluation import Evaluation
 from ._stages.sink_trainer import Checkpointed, Resumable, Trainer, WeightedTrainer
 from ._stages.training.checkpoint import latest_checkpoint, write_checkpoint
 
 __all__ = [
     "Checkpointed",
+    "Evaluation",
     "Resumable",
     "ResumePoint",
     "Stateful",

@@ -148,6 +148,9 @@ class _Rows:
     """None where every row draws from the whole distribution."""
     generators: dict[int, torch.Generator]
     """Those of requests with a seed, by index of the request."""
+    shared: bool
+    """Whether any row is drawn with the engine's generator: greedy and seeded requests take no number of it, so that an
+    evaluation between two batches changes neither."""
     visible: Tensor = field(init=False)
     """[b, P + A] bool: keys that a row may see, without its left padding."""
     position: Tensor = field(init=False)
@@ -172,6 +175,7 @@ class _Rows:
                 for row, sampling in enumerate(samplings)
                 if sampling.seed is not None
             },
+            shared=any(not sampling.greedy and sampling.seed is None for sampling in samplings),
         )
 
     def read_prompts(self, model: CausalModel) -> Tensor:
@@ -198,7 +202,7 @@ class _Rows:
 
     def _gumbel(self, like: Tensor, generator: torch.Generator) -> Tensor:
         """Return noise [b, V], of a row's own generator where its request has a seed."""
-        exponential = torch.empty_like(like).exponential_(generator=generator)
+        exponential = torch.empty_like(like).exponential_(generator=generator) if self.shared else torch.ones_like(like)
         if self.generators:
             for place, row in enumerate(self.live.tolist()):
                 if row in self.generators:

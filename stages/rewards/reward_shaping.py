@@ -191,7 +191,7 @@ def failed(scores: Floats, config: RewardConfig) -> NDArray[np.bool_]:
     """Return [S] true on completions that components apply to: all, or with fallback those that are not right."""
     if config.combine == "add":
         return np.ones(len(scores), np.bool_)
-    return scores < _right_from(config)
+    return scores < right_from(config)
 
 
 class Shaped(NamedTuple):
@@ -212,7 +212,7 @@ def combined(scores: Floats, noise: Floats, components: Mapping[str, Floats], co
     total = scores + sum(parts.values(), zeros)
     result = Shaped(total, noise + sum(map(rounding, parts.values()), zeros), parts)
     if config.combine == "fallback":
-        highest = np.where(shaped, _right_from(config), np.inf)
+        highest = np.where(shaped, right_from(config), np.inf)
         result = _bounded(result, "fallback", np.minimum(total, highest))
     if config.clip is not None:
         result = _bounded(result, "clip", np.clip(result.rewards, *config.clip))
@@ -225,5 +225,6 @@ def _bounded(shaped: Shaped, name: str, bounded: Floats) -> Shaped:
     return Shaped(bounded, noise, shaped.parts | {name: bounded - shaped.rewards})
 
 
-def _right_from(config: RewardConfig) -> float:
-    return RIGHT_FROM if config.right_from is None else config.right_from
+def right_from(config: RewardConfig | None) -> float:
+    """Return the score from which a completion is right."""
+    return RIGHT_FROM if config is None or config.right_from is None else config.right_from

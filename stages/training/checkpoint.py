@@ -70,15 +70,23 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     return max(_checkpoints(Path(folder)), key=_order, default=None)
 
 
-def remove_old_checkpoints(folder: Path, newest: Path, keep: int) -> None:
-    """Remove all checkpoints in `folder` but `newest` and the `keep` with the highest steps. Blocks.
+def checkpoint_of(folder: Path, step: int) -> Path | None:
+    """Return the checkpoint of `step` in `folder`, or None if there is none."""
+    return max((path for path in _checkpoints(folder) if step_of(path) == step), key=_order, default=None)
+
+
+def remove_old_checkpoints(folder: Path, newest: Path, keep: int, spared: Callable[[int], bool] | None = None) -> None:
+    """Remove all checkpoints in `folder` but `newest`, the `keep` with the highest steps and `spared` steps. Blocks.
 
     Raises:
         NotWritable, OutOfFileDescriptors: they cannot be removed.
     """
     with explaining_os_errors("which checkpoints are kept", folder, or_else=INTACT):
         oldest_first = sorted(_checkpoints(folder), key=_order)
-        _remove(folder, [old for old in oldest_first[:-keep] if old.name != newest.name])
+        _remove(
+            folder,
+            [old for old in oldest_first[:-keep] if old.name != newest.name and not (spared and spared(step_of(old)))],
+        )
 
 
 def step_of(checkpoint: Path) -> int:

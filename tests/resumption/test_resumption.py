@@ -40,7 +40,11 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
-    loaded = load_file(folder / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors")
+    return weights_of_step(folder, STEPS)
+
+
+def weights_of_step(folder: Path, step: int) -> dict[str, bytes]:
+    loaded = load_file(folder / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
     return {name: array.tobytes() for name, array in loaded.items()}
 
 

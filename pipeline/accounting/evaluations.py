@@ -1,0 +1,102 @@
+"""The evaluations of a run: every worker evaluates a part of the prompts, and the parts of one step are merged exactly.
+
+A part is held back until the parts of all workers are here, so that no metric is ever the mean of a part. Means are
+Σ/Σ over all prompts. An evaluation whose parts do not all arrive, because a worker died or has skipped a step, is
+dropped when a later one is complete. One event loop uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from ..util.waiting import Waiters
+
+STEP = "eval/step"
+"""The metric that says which step was evaluated."""
+
+
+class EvaluationPart(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker has found in the evaluation of one step."""
+
+    step: int
+    """The optimizer step that is evaluated."""
+    worker: int
+    workers: int
+    """The number of workers that share the prompts."""
+    means: dict[str, tuple[float, float]] = {}
+    """Σ value, and the number of values, by the name of the metric."""
+    totals: dict[str, float] = {}
+    failed: tuple[str, ...] = ()
+    """The beginnings of the names of metrics that are not shown, because this worker could not finish them."""
+
+
+class Evaluations:
+    """Merges the parts of evaluations."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, dict[int, EvaluationPart]] = {}
+        """The parts of each step that is not complete, by worker."""
+        self.found: dict[str, float] = {}
+        """The metrics of the last complete evaluation, until `take`."""
+        self.completed: int = -1
+        """The last step whose evaluation is complete; −1 for none."""
+        self._changed = Waiters()
+        self._open = False
+
+    def __repr__(self) -> str:
+        return f"<Evaluations: {self.completed} complete, parts of {sorted(self._parts)}>"
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Expect parts within the body, in which the source of a run runs; then `finished` waits no longer."""
+        self._parts, self.found, self.completed, self._open = {}, {}, -1, True
+        try:
+            yield
+        finally:
+            self._open = False
+            self._changed.wake_all()
+
+    def add(self, part: EvaluationPart) -> None:
+        """Add the part of a worker. A worker that was restarted may repeat one, which counts once."""
+        if part.step <= self.completed:
+            return
+        parts = self._parts.setdefault(part.step, {})
+        parts[part.worker] = part
+        if len(parts) == part.workers:
+            self.found = merged(parts[worker] for worker in sorted(parts)) | {STEP: float(part.step)}
+            self._parts = {step: later for step, later in self._parts.items() if step > part.step}
+            self.completed = part.step
+            self._changed.wake_all()
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics of the last complete evaluation, once; empty where there is no new one."""
+        taken, self.found = self.found, {}
+        return taken
+
+    async def finished(self, step: int) -> None:
+        """Wait until the evaluation of `step` is complete, or the source has ended."""
+        while self._open and self.completed < step:
+            await self._changed.wait()
+
+
+def merged(parts: Iterable[EvaluationPart]) -> dict[str, float]:
+    """Return the metrics of the parts of one evaluation; no mean that a worker has failed to finish.
+
+    >>> merged([EvaluationPart(20, 0, 2, {"reward": (3.0, 4.0)}), EvaluationPart(20, 1, 2, {"reward": (0.0, 2.0)})])
+    {'reward': 0.5}
+    """
+    means: dict[str, tuple[float, float]] = {}
+    totals: dict[str, float] = {}
+    failed: tuple[str, ...] = ()
+    for part in parts:
+        failed += part.failed
+        for name, (value, count) in part.means.items():
+            before = means.get(name, (0.0, 0.0))
+            means[name] = (before[0] + value, before[1] + count)
+        for name, amount in part.totals.items():
+            totals[name] = totals.get(name, 0.0) + amount
+    finished = {name: sums for name, sums in means.items() if not name.startswith(failed)}
+    return {name: value / count for name, (value, count) in finished.items() if count} | totals

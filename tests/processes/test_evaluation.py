@@ -1,0 +1,58 @@
+"""Two workers evaluate their shares: their parts become one result, also where one of them dies in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.stages.evaluation.runs import Sums, evaluation, pipeline, ran
+
+from penstock import processes
+from penstock.policies import SamplingParams
+
+SAMPLED: dict[str, Any] = {"samples": 4, "sampling": SamplingParams(temperature=1.0)}
+
+
+@dataclass(frozen=True)
+class Deadly(Sums):
+    """Kills its process at the first score of its last question."""
+
+    marker: str = ""
+
+    def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
+        if entry["question"] == f"{self.first + self.count - 1}+1=" and not Path(self.marker).exists():
+            Path(self.marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().score_answer(answer, entry)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_the_parts_of_two_workers_are_merged_to_what_one_process_finds(max_lag: int) -> None:
+    of_two, _ = await ran(pipeline(evaluation(**SAMPLED), on=processes(2), max_lag=max_lag))
+    of_one, _ = await ran(pipeline(evaluation(**SAMPLED)))
+
+    assert {0, 4} <= set(of_two.evaluations) <= {0, 2, 4}
+    assert all(metrics == pytest.approx(of_one.evaluations[0]) for metrics in of_two.evaluations.values())
+
+
+async def test_an_evaluation_does_not_change_the_ledger_of_a_run_with_workers() -> None:
+    _, balance = await ran(pipeline(evaluation(), on=processes(2)))
+
+    assert balance["ended"]["trained"] == 4 * 4 * 2
+    assert balance["ended"]["failed"] == balance["ended"]["rejected"] == 0
+
+
+async def test_a_worker_that_dies_in_an_evaluation_repeats_its_part(tmp_path: Path) -> None:
+    deadly = partial(Deadly, 100, 5, str(tmp_path / "died"))
+
+    lines, _ = await ran(pipeline(evaluation(deadly), on=processes(2, restarts=1)))
+
+    assert (tmp_path / "died").exists()
+    assert lines.evaluations[0]["eval/sums/mean@1"] == 0.8
+    assert lines.evaluations[0]["eval/sums/missing"] == 0

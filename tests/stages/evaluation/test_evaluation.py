@@ -1,0 +1,126 @@
+"""A run evaluates beside training: in its workers, on several sets, and without any effect on what is trained."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import structlog
+from tests.stages.evaluation.runs import Broken, BrokenForSome, Counts, Sums, evaluation, pipeline, ran
+
+from penstock import SourceEnv
+from penstock.errors import InvalidConfig, InvalidPipeline
+from penstock.policies import NoOpPolicy, SamplingParams
+
+SAMPLED: dict[str, Any] = {"samples": 4, "sampling": SamplingParams(temperature=1.0)}
+
+
+async def test_weights_are_evaluated_before_the_first_step_every_k_steps_and_after_the_last() -> None:
+    lines, _ = await ran(pipeline(evaluation(), steps=4))
+
+    assert list(lines.evaluations) == [0, 2, 4]
+    assert lines.evaluations[4] == {
+        "eval/sums/mean@1": 0.8,
+        "eval/sums/reward": 0.8,
+        "eval/sums/response_length": 4.0,
+        "eval/sums/missing": 0.0,
+    }
+
+
+async def test_beside_rollouts_the_newest_step_that_is_due_is_evaluated_and_the_last_one_always() -> None:
+    lines, _ = await ran(pipeline(evaluation(), max_lag=1, steps=40))
+
+    steps = list(lines.evaluations)
+    assert (steps[0], steps[-1]) == (0, 40)
+    assert all(step % 2 == 0 for step in steps)
+
+
+async def test_an_evaluation_does_not_change_what_is_trained_nor_the_ledger() -> None:
+    with_it, without = Counts(), Counts()
+
+    _, balance = await ran(pipeline(evaluation(**SAMPLED), trainer=with_it))
+    _, expected = await ran(pipeline(None, trainer=without))
+
+    assert with_it.batches == without.batches
+    assert balance["ended"] == expected["ended"]
+    assert balance["reasons"]["trained"] == expected["reasons"]["trained"]
+
+
+async def test_a_schedule_that_is_synchronous_evaluates_between_two_steps() -> None:
+    lines, _ = await ran(pipeline(evaluation(every=1), steps=3))
+
+    found = [(step, metrics.get("eval/step")) for step, metrics in lines.lines]
+    assert found == [(1, 0), (2, 1), (3, 2), (3, 3)]
+
+
+async def test_of_several_completions_the_mean_pass_at_k_and_the_majority_are_reported() -> None:
+    lines, _ = await ran(pipeline(evaluation(**SAMPLED)))
+
+    metrics = lines.evaluations[0]
+    assert {name for name in metrics if "@" in name} == {
+        f"eval/sums/{name}" for name in ("mean@4", "pass@2", "pass@4", "maj@4")
+    }
+    assert 0.8 < metrics["eval/sums/mean@4"] < metrics["eval/sums/pass@2"] <= metrics["eval/sums/pass@4"] == 1
+    assert lines.evaluations[0] == lines.evaluations[4]
+
+
+async def test_each_set_has_its_own_metrics() -> None:
+    sets = {"easy": partial(Sums, 100, 2), "hard": partial(Sums, 102, 1)}
+
+    lines, _ = await ran(pipeline(evaluation(sets=sets)))
+
+    assert lines.evaluations[2]["eval/easy/mean@1"] == 1
+    assert lines.evaluations[2]["eval/hard/mean@1"] == 0
+
+
+async def test_a_set_that_cannot_be_scored_has_no_mean_and_ends_nothing() -> None:
+    sets = {"broken": partial(Broken, 100, 70), "sums": partial(Sums, 100, 5)}
+
+    with structlog.testing.capture_logs() as logs:
+        lines, balance = await ran(pipeline(evaluation(sets=sets)))
+
+    assert balance["ended"]["trained"] == 4 * 4 * 2
+    broken = {name: value for name, value in lines.evaluations[4].items() if "broken" in name}
+    assert broken == {"eval/broken/missing": 70}
+    assert lines.evaluations[4]["eval/sums/mean@1"] == 0.8
+    (warning, *_) = [log for log in logs if log["event"] == "evaluation_incomplete"]
+    assert (warning["set"], warning["missing"]) == ("broken", 70)
+    assert "no score today" in warning["reasons"]
+    assert "64 rollouts" in warning["failure"]
+
+
+async def test_prompts_without_a_score_are_missing_from_every_mean() -> None:
+    lines, _ = await ran(pipeline(evaluation(partial(BrokenForSome, 100, 5))))
+
+    assert lines.evaluations[0]["eval/sums/missing"] == 1
+    assert lines.evaluations[0]["eval/sums/mean@1"] == 0.75
+
+
+async def test_an_evaluation_that_exceeds_its_time_is_told_and_ends_nothing() -> None:
+    lines, balance = await ran(pipeline(evaluation(timeout_s=1e-9)))
+
+    assert lines.evaluations[2] == {"eval/sums/missing": 5}
+    assert balance["ended"]["trained"] == 4 * 4 * 2
+
+
+def test_a_sink_whose_evaluation_no_source_does_is_refused_before_the_run() -> None:
+    run = pipeline(None, evaluation=evaluation())
+
+    with pytest.raises(InvalidPipeline, match="it waits for an evaluation that SourceEnv does not do"):
+        run.check()
+
+
+def test_a_source_that_ends_by_itself_cannot_evaluate() -> None:
+    with pytest.raises(InvalidConfig, match="expected groups=None"):
+        SourceEnv(Sums, NoOpPolicy(), groups=3, evaluation=evaluation())
+
+
+def test_several_greedy_completions_are_refused() -> None:
+    with pytest.raises(InvalidConfig, match="expected 1 with greedy sampling"):
+        evaluation(samples=2)
+
+
+async def test_a_set_without_a_length_is_refused_before_anything_is_sampled() -> None:
+    with pytest.raises(Exception, match="expected an environment with a length"):
+        await ran(pipeline(evaluation(object)))
