@@ -160,8 +160,8 @@ class Pipeline:
         is in the main thread of a script that does not handle the signal itself.
 
         Args:
-            folder: of the run's checkpoints, and of its metrics and samples in `metrics.jsonl` and `samples.jsonl`.
-                Where it holds a checkpoint of an earlier run, that run is continued.
+            folder: of the run's checkpoints, of its metrics and samples in `metrics.jsonl` and `samples.jsonl`, and of
+                its view for `penstock top`. Where it holds a checkpoint of an earlier run, that run is continued.
             ledger: counts the trajectories, a restored one to continue a run; a new one by default.
             metrics: collects the metrics of stages; give one with sinks to see them.
             view: shows the run on stderr: `live` as a table on the terminal, `lines` as plain lines, `auto` as the
@@ -198,9 +198,12 @@ class Pipeline:
                             stack, with_checkpoints(Path(folder), nodes, context, config or {})
                         )
                     run = Run(nodes, context)
-                    if view is not None:
+                    if view is not None or folder is not None:
                         max_steps = info_of(self.nodes[-1].stage).max_steps
-                        watched = watching(view, context, run.statistics, lambda: self.report, max_steps)
+                        written = None if folder is None else Path(folder)
+                        watched = watching(
+                            view, context, run.statistics, lambda: self.report, max_steps=max_steps, folder=written
+                        )
                         await stack.enter_async_context(watched)
                     self.report = await self._run_once(run, context.ledger, folder, stop)
             finally:

@@ -51,7 +51,7 @@ class ProgressState(NamedTuple):
     """Seconds until the last step at the present speed; None where that is not known."""
     rates: dict[str, float]
     """The speeds that are known, by unit."""
-    metrics: tuple[tuple[str, float, str], ...]
+    metrics: tuple[tuple[str, float | None, str], ...]
     """The name, the last value and the course of each metric that is shown."""
     samples: tuple[Sample, ...] = ()
     """The best and the worst of the last samples, with shortened text."""

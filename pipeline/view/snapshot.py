@@ -27,8 +27,9 @@ class Watched:
 
     def snapshot(self) -> Snapshot:
         """Return the state now, without the memory in use, whose reading may block."""
-        ended = self.report() is not None
-        return Snapshot(self.progress.state(self.ledger.step), self.statistics(), self.ledger.balance(), ended)
+        report = self.report()
+        reason = "" if report is None else report.stop_reason
+        return Snapshot(self.progress.state(self.ledger.step), self.statistics(), self.ledger.balance(), reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,18 @@ class Snapshot:
     progress: ProgressState
     statistics: PipelineStatistics
     balance: Balance
-    ended: bool = False
-    """The run has ended, so that no time is left, whatever the last step would be."""
+    stop_reason: str = ""
+    """The reason for which the run has ended; "" while it goes on."""
     memory: MemoryUse = NONE
 
     def with_memory(self) -> Snapshot:
         """Return the same with the memory in use. Reads files: call it in a worker thread."""
         return replace(self, memory=memory_use(worker.pid for worker in self._alive() if worker.pid is not None))
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the run has ended, so that no time is left, whatever the last step would be."""
+        return bool(self.stop_reason)
 
     def steps(self) -> str:
         """Return the present step, and the last one: `step 12/250`."""
@@ -81,9 +87,9 @@ class Snapshot:
         return [worker for stage in self.statistics.stages for worker in stage.workers if worker.state in alive]
 
 
-def number(value: float) -> str:
-    """Return the value of a metric as short text."""
-    return f"{value:.4g}"
+def number(value: float | None) -> str:
+    """Return the value of a metric as short text; None is one that is not finite, as JSON has it."""
+    return "nan" if value is None else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import anyio
@@ -44,34 +45,39 @@ def refuse_unknown_view(view: object) -> None:
 
 @asynccontextmanager
 async def watching(
-    view: View,
+    view: View | None,
     context: Context,
     statistics: Callable[[], PipelineStatistics],
     report: Callable[[], Report | None],
+    *,
     max_steps: int | None,
+    folder: Path | None,
 ) -> AsyncIterator[None]:
     """Show a run within the body, which is the run.
 
     Args:
-        view: how.
+        view: how; None where it is not shown here.
         context: of the run: its ledger, and its metrics.
         statistics: returns those of the run now.
         report: returns the report once the run has ended, and None before.
         max_steps: the step at which the run ends; None where that is not known.
+        folder: of the run, whose view is written there for other processes; None for none.
     """
     from .progress import Progress  # noqa: PLC0415 (most processes that import penstock show nothing)
     from .snapshot import Watched  # noqa: PLC0415 (as above)
 
     watched = Watched(Progress(max_steps), context.ledger, statistics, report)
-    display, sink, metrics = _display(view, watched), watched.progress.note, context.metrics
+    displays, sink, metrics = list(_displays(view, folder, watched)), watched.progress.note, context.metrics
     metrics.sinks.append(sink)
     context.sample_sinks.append(watched.progress.note_samples)
     try:
-        with anyio.move_on_after(OUTPUT_TIMEOUT_S, shield=True), _logging_failures():
-            await display.open()
+        for display in displays:
+            with anyio.move_on_after(OUTPUT_TIMEOUT_S, shield=True), _logging_failures():
+                await display.open()
         with unwrap_single():
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_refresh, display)
+                for display in displays:
+                    tasks.start_soon(_refresh, display)
                 yield
                 tasks.cancel_scope.cancel()
     finally:
@@ -79,9 +85,11 @@ async def watching(
             metrics.sinks.remove(sink)
         context.sample_sinks.remove(watched.progress.note_samples)
         with anyio.move_on_after(OUTPUT_TIMEOUT_S, shield=True):
-            with _logging_failures():
-                await display.close()
-            await _print_end(watched)
+            for display in displays:
+                with _logging_failures():
+                    await display.close()
+            if view is not None:
+                await _print_end(watched)
 
 
 async def _refresh(display: Display) -> None:
@@ -95,6 +103,15 @@ def _logging_failures() -> Iterator[None]:
         yield
     except Exception:
         log.exception("view_failed")
+
+
+def _displays(view: View | None, folder: Path | None, watched: Watched) -> Iterator[Display]:
+    if folder is not None:
+        from .published import PublishedView  # noqa: PLC0415 (as above)
+
+        yield PublishedView(watched, folder)
+    if view is not None:
+        yield _display(view, watched)
 
 
 def _display(view: View, watched: Watched) -> Display:

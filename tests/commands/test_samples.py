@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import pytest
+from tests.commands.waiting_run import finish, waiting_run
+from tests.commands.waiting_run import printed as printed_by
 from tests.limits.mounts import read_only
 
 from penstock.trackers import Sample
 
-PENSTOCK = [sys.executable, "-c", "from penstock._cli import main; main()"]
-
-
-@contextmanager
-def waiting_run(folder: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
-    """Start a run that waits after so many steps; kill it at the end of the body."""
-    command = [sys.executable, "-m", "tests.commands.watched_run", str(folder), str(steps)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        try:
-            assert run.stdout is not None
-            assert run.stdout.readline() == f"trained {steps}\n"
-            yield run
-        finally:
-            run.kill()
-
-
-def finish(folder: Path) -> None:
-    """Run, or continue, to the end."""
-    subprocess.run([sys.executable, "-m", "tests.commands.watched_run", str(folder), "0"], check=True)
-
 
 def printed(*arguments: object, prefix: tuple[str, ...] = (), status: int = 0) -> str:
-    command = [*prefix, *PENSTOCK, "samples", *map(str, arguments)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == status, ran.stdout + ran.stderr
-    return ran.stderr if status else ran.stdout
+    return printed_by("samples", *arguments, prefix=prefix, status=status)
 
 
 def headings(text: str) -> list[str]:
@@ -86,8 +60,3 @@ def test_a_step_without_samples_and_a_folder_without_any_are_errors_that_say_wha
     assert "of which" in printed(folder, "--step", 3, status=1)
     assert "1, 2, 4, …, 8, 10, 12, got 3" in printed(folder, "--step", 3, status=1)
     assert printed(tmp_path, status=1).startswith("penstock: expected samples in ")
-
-
-@pytest.fixture(autouse=True)
-def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")

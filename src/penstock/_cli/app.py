@@ -16,6 +16,7 @@ from .gateway import gateway
 from .init import init
 from .run import check, run
 from .samples import samples
+from .top import top
 
 commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -25,7 +26,7 @@ def penstock() -> None:
     """Bring trajectories from reinforcement-learning environments to a trainer."""
 
 
-for command in (init, run, check, samples, export, doctor, gateway):
+for command in (init, run, check, top, samples, export, doctor, gateway):
     commands.command()(command)
 
 
