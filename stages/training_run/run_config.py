@@ -202,6 +202,23 @@ class SamplesConfig(Config, frozen=True):
     """Number of the best, and of the worst, by reward."""
 
 
+class EvaluationConfig(Config, frozen=True):
+    """Evaluation during training: of the rows that `data.evaluation` keeps apart, and of all rows of `sets`."""
+
+    every: Count = 20
+    """Steps between two evaluations; a checkpoint is written at each."""
+    samples: Count = 1
+    """Completions of each prompt."""
+    sampling: SamplingParams | None = None
+    """How they are sampled; by default greedy, or as in training for several."""
+    sets: tuple[DataSetConfig, ...] = ()
+    """Further sets, of which nothing is trained."""
+    answer: FunctionName | None = None
+    """Function from the text of a completion to its answer, for the majority; by default the text."""
+    best: str = ""
+    """Metric of the best checkpoint; by default mean@n of the first set."""
+
+
 class RunConfig(Config, frozen=True):
     """A training run."""
 
@@ -214,6 +231,8 @@ class RunConfig(Config, frozen=True):
     """torch samples in processes of this run; the others are inference servers, see `server`."""
     server: ServerConfig | None = None
     placement: PlacementConfig = PlacementConfig()
+    evaluation: EvaluationConfig | None = None
+    """Evaluation every few steps; null for one before and one after training."""
     samples: SamplesConfig = SamplesConfig()
     folder: Text = "run"
     """Folder of checkpoints, metrics and summary. A run whose folder holds a checkpoint is continued."""
@@ -232,6 +251,8 @@ class RunConfig(Config, frozen=True):
             given = "none" if self.server is None else self.server.url
             wanted = "no server" if self.engine == "torch" else "server: {url: http://host:port}"
             raise ValueError(f"engine: expected {wanted} with engine {self.engine}, got {given}")
+        if self.evaluation is not None and not (self.data.evaluation or self.evaluation.sets):
+            raise ValueError("evaluation: expected rows to evaluate, got no sets and data.evaluation 0: set either")
         if self.algorithm.prompts % self.placement.samplers:
             raise ValueError(
                 f"placement: expected samplers that divide the {self.algorithm.prompts} prompts of a step, got "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -23,6 +23,7 @@ from ..engines.policies import Policy
 from ..engines.pretrained_tokenizer import PretrainedTokenizer
 from ..engines.sampling_params import SamplingParams
 from ..engines.torch_policy import TorchPolicy
+from ..evaluation.evaluation import Evaluation
 from ..losses.adaptive_kl import AdaptiveKL
 from ..losses.entropy import Entropy
 from ..losses.kl import KL
@@ -70,21 +71,53 @@ class RunParts:
         """Return the prompts for evaluation, set by set, in the order of the rows."""
         return self._datasets("evaluation") if self.config.data.evaluation else []
 
+    @cached_property
+    def evaluation(self) -> Evaluation | None:
+        """Return the evaluation during training, if there is one.
+
+        Raises:
+            InvalidConfig: two sets have the same name, or `answer` does not exist.
+        """
+        config = self.config.evaluation
+        if config is None:
+            return None
+        further = [self._dataset("train", each.path, each.prompt, each.name, evaluation=0) for each in config.sets]
+        datasets = [*self.kept_apart(), *further]
+        if len(sets := {each.data_source: each for each in datasets}) < len(datasets):
+            names = ", ".join(each.data_source for each in datasets)
+            raise InvalidConfig(f"config: expected sets of evaluation with names of their own, got {names}: set name")
+        return Evaluation(
+            sets=sets,
+            rewards=self.rewards,
+            every=config.every,
+            samples=config.samples,
+            sampling=config.sampling or (self.config.sampling if config.samples > 1 else self._greedy),
+            answer=str.strip if config.answer is None else import_object(config.answer, "config: evaluation.answer"),
+            best=config.best,
+        )
+
+    @property
+    def _greedy(self) -> SamplingParams:
+        sampling = self.config.sampling
+        return SamplingParams(max_completion_tokens=sampling.max_completion_tokens, stop=sampling.stop, greedy=True)
+
     def _datasets(self, split: Split) -> list[PromptDataset]:
         data = self.config.data
         if not data.sets:
             return [self._dataset(split, data.path, data.prompt, "")]
         return [self._dataset(split, each.path, each.prompt, each.name) for each in data.sets]
 
-    def _dataset(self, split: Split, path: str, prompt: str, name: str) -> PromptDataset:
+    def _dataset(
+        self, split: Split, path: str, prompt: str, name: str, *, evaluation: float | None = None
+    ) -> PromptDataset:
         data = self.config.data
         return PromptDataset(
             path,
             prompt=prompt,
             split=split,
-            evaluation=data.evaluation,
+            evaluation=data.evaluation if evaluation is None else evaluation,
             seed=self.config.seed,
-            shuffle=split == "train",
+            shuffle=split == "train" and evaluation is None,
             chat=self.chat,
             system=data.system,
             max_prompt_tokens=data.max_prompt_tokens,
@@ -106,22 +139,18 @@ class RunParts:
             max_lag=algorithm.max_lag,
             step_groups=None if algorithm.drop_zero_variance or algorithm.mask_truncated else algorithm.prompts,
             seed=config.seed,
+            evaluation=self.evaluation,
         )
 
-    def evaluation(self, policy: Policy, prompts: PromptDataset) -> SourceEnv:
+    def answers(self, policy: Policy, prompts: PromptDataset) -> SourceEnv:
         """Return the source of one greedy completion for each of `prompts`. Opens their file."""
-        sampling = SamplingParams(
-            max_completion_tokens=self.config.sampling.max_completion_tokens,
-            stop=self.config.sampling.stop,
-            greedy=True,
-        )
         return SourceEnv(
             prompts,
             policy,
             self.tokenizer,
             group_size=1,
             groups=len(prompts()),
-            sampling=sampling,
+            sampling=self._greedy,
             concurrency=CONCURRENCY,
         )
 
@@ -227,6 +256,7 @@ class RunParts:
             max_steps=algorithm.steps,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
+            evaluation=self.evaluation,
             samples=Samples(self.tokenizer, every=config.samples.every, count=config.samples.count),
         )
         compared = (

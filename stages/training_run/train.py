@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from ..._pipeline.channels.channel import ReceiveChannel
+from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.graph.context import Worker, current
 from ..._pipeline.graph.statistics import Report
 from ..._pipeline.runtime.flow import source
@@ -35,6 +36,8 @@ from ..engines.engine_publisher import EnginePublisher
 from ..engines.policies import Policy
 from ..rewards.reward_shaping import RIGHT_FROM
 from ..sink_trainer import WeightSink
+from ..training.best_checkpoint import best_checkpoint
+from ..training.checkpoint import checkpoint_of
 from .run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -63,6 +66,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str = ""
     checkpoint: str = ""
     """The last checkpoint."""
+    best: str = ""
+    """The checkpoint with the best evaluation; empty where none was evaluated during training."""
     ledger: dict[str, Any] = {}
     """{admitted, in_flight, ended: {state: count}} of the last part of the run."""
 
@@ -75,6 +80,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.checkpoint:
             lines.append(f"model: {self.checkpoint}")
+        if self.best:
+            lines.append(f"best of evaluation: {self.best}")
         return "\n".join(lines)
 
 
@@ -124,7 +131,7 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
                 seconds = earlier.seconds + time.monotonic() - began
                 summary = _after(summary, config, pipeline.report, trainer.steps, seconds)
                 with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(_write, folder / SUMMARY, summary)
+                    summary = await anyio.to_thread.run_sync(_with_best, folder, summary)
         if config.data.evaluation:
             accuracy, reward = await _evaluated(parts, policy)
             seconds = earlier.seconds + time.monotonic() - began
@@ -203,7 +210,7 @@ async def _evaluated(parts: RunParts, policy: Policy) -> tuple[float, float]:
     """Return accuracy and mean reward of one greedy completion of each prompt kept apart."""
     sink = _Rewards()
     for prompts in parts.kept_apart():
-        env = await anyio.to_thread.run_sync(parts.evaluation, policy, prompts)
+        env = await anyio.to_thread.run_sync(parts.answers, policy, prompts)
         await source(env).then(parts.rewards).sink(sink).run()
     rewards = np.array(sink.rewards)
     right_from = parts.config.reward.right_from or RIGHT_FROM
@@ -223,6 +230,15 @@ def _after(summary: Summary, config: RunConfig, report: Report, steps: int, seco
         checkpoint=report.checkpoint or summary.checkpoint,
         ledger={"admitted": balance.admitted, "in_flight": balance.in_flight, "ended": balance.ended},
     )
+
+
+def _with_best(folder: Path, summary: Summary) -> Summary:
+    """Write the summary with the best checkpoint, if there is one, and return it."""
+    checkpoints = folder / CHECKPOINTS
+    if (best := best_checkpoint(checkpoints)) is not None:
+        summary = msgspec.structs.replace(summary, best=str(checkpoint_of(checkpoints, best.step) or ""))
+    _write(folder / SUMMARY, summary)
+    return summary
 
 
 def _begun(config: RunConfig) -> Summary:

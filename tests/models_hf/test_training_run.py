@@ -89,6 +89,32 @@ def test_a_run_leaves_a_model_that_transformers_loads_and_a_summary(values: dict
     assert PretrainedTokenizer(summary.checkpoint).encode("1+2=")
 
 
+def test_a_run_evaluates_the_rows_kept_apart_and_further_sets_and_names_the_best_checkpoint(
+    values: dict[str, Any], folder: Path
+) -> None:
+    (folder / "hard.jsonl").write_text('{"question": "11+12="}\n')
+    sets = [{"path": "hard.jsonl", "prompt": "question"}]
+
+    summary = trained(values | {"evaluation": {"every": 2, "sets": sets, "best": "eval/hard/reward"}})
+    trained(values, "folder=without")
+
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if "eval/step" in line]
+    assert [line["eval/step"] for line in evaluated] == [0, 2, 4]
+    assert evaluated[0]["eval/train/reward"] == pytest.approx(summary.reward_before)
+    assert evaluated[2]["eval/train/reward"] == pytest.approx(summary.reward_after)
+    best = max(evaluated[1:], key=lambda line: line["eval/hard/reward"])
+    assert summary.best == f"run/checkpoints/step-{int(best['eval/step']):08d}"
+    assert Path("run/checkpoints/best").resolve() == Path(summary.best).resolve()
+    with_it, without = weights_of(Path("run")), weights_of(Path("without"))
+    assert all(torch.equal(tensor, without[name]) for name, tensor in with_it.items())
+
+
+def test_an_evaluation_without_rows_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(PenstockError, match="expected rows to evaluate"):
+        load_run_config(values, ["evaluation={every: 2}", "data.evaluation=0"])
+
+
 @pytest.mark.long
 def test_the_same_command_continues_a_run_to_the_weights_of_one_that_was_not_stopped(
     values: dict[str, Any],
