@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import structlog
+from tests.fake_policy import Letters
 from tests.stages.evaluation.runs import Broken, BrokenForSome, Counts, Sums, evaluation, pipeline, ran
 
-from penstock import SourceEnv
+from penstock import RewardBridge, SourceEnv
 from penstock.errors import InvalidConfig, InvalidPipeline
 from penstock.policies import NoOpPolicy, SamplingParams
+from penstock.rewards import RewardFunction, RewardInput
 
 SAMPLED: dict[str, Any] = {"samples": 4, "sampling": SamplingParams(temperature=1.0)}
 
@@ -88,6 +90,23 @@ async def test_a_set_that_cannot_be_scored_has_no_mean_and_ends_nothing() -> Non
     assert (warning["set"], warning["missing"]) == ("broken", 70)
     assert "no score today" in warning["reasons"]
     assert "64 rollouts" in warning["failure"]
+
+
+def out_of_order(completion: RewardInput) -> float:
+    raise RuntimeError(f"out of order for {completion.text}")
+
+
+async def test_a_reward_function_that_always_fails_leaves_no_mean_and_ends_nothing() -> None:
+    rewards = RewardBridge(tokenizer=Letters(), functions=[RewardFunction(out_of_order)])
+
+    with structlog.testing.capture_logs() as logs:
+        lines, balance = await ran(pipeline(evaluation(partial(Sums, 100, 70), rewards=rewards)))
+
+    assert balance["ended"]["trained"] == 4 * 4 * 2
+    assert lines.evaluations[4]["eval/sums/missing"] > 0
+    assert "eval/sums/mean@1" not in lines.evaluations[4]
+    (warning, *_) = [log for log in logs if log["event"] == "evaluation_incomplete"]
+    assert "out_of_order" in warning["failure"]
 
 
 async def test_prompts_without_a_score_are_missing_from_every_mean() -> None:
