@@ -47,6 +47,7 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/models/*.py",
         "stages/*/torch_*.py",
         "benchmarks/decoder.py",
+        "benchmarks/step_memory.py",
         "benchmarks/training.py",
     )
     for path in ROOT.glob(pattern)
