@@ -361,7 +361,7 @@ class SinkTrainer:
             log.exception("samples_failed", step=step)
             return
         for sink in sinks:
-            sink(samples, step)
+            await _in_thread(partial(sink, samples, step), thread)
 
     def _sampling(self) -> AbstractAsyncContextManager[None]:
         sink = self._weight_sink

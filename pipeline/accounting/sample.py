@@ -42,4 +42,4 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SampleSink: TypeAlias = Callable[[Sequence[Sample], int], None]
-"""Takes the samples of one optimizer step, and the step."""
+"""Takes the samples of one optimizer step, and the step. It is called in a thread, and may block."""
