@@ -55,6 +55,10 @@ R = TypeVar("R")
 OPTIMIZER, STATE = "optimizer.pt", "state.json"
 """The files of a checkpoint besides weights, the model's own, and the tokenizer's."""
 
+MICRO_BATCH_TOKENS = 3072
+"""Tokens of a micro-batch. On one core a step on 12,000 tokens took 4.4 s and 0.7 GB with it, and 6.1 s and 1.8 GB as a
+whole. Smaller ones are slower where the vocabulary is large, because each adds up a gradient of its matrix."""
+
 SCORED_COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_ids", "teacher_logprobs")
 """Columns of a batch that a loss receives, where present."""
 
@@ -117,7 +121,7 @@ class TorchTrainer:
         schedule: ScheduleRecipe | None = None,
         loss: Loss = PPOClip(),  # noqa: B008 (a frozen value)
         max_grad_norm: float | None = 1.0,
-        micro_batch_tokens: int | None = None,
+        micro_batch_tokens: int | None = MICRO_BATCH_TOKENS,
         temperature: float = 1.0,
         updates: int = 1,
         reference: CausalModel | None = None,

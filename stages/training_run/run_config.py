@@ -102,7 +102,7 @@ class OptimizerConfig(Config, frozen=True):
     """Decay of matrices; norms and biases do not decay."""
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: Positive | None = 1.0
-    micro_batch_tokens: Count | None = 16_384
+    micro_batch_tokens: Count | None = 3072
     """Tokens that the model computes at once, padding included; null for the whole batch."""
 
 
