@@ -6,9 +6,9 @@ import os
 import platform
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["cpu_seconds", "machine", "pss_bytes"]
+__all__ = ["cpu_seconds", "machine", "pss_bytes", "resident_mb"]
 
 
 def machine() -> dict[str, Any]:
@@ -37,3 +37,9 @@ def pss_bytes(pids: Iterable[int]) -> dict[str, int]:
             if name in totals:
                 totals[name] += int(rest.split()[0]) * 1024
     return totals
+
+
+def resident_mb(which: Literal["VmRSS", "VmHWM"]) -> float:
+    """Return the resident memory of this process: that of now, or its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(which)).split()[1]) / 1024

@@ -48,6 +48,7 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/*/torch_*.py",
         "benchmarks/decoder.py",
         "benchmarks/step_memory.py",
+        "benchmarks/trainers.py",
         "benchmarks/training.py",
     )
     for path in ROOT.glob(pattern)
