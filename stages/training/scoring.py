@@ -66,10 +66,12 @@ class Reader(Generic[R]):
             return self._use(Distributions(states, weight, bias, finish, temperature))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled(function: Callable[..., R], *arguments: Any) -> R:
-    """Call a function in which the compiler traces nothing: the number of chunks differs between micro-batches."""
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
+
+
+_uncompiled: Any = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+"""Calls a function in which the compiler traces nothing: the number of chunks differs between micro-batches."""
 
 
 def read_distributions(
