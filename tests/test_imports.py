@@ -47,6 +47,7 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/models/*.py",
         "stages/*/torch_*.py",
         "benchmarks/decoder.py",
+        "benchmarks/sampling.py",
         "benchmarks/step_memory.py",
         "benchmarks/trainers.py",
         "benchmarks/training.py",

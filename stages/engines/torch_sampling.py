@@ -22,6 +22,7 @@ from ..training.attention import Attention
 from ..training.causal_model import Cache, CausalModel, positions_of
 from .sampling_params import SamplingParams
 from .stop_strings import StopStrings
+from .torch_draw import InverseDraw, draw_by_noise
 from .torch_truncation import Restrictions
 
 FINISHED_SHARE = 0.25
@@ -138,8 +139,8 @@ class _Rows:
     """[b] int64 bound on the tokens of each row."""
     inverse_temperature: Tensor
     """[b, 1]."""
-    noise: Tensor
-    """[b, 1] 1 where a row is drawn, 0 where it is greedy."""
+    greedy: Tensor
+    """[b] bool, of rows that take the most probable token."""
     finished: Tensor
     """[b] bool."""
     prompts: Sequence[NDArray[np.int32]]
@@ -151,6 +152,7 @@ class _Rows:
     shared: bool
     """Whether any row is drawn with the engine's generator: greedy and seeded requests take no number of it, so that an
     evaluation between two batches changes neither."""
+    inverse: InverseDraw = field(default_factory=InverseDraw)
     visible: Tensor = field(init=False)
     """[b, P + A] bool: keys that a row may see, without its left padding."""
     position: Tensor = field(init=False)
@@ -166,7 +168,7 @@ class _Rows:
             live=torch.arange(len(requests), device=device),
             limits=torch.tensor([sampling.max_completion_tokens for sampling in samplings], device=device),
             inverse_temperature=1.0 / temperature[:, None],
-            noise=torch.tensor([float(not sampling.greedy) for sampling in samplings], device=device)[:, None],
+            greedy=torch.tensor([sampling.greedy for sampling in samplings], device=device),
             finished=torch.zeros(len(requests), dtype=torch.bool, device=device),
             prompts=[request.prompt for request in requests],
             restrictions=Restrictions.of(samplings, device),
@@ -189,25 +191,50 @@ class _Rows:
         return logits[owner]
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return one token for each row and its log-probability, [b] each, drawn by the Gumbel trick."""
+        """Return one token for each row and its log-probability, [b] each."""
         logits = logits.float()
-        logprobs = torch.log_softmax(logits * self.inverse_temperature, dim=-1)
-        scores = logprobs
-        if self.restrictions is not None:
-            scores = self.restrictions.scores(logits, self.inverse_temperature, self.prompts)
-        chosen = (scores + self._gumbel(logprobs, generator) * self.noise).argmax(dim=-1, keepdim=True)
-        if self.restrictions is not None:
-            self.restrictions.add(chosen[:, 0])
-        return chosen[:, 0], logprobs.gather(1, chosen)[:, 0]
+        tempered = logits * self.inverse_temperature
+        if self.restrictions is None:
+            chosen, normalizer = self._drawn(tempered, generator)
+        else:
+            chosen, _ = self._drawn(self.restrictions.scores(logits, self.inverse_temperature, self.prompts), generator)
+            normalizer = tempered.logsumexp(dim=-1)
+            self.restrictions.add(chosen)
+        return chosen, (tempered.gather(1, chosen[:, None])[:, 0] - normalizer).float()
 
-    def _gumbel(self, like: Tensor, generator: torch.Generator) -> Tensor:
+    def _drawn(self, scores: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return tokens [b], and the logarithm of the sum of exp(scores), [b]."""
+        if bool(self.greedy.all()):
+            return scores.argmax(dim=-1), scores.logsumexp(dim=-1)
+        if scores.device.type == "cpu":
+            chosen, normalizer = self.inverse(scores, self._uniform(generator))
+        else:
+            normalizer = scores.logsumexp(dim=-1)
+            chosen = draw_by_noise(scores, self._exponential(scores, generator))
+        if bool(self.greedy.any()):
+            chosen = torch.where(self.greedy, scores.argmax(dim=-1), chosen)
+        return chosen, normalizer
+
+    def _uniform(self, generator: torch.Generator) -> Tensor:
+        """Return random numbers [b], of a row's own generator where its request has a seed."""
+        count, dtype = len(self.live), torch.float64
+        uniform = (
+            torch.rand(count, dtype=dtype, generator=generator) if self.shared else torch.zeros(count, dtype=dtype)
+        )
+        if self.generators:
+            for place, row in enumerate(self.live.tolist()):
+                if row in self.generators:
+                    uniform[place] = torch.rand((), dtype=dtype, generator=self.generators[row])
+        return uniform
+
+    def _exponential(self, like: Tensor, generator: torch.Generator) -> Tensor:
         """Return noise [b, V], of a row's own generator where its request has a seed."""
         exponential = torch.empty_like(like).exponential_(generator=generator) if self.shared else torch.ones_like(like)
         if self.generators:
             for place, row in enumerate(self.live.tolist()):
                 if row in self.generators:
                     exponential[place].exponential_(generator=self.generators[row])
-        return -exponential.log_()
+        return exponential
 
     def drop_finished(self, chosen: Tensor, ended: Tensor) -> Tensor:
         """Mark rows that `ended` [b]; drop them once there are enough. Return `chosen` of the rows that stay."""
@@ -219,7 +246,7 @@ class _Rows:
             return chosen
         stay = (~self.finished).nonzero()[:, 0]
         self.cache.keep(stay)
-        for name in ("live", "limits", "inverse_temperature", "noise", "finished", "visible", "position"):
+        for name in ("live", "limits", "inverse_temperature", "greedy", "finished", "visible", "position"):
             setattr(self, name, getattr(self, name)[stay])
         if self.restrictions is not None:
             self.restrictions.keep(stay)

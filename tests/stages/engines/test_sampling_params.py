@@ -77,7 +77,8 @@ async def text_until(*stop: str) -> list[tuple[str, StopReason]]:
 
 async def test_a_completion_ends_after_the_token_that_completes_a_stop_string() -> None:
     whole = await text_until("no such string")
-    wanted = whole[0][0][3:5]
+    place = max(range(len(whole)), key=lambda each: len(whole[each][0]))
+    wanted = whole[place][0][3:5]
 
     cut = await text_until(wanted, "not in the alphabet")
 
@@ -85,7 +86,7 @@ async def test_a_completion_ends_after_the_token_that_completes_a_stop_string() 
         head, found, _ = before.partition(wanted)
         assert after == head + found
         assert reason == (StopReason.STOP if found else ended)
-    assert cut[0][0] == whole[0][0][:5]
+    assert cut[place][0].endswith(wanted)
 
 
 async def test_stop_strings_without_a_tokenizer_are_refused() -> None:
