@@ -3,6 +3,7 @@
 #   make test            the suite, four files at a time
 #   make test-all        every cell of its long tables too, of which make test runs some; with coverage
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
+#   make test-trackers   TensorBoard and W&B themselves, offline; installs them first (0.2 GB)
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
@@ -20,12 +21,13 @@ READY := $(VENV)/ready
 OLDER := $(VENV)/transformers-4
 VLLM := $(VENV)/vllm
 WITH_ATROPOS := $(VENV)/atropos
+TRACKERS := $(VENV)/trackers
 DOCS := $(VENV)/docs
 
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-atropos check docs chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-trackers test-atropos check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -48,6 +50,15 @@ test-vllm: $(READY) $(VLLM)/ready
 
 $(VLLM)/ready: scripts/make_vllm_venv.sh scripts/vllm/requirements.txt scripts/vllm/vllm.txt | $(READY)
 	scripts/make_vllm_venv.sh $(VLLM)
+	touch $@
+
+test-trackers: $(READY) $(TRACKERS)/ready
+	PYTHONPATH=$(TRACKERS) $(BIN)/python -m pytest tests/trackers_real/against_trackers.py
+
+# Packages beside those of .venv, in a folder that only these tests have on their path.
+$(TRACKERS)/ready: scripts/trackers/requirements.txt | $(READY)
+	rm -rf $(TRACKERS)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(TRACKERS) --requirement $<
 	touch $@
 
 test-atropos: $(READY)

@@ -13,7 +13,7 @@ from penstock import errors
 
 EXTRAS = (
     *("torch", "safetensors", "xxhash", "aiohttp", "tokenizers", "starlette", "uvicorn", "httptools", "matplotlib"),
-    *("datasets", "pyarrow"),
+    *("datasets", "pyarrow", "tensorboardX", "wandb"),
 )
 """Packages that only extras install."""
 

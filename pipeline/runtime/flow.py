@@ -29,6 +29,8 @@ from ..graph.stage_info import StageInfo, info_of
 from ..graph.stage_node import StageNode, name_of, named, sent_along
 from ..graph.statistics import PipelineStatistics, Report
 from ..processes.worker import refuse_while_importing_main
+from ..trackers.background import require_trackers, tracking
+from ..trackers.tracker import RunInfo, Tracker
 from ..util.blocking import enter_in_thread
 from ..util.printing import print_line
 from ..view.watching import View, refuse_unknown_view, watching
@@ -148,6 +150,7 @@ class Pipeline:
         ledger: Ledger | None = None,
         metrics: Metrics | None = None,
         view: View | None = None,
+        trackers: Sequence[Tracker] = (),
         config: Mapping[str, Any] | None = None,
         stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> Report:
@@ -166,7 +169,9 @@ class Pipeline:
             metrics: collects the metrics of stages; give one with sinks to see them.
             view: shows the run on stderr: `live` as a table on the terminal, `lines` as plain lines, `auto` as the
                 table where stderr is a terminal, and otherwise as lines. None shows nothing.
-            config: hyper-parameters, as plain values; written to `config.json` in the folder.
+            trackers: given metrics, samples and `config`, each in a thread of its own. One that raises, hangs or lags
+                behind is logged, and neither ends nor delays the run.
+            config: hyper-parameters, as plain values; written to `config.json` in the folder too.
             stop_timeout_s: seconds from the first signal to the end of the process; then it is ended by force.
 
         Raises:
@@ -180,9 +185,11 @@ class Pipeline:
             RunStopped: a signal has stopped the run; alone, or in an exception group. Leave it to end the script.
             RuntimeError: the pipeline is running already.
             InvalidConfig: `view` is none of its values.
+            TypeError: one of `trackers` is none.
             ValueError: `stop_timeout_s` is not positive.
         """
         refuse_unknown_view(view)
+        require_trackers(trackers)
         refuse_while_importing_main()
         self.check()
         if self._running:
@@ -197,6 +204,10 @@ class Pipeline:
                         nodes = await enter_in_thread(
                             stack, with_checkpoints(Path(folder), nodes, context, config or {})
                         )
+                    if trackers:
+                        info, stopped = _run_info(folder, context.ledger, config), lambda: stop.by is not None
+                        tracked = tracking(trackers, info, context.metrics, context.sample_sinks, stopped)
+                        await stack.enter_async_context(tracked)
                     run = Run(nodes, context)
                     if view is not None or folder is not None:
                         max_steps = info_of(self.nodes[-1].stage).max_steps
@@ -250,6 +261,12 @@ def source(stage: Source[Out], *, on: Placement = HERE) -> Flow[Out]:
     if isinstance(stage, Flow) and isinstance(on, Here):
         return stage
     return Flow(named([StageNode(stage, name_of(stage), on)]))
+
+
+def _run_info(folder: str | Path | None, ledger: Ledger, config: Mapping[str, Any] | None) -> RunInfo:
+    path = None if folder is None else Path(folder)
+    name = path.absolute().name if path is not None else "run"
+    return RunInfo(name=name, folder=path, step=ledger.step, config=config or {})
 
 
 def _report(run: Run, ledger: Ledger, folder: str | Path | None, seconds: float) -> Report:

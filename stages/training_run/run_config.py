@@ -35,6 +35,9 @@ BOUNDED = ("ppo", "gspo", "cispo", "dppo")
 
 LOSSES = (*BOUNDED, "sapo", "reinforce")
 
+TRACKERS = ("tensorboard", "wandb")
+"""Trackers that have names of their own."""
+
 ServerKind: TypeAlias = Literal["vllm", "sglang"]
 
 
@@ -234,6 +237,8 @@ class RunConfig(Config, frozen=True):
     evaluation: EvaluationConfig | None = None
     """Evaluation every few steps; null for one before and one after training."""
     samples: SamplesConfig = SamplesConfig()
+    trackers: tuple[Text, ...] = ()
+    """tensorboard, wandb, or a function `module:function` that returns a tracker."""
     folder: Text = "run"
     """Folder of checkpoints, metrics and summary. A run whose folder holds a checkpoint is continued."""
     checkpoint_every: Count = 50
@@ -253,6 +258,10 @@ class RunConfig(Config, frozen=True):
             raise ValueError(f"engine: expected {wanted} with engine {self.engine}, got {given}")
         if self.evaluation is not None and not (self.data.evaluation or self.evaluation.sets):
             raise ValueError("evaluation: expected rows to evaluate, got no sets and data.evaluation 0: set either")
+        for name in self.trackers:
+            if name not in TRACKERS and ":" not in name:
+                known = f"{', '.join(TRACKERS)} or module:function"
+                raise ValueError(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
         if self.algorithm.prompts % self.placement.samplers:
             raise ValueError(
                 f"placement: expected samplers that divide the {self.algorithm.prompts} prompts of a step, got "

@@ -10,6 +10,9 @@ import torch
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.placement import processes
 from ..._pipeline.runtime.flow import Pipeline, source
+from ..._pipeline.trackers.tensorboard import TensorBoard
+from ..._pipeline.trackers.tracker import Tracker
+from ..._pipeline.trackers.wandb import WandB
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.named_objects import import_object
 from ..advantage_normalizer import AdvantageNormalizer
@@ -58,6 +61,7 @@ class RunParts:
         self.chat = ChatFormat(self.tokenizer) if config.data.chat else None
         self.rewards = RewardBridge(config.reward, self.tokenizer)
         self.loss = loss_of(config.algorithm)
+        self.trackers = [_tracker(name) for name in config.trackers]
 
     # -- data and sampling ---------------------------------------------------------------------------------------------
 
@@ -266,6 +270,14 @@ class RunParts:
         )
         trained = compared.then(TruncationMask()) if algorithm.mask_truncated else compared
         return trained.then(batcher).sink(sink)
+
+
+def _tracker(name: str) -> Tracker:
+    """Return the tracker of that name, or that of the function `name`."""
+    if ":" in name:
+        made: Tracker = import_object(name, "config: trackers")()
+        return made
+    return TensorBoard() if name == "tensorboard" else WandB()
 
 
 def loss_of(algorithm: AlgorithmConfig) -> Loss:

@@ -125,7 +125,7 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
             summary = msgspec.structs.replace(summary, accuracy_before=accuracy, reward_before=reward)
         pipeline = parts.pipeline(policy, trainer, publisher)
         try:
-            await pipeline.run(folder=folder, view=view, config=msgspec.to_builtins(config))
+            await pipeline.run(folder=folder, view=view, trackers=parts.trackers, config=msgspec.to_builtins(config))
         finally:
             if pipeline.report is not None:
                 seconds = earlier.seconds + time.monotonic() - began
