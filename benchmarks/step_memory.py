@@ -29,6 +29,7 @@ from penstock.losses import PPOClip
 from penstock.models import HFModel
 from penstock.torch import TorchTrainer
 
+from .machine import resident_mb
 from .report import count, print_table, target, write_json
 
 __all__ = ["Measured", "make_batch", "make_model", "measure_step"]
@@ -97,21 +98,16 @@ def make_batch(vocabulary: int, sequences: int, completion: int) -> TrainBatch:
 
 def measure_step(trainer: Any, batch: TrainBatch, steps: int) -> Measured:
     """Return the cost of a step of `trainer`; the process must have done nothing larger before."""
-    before = _resident_kb("VmRSS")
+    before = resident_mb("VmRSS")
     first = trainer.step(batch)
     took: list[tuple[float, float]] = []
     for _ in range(steps):
         began = time.perf_counter(), time.process_time()
         trainer.step(batch)
         took.append((time.perf_counter() - began[0], time.process_time() - began[1]))
-    grown = (_resident_kb("VmHWM") - before) / 1024
+    grown = resident_mb("VmHWM") - before
     seconds, cpu_s = map(statistics.median, zip(*took, strict=True))
     return Measured(seconds, cpu_s, grown, first["loss"], first["grad_norm"])
-
-
-def _resident_kb(which: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
-    return int(line.split()[1])
 
 
 def measure(options: argparse.Namespace, vocabulary: int, micro_batch_tokens: int) -> Measured:

@@ -19,7 +19,7 @@ STEP = "eval/step"
 
 
 class EvaluationPart(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker has found in the evaluation of one step."""
+    """The result of one worker in the evaluation of one step."""
 
     step: int
     """The optimizer step that is evaluated."""

@@ -38,7 +38,7 @@ class Evaluation:
     samples: int = 1
     """Completions of each prompt."""
     sampling: SamplingParams = SamplingParams(greedy=True)  # noqa: RUF009 (a frozen value)
-    """How they are sampled. Without a seed it is 0, so that no random number is taken from training."""
+    """Parameters of the completions. Without a seed it is 0, so that no random number is taken from training."""
     answer: Callable[[str], Hashable | None] = str.strip
     """Returns the answer in the text of a completion, for the majority; None for none. A module-level function."""
     best: str = ""

@@ -213,7 +213,7 @@ class EvaluationConfig(Config, frozen=True):
     samples: Count = 1
     """Completions of each prompt."""
     sampling: SamplingParams | None = None
-    """How they are sampled; by default greedy, or as in training for several."""
+    """Their parameters; by default greedy, or those of training for several."""
     sets: tuple[DataSetConfig, ...] = ()
     """Further sets, of which nothing is trained."""
     answer: FunctionName | None = None
