@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 import anyio
 import anyio.to_thread
+import torch
 
 from ..._pipeline.graph.context import Worker
 from ..._schemas.numbers import normalize_counts
@@ -51,7 +52,13 @@ class TorchPolicy:
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[Engine]:
-        """Make the model, and yield an engine that samples until the body ends."""
+        """Make the model, and yield an engine that samples until the body ends.
+
+        Workers of one stage share the processors: each uses its part of the threads that torch would use. `make_model`
+        may set another number.
+        """
+        if worker.count > 1:
+            torch.set_num_threads(max(1, torch.get_num_threads() // worker.count))
         model = await anyio.to_thread.run_sync(self.make_model)
         model.train(False)
         stack = AsyncExitStack()

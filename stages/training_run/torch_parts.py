@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cached_property, partial
 
 import torch
@@ -174,9 +173,8 @@ class RunParts:
                 versions="server",
                 tokenizer=self.tokenizer,
             )
-        threads = max(1, (os.cpu_count() or 1) // config.placement.samplers)
         return TorchPolicy(
-            partial(_sampled_model, config, threads),
+            partial(_sampled_model, config),
             eos_id=self.tokenizer.eos_id,
             weights=weights,
             seed=config.seed,
@@ -323,9 +321,8 @@ def device_of(config: RunConfig) -> torch.device:
     return torch.device(config.placement.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
 
 
-def _sampled_model(config: RunConfig, threads: int) -> HFModel:
+def _sampled_model(config: RunConfig) -> HFModel:
     """Make the model that samples, in its process: without weights, which are published, or with adapters alone."""
-    torch.set_num_threads(threads)
     path, attention, lora = config.model.path, config.model.attention, config.model.lora
     device = config.placement.sampler_device or device_of(config)
     if lora is None and str(device) == "cpu":

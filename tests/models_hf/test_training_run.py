@@ -115,6 +115,14 @@ def test_an_evaluation_without_rows_is_refused(values: dict[str, Any]) -> None:
         load_run_config(values, ["evaluation={every: 2}", "data.evaluation=0"])
 
 
+def test_a_run_leaves_the_number_of_threads_that_train(values: dict[str, Any]) -> None:
+    torch.set_num_threads(2)
+
+    trained(values, "placement.samplers=2", "algorithm.steps=1")
+
+    assert torch.get_num_threads() == 2  # also where the evaluation before training is left out, in a continued run
+
+
 @pytest.mark.long
 def test_the_same_command_continues_a_run_to_the_weights_of_one_that_was_not_stopped(
     values: dict[str, Any],

@@ -203,6 +203,17 @@ async def test_a_batch_is_never_larger_than_max_rows() -> None:
     assert [len(completion.tokens) for completion in sampled] == [1] * 5
 
 
+@pytest.mark.usefixtures("one_thread")  # and restores the number of threads
+async def test_workers_of_one_stage_share_the_threads() -> None:
+    torch.set_num_threads(6)
+
+    async with TorchPolicy(TinyModel, EOS).open(Worker()):
+        assert torch.get_num_threads() == 6
+    async with TorchPolicy(TinyModel, EOS).open(Worker(1, 3)):
+        assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("one_thread")
 async def test_equal_seeds_repeat_and_workers_differ() -> None:
     async def texts(worker: Worker, seed: int = 0) -> list[list[int]]:
         async with TorchPolicy(TinyModel, EOS, seed=seed).open(worker) as engine:
