@@ -18,6 +18,8 @@ EXTRAS = {
     "tokenizers": ("tokenizers",),
     "train": ("datasets", "jinja2", "peft", "transformers"),
     "math": ("math-verify",),
+    "tensorboard": ("tensorboardx",),
+    "wandb": ("wandb",),
     "gateway": ("httptools", "starlette", "uvicorn"),
 }
 """The packages of each extra, as in pyproject.toml."""
@@ -28,6 +30,8 @@ NEEDED_FOR = {
     "tokenizers": "tokenizers in a folder",
     "train": "models of transformers, and data sets",
     "math": "the reward of math-verify",
+    "tensorboard": "the tracker TensorBoard",
+    "wandb": "the tracker WandB",
     "gateway": "penstock gateway",
 }
 
