@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from penstock.errors import InvalidConfig
 from penstock.models import LoRA
 from penstock.runs import RunConfig, load_run_config
+
+DOCS = Path(__file__).parent.parent.parent.parent / "docs"
 
 LEAST: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "reward": {}}
 
@@ -26,6 +29,16 @@ def path(tmp_path: Path) -> Path:
     file = tmp_path / "config.yaml"
     file.write_text("model: {path: m}\ndata: {path: d.jsonl}\nreward: {clip: [-1, 1]}\nseed: 1\n")
     return file
+
+
+def test_the_configuration_beside_a_script_of_trl_is_one(tmp_path: Path) -> None:
+    block = re.search(r"^```yaml\n(.*?)^```$", (DOCS / "coming-from.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert block
+    (tmp_path / "config.yaml").write_text(block[1])
+
+    config = load_run_config(tmp_path / "config.yaml")
+
+    assert (config.algorithm.optimizer.lr, config.data.chat) == (1e-6, False)
 
 
 def test_a_file_and_a_mapping_with_the_same_values_are_the_same_configuration(path: Path) -> None:
