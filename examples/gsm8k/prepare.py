@@ -1,7 +1,7 @@
 """Make the data and the model that config.yaml names, where they do not exist.
 
 The model is a Qwen2 of 200,000 parameters with a tokenizer of its own. Supervised training teaches it the format and
-the arithmetic. Two of three demonstrations have a slip, so the model solves about a third of the problems.
+the arithmetic. Seven of ten demonstrations have a slip, so the model solves about a third of the problems.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ TEMPLATE = """\
 
 WARM_UP_STEPS, DEMONSTRATIONS, LEARNING_RATE, RAMP = 450, 64, 3e-3, 30
 
-SLIPS = (0, 0, 1, 1, -1, 2)
-"""Errors of the last result of a demonstration, equally frequent: two of three are wrong."""
+SLIPS = {0: 10, 1: 13, -1: 5, 2: 5}
+"""Errors of the last result of a demonstration, with their weights: seven of ten are wrong, most of them by 1."""
 
 
 def prepare(config: RunConfig) -> None:
@@ -206,7 +206,8 @@ class _Demonstrations:
         prompt: Any = self._prompts.prompt(self._next)
         self._next += 1
         answer: str = prompt.meta["row"]["answer"]
-        demonstrated = _with_slip(answer, self._random.choice(SLIPS))
+        (slip,) = self._random.choices(list(SLIPS), list(SLIPS.values()))
+        demonstrated = _with_slip(answer, slip)
         return list(prompt.content), [*self._tokenizer.encode(demonstrated), self._tokenizer.eos_id]
 
 
