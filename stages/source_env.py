@@ -13,7 +13,7 @@ clock: a run can be repeated bit for bit as far as its environment and its polic
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -72,7 +72,7 @@ class SourceEnv:
     """Rollouts of each prompt."""
     sampling: SamplingParams | tuple[SamplingParams, ...] = SamplingParams()  # noqa: RUF009 (a frozen value)
     """Parameters of every completion; or one for each turn, of which the last is used for all later turns. Groups
-    record the temperature in `meta`; it is the same in all turns, because a trainer computes with one."""
+    record the temperature in `meta`, so that a trainer computes log-probabilities at that of each turn."""
     max_length: int | None = None
     """Maximum length of a sequence, prompt and observations included; at that length it ends with LENGTH."""
     rollout_timeout_s: float = 300.0
@@ -149,12 +149,6 @@ class SourceEnv:
             raise InvalidConfig(
                 f"SourceEnv.sampling: expected SamplingParams or a tuple of them, got {self.sampling!r}"
             )
-        temperatures = {sampling.logprob_temperature: None for sampling in self.samplings}
-        if len(temperatures) > 1:
-            raise InvalidConfig(
-                f"SourceEnv.sampling: expected one temperature for all turns, because a trainer computes the "
-                f"log-probabilities of a sequence at one (greedy: at 1), got {list(temperatures)}"
-            )
 
     @property
     def samplings(self) -> tuple[SamplingParams, ...]:
@@ -165,10 +159,30 @@ class SourceEnv:
     def recorded(self) -> dict[str, Any]:
         """Return the parameters that every group has in `meta`; the bound is a list if it differs between turns."""
         bounds = [sampling.max_completion_tokens for sampling in self.samplings]
-        return {
-            "temperature": self.samplings[0].logprob_temperature,
-            "max_completion_tokens": bounds if len(set(bounds)) > 1 else bounds[0],
-        }
+        bound: dict[str, Any] = {"max_completion_tokens": bounds if len(set(bounds)) > 1 else bounds[0]}
+        return bound if self.tempers_turns else {"temperature": self.samplings[0].logprob_temperature, **bound}
+
+    @property
+    def tempers_turns(self) -> bool:
+        """Return whether the temperature differs between turns."""
+        return len({sampling.logprob_temperature for sampling in self.samplings}) > 1
+
+    def turn_sampling(self, turn: int) -> SamplingParams:
+        """Return the parameters of a turn of the policy, from 0 on."""
+        return self.samplings[min(turn, len(self.samplings) - 1)]
+
+    def temperatures(self, rollouts: Mapping[int, RolloutResult]) -> dict[str, Any]:
+        """Return `meta["temperatures"]` of a group: where turns differ, by repetition the parts of its sequence."""
+        if not self.tempers_turns:
+            return {}
+        parts: list[list[tuple[int, float]] | None] = [None] * (max(rollouts) + 1)
+        for repetition, rollout in rollouts.items():
+            turns = itertools.accumulate((isinstance(turn, Completion) for turn in rollout.turns), initial=0)
+            parts[repetition] = [
+                (len(tokens_of(turn)), self.turn_sampling(number).logprob_temperature)
+                for turn, number in zip(rollout.turns, turns, strict=False)
+            ]
+        return {"temperatures": parts}
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """Sample until the prompts run out, or until cancelled.
@@ -451,7 +465,7 @@ class _RolloutScheduler:
 
     def _sampling(self, trajectory: TrajectoryId, turn: int) -> SamplingParams:
         """Return the parameters of a turn of a rollout, with a seed of its own if there is a seed."""
-        sampling = self._source.samplings[min(turn, len(self._source.samplings) - 1)]
+        sampling = self._source.turn_sampling(turn)
         return sampling.seeded_for(number_of(trajectory.instance_id), trajectory.repetition_id, turn)
 
     @property
@@ -481,7 +495,7 @@ class _RolloutScheduler:
             rewards=np.array([rollout.reward for rollout in succeeded], np.float32),
             stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
             repetition_ids=np.array(list(rollouts), np.int64),
-            meta={**succeeded[0].meta, "task": number, **source.recorded},
+            meta={**succeeded[0].meta, "task": number, **source.recorded, **source.temperatures(rollouts)},
             **columns_of(succeeded, turn_rewards=source.turn_rewards),
         )
 

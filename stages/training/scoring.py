@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from inspect import signature
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -27,7 +28,10 @@ TEMPERATURE = "temperature"
 """A column of a micro-batch: the temperature at which each token is scored."""
 
 TEMPERATURES = "temperatures"
-"""Key of `meta` with the temperature at which each sequence of a group is scored."""
+"""Key of `meta` with the temperature at which each sequence of a group, or each part of one, is scored."""
+
+_Part: TypeAlias = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(gt=0)]]
+"""Tokens, and their temperature."""
 
 R = TypeVar("R")
 
@@ -112,12 +116,12 @@ def scored_tokens(
 ) -> Iterator[tuple[NDArray[np.int64], R]]:
     """Yield the index [T] of some requested tokens among all N, and `use` of their distributions and ids [T].
 
-    A micro-batch at a time. `own` [S] are `own_temperatures`, if there are any.
+    A micro-batch at a time. `own` [N] are `own_temperatures`, if there are any.
     """
     device = next(model.parameters()).device
     known: dict[str, Array] = {"place": np.arange(len(packed.tokens))}
     if own is not None:
-        known[TEMPERATURE] = own.repeat(np.diff(packed.cu_seqlens))
+        known[TEMPERATURE] = own
     passes_hidden = reads(model)
     for part in micro_batches(packed, known, micro_batch_tokens, device):
         of_part = partial(_called, use, part.targets)
@@ -130,38 +134,45 @@ def _called(use: Callable[[Distributions, Tensor], R], targets: Tensor, distribu
 
 
 def own_temperatures(
-    groups: Sequence[Sampled], repetitions: Iterable[NDArray[np.int64]], default: float
+    groups: Sequence[Sampled], repetitions: Iterable[NDArray[np.int64]], lengths: NDArray[np.int64], default: float
 ) -> NDArray[np.float32] | None:
-    """Return [S] the temperature at which each sequence is scored; None if no group has its own.
+    """Return [N] the temperature at which each token is scored; None if no group has its own.
 
     Args:
-        groups: one behind the other. `meta["temperatures"]` of a group has one for each repetition id.
+        groups: one behind the other. `meta["temperatures"]` of a group is a list with an entry for each repetition id:
+            a number, or parts `[tokens, temperature]` of the sequence from its first token on.
         repetitions: ids of the sequences of each group.
+        lengths: [S] of all sequences.
         default: for sequences of groups without.
 
     Raises:
-        InvalidRecord: a group lacks a positive number for a repetition.
+        InvalidRecord: a group lacks an entry for a repetition, or one is none of these.
     """
     if not any(TEMPERATURES in group.meta for group in groups):
         return None
+    sequences = ((group, id_) for group, ids in zip(groups, repetitions, strict=True) for id_ in ids.tolist())
     found = [
-        _own(group, repetition) if TEMPERATURES in group.meta else default
-        for group, ids in zip(groups, repetitions, strict=True)
-        for repetition in ids.tolist()
+        _own(group, id_, length) if TEMPERATURES in group.meta else np.full(length, default)
+        for (group, id_), length in zip(sequences, lengths.tolist(), strict=True)
     ]
-    return np.array(found, np.float32)
+    return np.concatenate(found).astype(np.float32)
 
 
-def _own(group: Sampled, repetition: int) -> float:
+def _own(group: Sampled, repetition: int, length: int) -> NDArray[np.float64]:
+    """Return [length] the temperatures of a sequence."""
     temperatures = group.meta[TEMPERATURES]
     listed = isinstance(temperatures, list) and repetition < len(temperatures)
     found = temperatures[repetition] if listed else None
-    if not isinstance(found, int | float) or not 0 < found < math.inf:
+    try:
+        parts = msgspec.convert(found if isinstance(found, list) else [(length, found)], list[_Part])
+    except msgspec.ValidationError:
+        parts = []
+    if sum(tokens for tokens, _ in parts) != length or not all(math.isfinite(value) for _, value in parts):
         raise InvalidRecord(
             f"{group.env}/{group.instance_id}: {TEMPERATURES}: expected a positive number for repetition {repetition}, "
-            f"got {found!r}"
+            f"or parts [tokens, number] of its {length} tokens, got {found!r}"
         )
-    return float(found)
+    return np.repeat([value for _, value in parts], [tokens for tokens, _ in parts])
 
 
 def check_temperature(groups: Iterable[Sampled], temperature: float, scorer: str) -> None:

@@ -424,8 +424,8 @@ def _columns(batch: TrainBatch, temperature: float) -> dict[str, Array]:
     trained = np.array([group.loss_tokens for group in batch.groups], np.int64)[batch.group_of_sequence()]
     columns["group_tokens"] = trained.repeat(batch.lengths())
     ends = np.cumsum([group.sequences for group in batch.groups])
-    own = own_temperatures(batch.groups, np.split(batch.repetition_ids, ends[:-1]), temperature)
-    return columns if own is None else columns | {TEMPERATURE: own.repeat(batch.lengths())}
+    own = own_temperatures(batch.groups, np.split(batch.repetition_ids, ends[:-1]), batch.lengths(), temperature)
+    return columns if own is None else columns | {TEMPERATURE: own}
 
 
 def _check_autocast(autocast: torch.dtype, parameters: Iterable[torch.nn.Parameter]) -> None:

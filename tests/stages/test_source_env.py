@@ -170,6 +170,22 @@ async def test_each_turn_has_its_own_parameters_and_the_last_are_those_of_all_la
     assert group.meta["max_completion_tokens"] == [9, 3]
 
 
+async def test_a_group_records_the_temperature_of_each_turn_where_turns_differ() -> None:
+    class Long(Game):
+        turns = 3
+
+    first, later = SamplingParams(temperature=0.7), SamplingParams(greedy=True)
+
+    (group,) = await sampled(source(Long, FakePolicy(answer=lambda _: "no"), group_size=2, sampling=(first, later)))
+
+    assert "temperature" not in group.meta
+    for trajectory in range(2):
+        (prompt, *turns) = group.meta["temperatures"][trajectory]
+        assert [temperature for _, temperature in turns] == [0.7, 1, 1, 1, 1]
+        assert prompt == (group[trajectory].prompt_length, 0.7)
+        assert sum(tokens for tokens, _ in (prompt, *turns)) == group.lengths()[trajectory]
+
+
 async def test_every_turn_of_every_rollout_has_a_seed_of_its_own_and_the_same_in_the_next_run() -> None:
     async def seeds() -> list[int]:
         policy = FakePolicy(answer=lambda _: "no")
@@ -667,10 +683,6 @@ def test_a_source_travels_to_workers() -> None:
         ({"sampling": {"top_p": 0.9}}, "SourceEnv.sampling: expected SamplingParams or a tuple of them, got {'top_p'"),
         ({"concurrency": 0}, "SourceEnv.concurrency: expected a whole number of at least 1, got 0"),
         ({"threads": 0}, "SourceEnv.threads: expected a whole number of at least 1, got 0"),
-        (
-            {"sampling": (SamplingParams(temperature=0.7), SamplingParams(greedy=True))},
-            r"SourceEnv.sampling: expected one temperature for all turns, .* \(greedy: at 1\), got \[0.7, 1.0\]",
-        ),
         ({"rollout_timeout_s": -1}, "SourceEnv.rollout_timeout_s: expected a finite number above 0, got -1"),
         ({"max_lag": -1}, "SourceEnv.max_lag: expected a whole number of at least 0, got -1"),
     ],

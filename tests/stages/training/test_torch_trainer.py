@@ -235,7 +235,38 @@ def test_sequences_are_scored_at_temperatures_of_their_own_where_their_groups_sa
     )
 
 
-@pytest.mark.parametrize("value", [[1.0], [1.0, 0.0], [1.0, -1], [1.0, math.inf], [1.0, None], 0.5])
+def test_parts_of_a_sequence_are_scored_at_temperatures_of_their_own() -> None:
+    plain, model = made(), TinyModel(vocabulary=VOCABULARY)
+    silent, recorded = plain.groups
+    lengths = plain.lengths()[-3:].tolist()
+    recorded = recorded._replace(meta={"temperatures": [[[2, 0.5], [length - 2, 2.0]] for length in lengths]})
+    early, late = (torch.cat([alone(model, plain, t)[row] for row in range(6)]).detach().numpy() for t in (0.5, 2.0))
+    default = torch.cat([alone(model, plain, 0.6)[row] for row in range(6)]).detach().numpy()
+    places = np.concatenate([np.arange(length) for length in plain.lengths()])
+    of_recorded = np.arange(len(places)) >= plain.cu_seqlens[3]
+    logprobs = np.where(of_recorded, np.where(places < 2, early, late), default)
+    packed = msgspec.structs.replace(
+        plain, groups=(silent, recorded), behavior_logprobs=np.where(plain.loss_mask, logprobs, 0).astype(np.float32)
+    )
+
+    assert trainer(model, temperature=0.6).step(packed)["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1.0],
+        [1.0, 0.0],
+        [1.0, -1],
+        [1.0, math.inf],
+        [1.0, None],
+        0.5,
+        [1.0, []],
+        [1.0, [[1, 1.0]]],
+        [1.0, [[-1, 1.0], [4, 1.0]]],
+        [1.0, [1, 0.5]],
+    ],
+)
 def test_a_temperature_that_is_none_is_refused_with_its_group(value: object) -> None:
     packed = TrainBatch.pack([group(rewards=[0, 1], meta={"temperatures": value})])
 
