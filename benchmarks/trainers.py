@@ -92,10 +92,11 @@ def make_files(folder: Path, size: Size) -> list[dict[str, str]]:
     import transformers  # noqa: PLC0415 (takes seconds)
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 (as above)
 
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(size.vocabulary)}, unk_token="w2"))  # noqa: S106 (no secret)
+    names = ["<end>", "<pad>", *(f"w{number}" for number in range(2, size.vocabulary))]
+    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="w2"))  # noqa: S106 (no secret)
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast: Any = transformers.PreTrainedTokenizerFast
-    fast(tokenizer_object=words, eos_token="w0", pad_token="w1").save_pretrained(folder)  # noqa: S106 (no secrets)
+    fast(tokenizer_object=words, eos_token="<end>", pad_token="<pad>").save_pretrained(folder)  # noqa: S106 (as above)
     config = transformers.Qwen2Config(
         vocab_size=size.vocabulary,
         hidden_size=size.width,
@@ -161,7 +162,7 @@ def measure_trl(folder: Path, rows: list[dict[str, str]], size: Size) -> Measure
             seed=0,
         ),
         train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(folder),
         callbacks=[Clock()],
     )
     before = resident_mb("VmRSS")
