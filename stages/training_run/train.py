@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ..models.hf_model import HFModel
     from .torch_parts import RunParts
 
-CONFIG, SUMMARY = "config.json", "summary.json"
+SUMMARY = "summary.json"
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,11 +242,10 @@ def _with_best(folder: Path, summary: Summary) -> Summary:
 
 
 def _begun(config: RunConfig) -> Summary:
-    """Write the configuration into the folder of the run; return the summary of its part before this one, if any."""
+    """Make the folder of the run; return the summary of its part before this one, if any."""
     folder = config.run_folder
     with explaining_os_errors("the files of a run", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / CONFIG, config)
         path = folder / SUMMARY
         return msgspec.json.decode(path.read_bytes(), type=Summary) if path.is_file() else Summary()
 
