@@ -19,10 +19,11 @@ from .machine import machine
 __all__ = ["command_line", "count", "median_of", "print_table", "short", "span", "target", "write_json"]
 
 
-def command_line(doc: str | None, *, seconds: float, repeats: int) -> argparse.ArgumentParser:
-    """Return a parser with the options of every benchmark; `doc` begins with its purpose."""
+def command_line(doc: str | None, *, seconds: float | None, repeats: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark; `doc` begins with its purpose. None: no `--seconds`."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n", 1)[0])
-    parser.add_argument("--seconds", type=span, default=seconds, help="duration of each measurement")
+    if seconds is not None:
+        parser.add_argument("--seconds", type=span, default=seconds, help="duration of each measurement")
     parser.add_argument("--repeats", type=count, default=repeats, help="number of measurements for the median")
     parser.add_argument("--json", type=target, help="write the results here")
     return parser

@@ -47,7 +47,7 @@ Work = Sequence[tuple[NDArray[np.int32], int]]
 
 def main() -> None:
     """Measure, and print the rates."""
-    parser = command_line(__doc__, seconds=1, repeats=5)
+    parser = command_line(__doc__, seconds=None, repeats=5)
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[8_000, 152_000])
     parser.add_argument("--tokens", type=int, default=64, help="length, or mean length, of a completion")
     parser.add_argument("--batches", type=int, default=1, help="number of varied completions, as a multiple of 64")

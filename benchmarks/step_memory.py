@@ -30,7 +30,7 @@ from penstock.models import HFModel
 from penstock.torch import TorchTrainer
 
 from .machine import resident_mb
-from .report import count, print_table, target, write_json
+from .report import command_line, print_table, write_json
 
 __all__ = ["Measured", "make_batch", "make_model", "measure_step"]
 
@@ -151,9 +151,7 @@ def show(found: dict[tuple[int, int], list[Measured]], console: Console) -> None
 
 def main() -> None:
     """Parse the command line, measure, and print the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--repeats", type=count, default=3, help="number of measurements for the median")
-    parser.add_argument("--json", type=target, help="write the results here")
+    parser = command_line(__doc__, seconds=None, repeats=3)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[8192, 151_936])
     parser.add_argument("--micro-batch-tokens", type=int, nargs="+", default=[1024, 4096, 0])
     parser.add_argument("--width", type=int, default=512)

@@ -52,7 +52,7 @@ from penstock.torch import TorchPolicy, TorchTrainer, adamw
 from penstock.weights import WeightPublisher
 
 from .machine import resident_mb
-from .report import count, median_of, print_table, target, write_json
+from .report import command_line, count, median_of, print_table, write_json
 
 __all__ = ["main"]
 
@@ -293,9 +293,7 @@ def show(found: Mapping[tuple[int, str], list[Measured]], console: Console) -> N
 
 def main() -> None:
     """Parse the command line, measure, and print the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--repeats", type=count, default=3, help="number of measurements for the median")
-    parser.add_argument("--json", type=target, help="write the results here")
+    parser = command_line(__doc__, seconds=None, repeats=3)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[8192, 151_936])
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)

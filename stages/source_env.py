@@ -37,7 +37,7 @@ from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .chat.chat_format import ChatFormat
 from .engines.policies import Completion, Engine, Policy, Tokenizer
-from .engines.sampling_params import SamplingParams
+from .engines.sampling_params import TEMPERATURES, SamplingParams
 from .environments import Environment, EnvironmentFailed, PromptRejected, RolloutFn, RolloutResult, TaskFn, open_tasks
 from .evaluation.evaluation import Evaluation
 from .evaluation.evaluator import Evaluator, OpenedPolicy
@@ -182,7 +182,7 @@ class SourceEnv:
                 (len(tokens_of(turn)), self.turn_sampling(number).logprob_temperature)
                 for turn, number in zip(rollout.turns, turns, strict=False)
             ]
-        return {"temperatures": parts}
+        return {TEMPERATURES: parts}
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """Sample until the prompts run out, or until cancelled.

@@ -14,6 +14,9 @@ from ..._schemas.config import Config
 from ..._schemas.errors import InvalidConfig
 from ..._schemas.numbers import finite_number, whole_number
 
+TEMPERATURES = "temperatures"
+"""Key of a group's `meta` with the temperature of each sequence, or of each part of one, where they differ."""
+
 COUNTS = {"max_completion_tokens": 1, "top_k": 1, "seed": 0}
 """The least value of each whole number."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..._schemas import Array, InvalidRecord, TrajectoryGroup
 from ..._schemas.batch import PackedGroup
+from ..engines.sampling_params import TEMPERATURES
 from ..losses.distributions import Distributions, Finish
 from .attention import Attention
 from .causal_model import CausalModel
@@ -26,9 +27,6 @@ from .micro_batches import MicroBatch, Packed, micro_batches
 
 TEMPERATURE = "temperature"
 """A column of a micro-batch: the temperature at which each token is scored."""
-
-TEMPERATURES = "temperatures"
-"""Key of `meta` with the temperature at which each sequence of a group, or each part of one, is scored."""
 
 _Part: TypeAlias = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(gt=0)]]
 """Tokens, and their temperature."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import anyio
+from tests.words import Words
 
 from penstock import AdvantageNormalizer, Batcher, SendChannel, SinkTrainer, TrainBatch, TrajectoryGroup, source
 from penstock.testing import group
@@ -26,18 +27,6 @@ from penstock.training import ResumePoint, write_checkpoint
 LAST = 12
 
 CHECKPOINT_EVERY = 4
-
-
-class Words:
-    """A tokenizer of made-up words."""
-
-    eos_id = 0
-
-    def encode(self, text: str) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
 
 
 @dataclass(frozen=True)

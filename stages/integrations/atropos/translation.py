@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ...._schemas import Array, InvalidRecord, TrajectoryGroup
 from ...._schemas.columns import freeze
+from ...engines.sampling_params import TEMPERATURES
 from ...teachers.candidates import ROUNDING, TeacherCandidates
 from .contract import BY_TOKEN, NO_LOGPROB, UNTRAINED, ScoredData, Untrainable
 
@@ -31,9 +32,6 @@ MSGPACK_FLOAT = np.dtype([("tag", "u1"), ("value", ">f8")])
 """A float in msgpack."""
 
 MSGPACK_FLOAT_TAG = 0xCB
-
-TEMPERATURES = "temperatures"
-"""Key of `meta`, if the sender gives any temperature: the one at which to score each sequence."""
 
 
 def to_group(

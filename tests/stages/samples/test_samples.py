@@ -5,22 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 from structlog.testing import capture_logs
 from tests.pipeline.flow_stages import Groups, Pack
+from tests.words import Words
 
 from penstock import SinkTrainer, StopReason, TrainBatch, source
 from penstock.testing import batch, drive_sink, group
 from penstock.trackers import Samples
-
-
-class Words:
-    """Names tokens by their numbers."""
-
-    eos_id = 0
-
-    def encode(self, text: str) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
 
 
 def packed(*rewards: Sequence[float]) -> TrainBatch:
