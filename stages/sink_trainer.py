@@ -20,7 +20,6 @@ import anyio.to_thread
 import numpy as np
 
 from .._pipeline.accounting.committed_prompts import CommittedPrompts
-from .._pipeline.accounting.evaluations import STEP
 from .._pipeline.accounting.ledger import Ledger
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel
@@ -32,10 +31,10 @@ from .._pipeline.util.exception_groups import unwrap_single
 from .._pipeline.weights.shielded import limit_once_cancelled
 from .._schemas import GroupId, StopReason, TrainBatch
 from .._schemas.numbers import normalize_counts, normalize_numbers
+from .evaluation.evaluated_steps import EvaluatedSteps
 from .evaluation.evaluation import Evaluation
 from .samples.samples import Samples
-from .training.best_checkpoint import best_checkpoint, link_best, record_evaluation
-from .training.checkpoint import latest_checkpoint, remove_old_checkpoints
+from .training.checkpoint import checkpoint_of, latest_checkpoint, remove_old_checkpoints
 
 T = TypeVar("T")
 
@@ -205,6 +204,10 @@ class SinkTrainer:
         return resumed, ResumePoint(trainer.steps, trainer.committed)
 
     @property
+    def _evaluated(self) -> EvaluatedSteps:
+        return EvaluatedSteps(self.evaluation, None if self.checkpoints is None else Path(self.checkpoints))
+
+    @property
     def _weight_sink(self) -> WeightSink | None:
         return None if self.external_generation else self.publisher
 
@@ -223,17 +226,18 @@ class SinkTrainer:
         ledger = current().ledger
         self._restore(ledger)
         resumed_at = ledger.step
-        if self.checkpoints is not None and self.evaluation is not None:
-            await _in_thread(partial(link_best, Path(self.checkpoints)), thread)
+        await _in_thread(self._evaluated.link_best, thread)
         await self._publish(ledger.step)
         if ledger.step != self.max_steps:
-            await self._finish_evaluation(ledger.step)
+            await self._evaluated.finished(ledger.step)
         saved = await self._train_all(inbox, ledger, thread)
         if ledger.step == self.max_steps:
             await self._emit_last_evaluation(ledger.step, thread)
         is_saved = self._saves_at(ledger.step) or ledger.step == resumed_at > 0
         if not is_saved or _ended(ledger) != saved:
             await self._save(ledger, thread)
+        # Again, for the evaluation of the last step is known now.
+        await _in_thread(partial(self._remove_old_checkpoints, ledger.step), thread)
 
     def _check_folder(self) -> None:
         for name in ("checkpoint_every", "keep_checkpoints"):
@@ -268,51 +272,14 @@ class SinkTrainer:
                 saved = _ended(ledger)
         return saved
 
-    async def _finish_evaluation(self, step: int) -> bool:
-        """Wait for the evaluation of `step`, if it is due; return whether it is done.
-
-        It is awaited before the first step, because a worker that starts late would evaluate newer weights, and after
-        the last one, which is evaluated by sources that run on.
-        """
-        evaluation, evaluations = self.evaluation, current().metrics.evaluations
-        if evaluation is None or not evaluation.due(step):
-            return False
-        timeout_s = 2 * evaluation.timeout_s  # a worker may be evaluating an earlier step
-        with anyio.move_on_after(timeout_s) as timeout:
-            await evaluations.finished(step)
-        if timeout.cancelled_caught:
-            log.warning("evaluation_timeout", step=step, waited_s=timeout_s)
-        return evaluations.completed == step
-
     async def _emit_last_evaluation(self, step: int, thread: anyio.CapacityLimiter) -> None:
         """Emit the evaluation of the last step, if it is due, in a line of its own."""
-        if self.evaluation is None or await _in_thread(partial(self._is_evaluated, step), thread):
-            return
-        if not await self._finish_evaluation(step):
-            return
-        metrics = current().metrics
-        await self._record_evaluation(metrics.evaluations.found, thread)  # before: no line is written twice
-        metrics.emit(step)
-
-    def _is_evaluated(self, step: int) -> bool:
-        """Return whether the evaluation of `step` is recorded: the run had ended, and was started again."""
-        best = None if self.checkpoints is None else best_checkpoint(self.checkpoints)
-        return best is not None and best.evaluated >= step
-
-    async def _record_evaluation(self, metrics: Mapping[str, float], thread: anyio.CapacityLimiter) -> None:
-        """Record the evaluation in `metrics`, if there is one, for the best checkpoint."""
-        if STEP in metrics and self.evaluation is not None and self.checkpoints is not None:
-            best = self.evaluation.best_metric
-            step, value = int(metrics[STEP]), metrics.get(best)
-            await _in_thread(partial(record_evaluation, Path(self.checkpoints), best, step, value), thread)
-
-    def _spared(self, step: int) -> bool:
-        """Return whether the checkpoint of `step` is the best, or may become it: its evaluation is not known yet."""
-        if self.evaluation is None or self.checkpoints is None:
-            return False
-        best = best_checkpoint(self.checkpoints)
-        evaluated = -1 if best is None else best.evaluated
-        return (best is not None and step == best.step) or (self.evaluation.due(step) and step > evaluated)
+        if await _in_thread(partial(self._evaluated.is_recorded, step), thread):
+            return  # the run had ended, and was started again
+        if await self._evaluated.finished(step):
+            metrics = current().metrics
+            await _in_thread(partial(self._evaluated.record, metrics.evaluations.found), thread)
+            metrics.emit(step)  # afterwards: no line is written twice
 
     def _restore(self, ledger: Ledger) -> None:
         """Restore the ledger if the trainer resumed from a checkpoint."""
@@ -336,7 +303,8 @@ class SinkTrainer:
             "timing_s/sync_weights": published - stepped,
         }
         emitted = context.metrics.emit(step, trained | timing)  # at once: later samples count for the next step
-        await self._record_evaluation(emitted, thread)
+        if self.evaluation is not None:
+            await _in_thread(partial(self._evaluated.record, emitted), thread)
         await self._sample(batch, step, thread)
         if self._saves_at(step):  # afterwards: a checkpoint without the metrics of its step would leave a gap
             await self._save(context.ledger, thread)
@@ -374,7 +342,7 @@ class SinkTrainer:
 
     def _saves_at(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step`; of an evaluated step, because it may be the best."""
-        if self.checkpoints is not None and self.evaluation is not None and self.evaluation.due(step):
+        if self.checkpoints is not None and self._evaluated.due(step):
             return True
         return self.checkpoint_every is not None and step % self.checkpoint_every == 0
 
@@ -386,12 +354,18 @@ class SinkTrainer:
             folder = Path(self.checkpoints)
             path = await _in_thread(partial(self.trainer.save, folder, committed), thread)
             ledger.announce_checkpoint(committed, path)
-            if self.evaluation is not None:
-                await _in_thread(partial(link_best, folder), thread)
-            if (keep := self.keep_checkpoints) is not None:
-                await _in_thread(partial(remove_old_checkpoints, folder, path, keep, self._spared), thread)
+            await _in_thread(self._evaluated.link_best, thread)
+            await _in_thread(partial(self._remove_old_checkpoints, ledger.step), thread)
             current().metrics.total("timing_s/checkpoint", time.monotonic() - began)
             log.info("checkpoint_written", path=str(path), step=ledger.step)
+
+    def _remove_old_checkpoints(self, newest: int) -> None:
+        """Remove all checkpoints but those to keep, that of step `newest`, the best, and those that may become it."""
+        if self.checkpoints is None or self.keep_checkpoints is None:
+            return
+        folder = Path(self.checkpoints)
+        if (path := checkpoint_of(folder, newest)) is not None:
+            remove_old_checkpoints(folder, path, self.keep_checkpoints, self._evaluated.spares)
 
 
 def _ended(ledger: Ledger) -> int:
