@@ -9,13 +9,15 @@ Axes: T tokens that train, C of them in a chunk, V vocabulary, D width of the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+from .tiles import ByTiles, Finish
 
 NUMBERS_AT_ONCE = 2**23
 """Numbers of a chunk, C · V: 32 MB in float32, of which a backward pass holds about five at a time. With twice as many,
@@ -23,9 +25,6 @@ a step on one core took a quarter longer with a vocabulary of 152,000, but its m
 
 TIMES_ON_A_DEVICE = 8
 """Factor of it on an accelerator, where 55 rows of 152,000 numbers would wait for the weights of the head."""
-
-Finish: TypeAlias = Callable[[Tensor], Tensor]
-"""Makes logits [C, V] of the products of the head, row by row: a bound on them, or a scale."""
 
 
 class OfDistributions(Protocol):
@@ -92,6 +91,8 @@ class Distributions:
 
         Gradients flow to hidden states and head, not to `columns` [T, ...] or anything else that a function uses.
         """
+        if set(functions) <= {logprobs_of, entropy_of}:
+            return self._by_tiles(functions, columns[0])
         own = self.temperature
         tempers, common = (own, 1.0) if isinstance(own, Tensor) else (None, own)
         how = _How(functions, self.finish, common, self.vocabulary)
@@ -99,6 +100,12 @@ class Distributions:
             how, self.hidden, self.weight, self.bias, tempers, *columns
         )
         return found
+
+    def _by_tiles(self, functions: Sequence[OfDistributions], tokens: Tensor) -> tuple[Tensor, ...]:
+        entropy = entropy_of in functions
+        found = ByTiles.apply(self.finish, self.temperature, entropy, tokens, self.hidden, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        values = dict(zip((logprobs_of, entropy_of), found, strict=False))
+        return tuple(values[function] for function in functions)
 
 
 def logprobs_of(predicted: Tensor, /, *columns: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..._pipeline.errors import InvalidConfig
 from ..engines.engine_publisher import PublishedWeights
-from ..losses.distributions import Finish
+from ..losses.tiles import Finish
 from ..training.attention import Attention
 from ..training.causal_model import CausalModel, Read
 from ..training.checkpoint import WEIGHTS

@@ -111,7 +111,8 @@ class Read(Protocol):
             hidden: [B, T, D]; or logits [B, T, V], without a `weight`.
             weight: [V, D] of the head.
             bias: [V] of the head.
-            finish: function of logits [N, V], row by row, without parameters.
+            finish: function of the products, [N, M] of N tokens and a part of the vocabulary, each by itself, without
+                parameters: a bound, or a scale.
         """
         ...
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from ..._schemas import Array, InvalidRecord, TrajectoryGroup
 from ..._schemas.batch import PackedGroup
 from ..engines.sampling_params import TEMPERATURES
-from ..losses.distributions import Distributions, Finish
+from ..losses.distributions import Distributions
+from ..losses.tiles import Finish
 from .attention import Attention
 from .causal_model import CausalModel
 from .micro_batches import MicroBatch, Packed, micro_batches

@@ -17,7 +17,7 @@ from tests.stages.training.no_tensor_of import NoTensorOf
 from torch import Tensor
 
 from penstock import TrainBatch
-from penstock._stages.losses import distributions
+from penstock._stages.losses import tiles
 from penstock._stages.losses.distributions import Distributions
 from penstock.losses import KL, AdvantageWeighted, Entropy, PPOClip
 from penstock.models import HFModel, LoRA
@@ -129,7 +129,7 @@ def test_a_step_makes_no_tensor_of_all_tokens_and_the_vocabulary(
 
     long = given(78, 80)
     expected, weights = stepped()
-    monkeypatch.setattr(distributions, "NUMBERS_AT_ONCE", 8 * 320)
+    monkeypatch.setattr(tiles, "NUMBERS_OF_A_TILE", 8 * 320)
 
     with NoTensorOf(long.loss_tokens * 320 // 2):
         found, moved = stepped()

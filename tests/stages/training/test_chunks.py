@@ -15,7 +15,7 @@ from tests.tiny_model import ReadModel, TinyModel
 from torch import Tensor
 
 from penstock import TrainBatch
-from penstock._stages.losses import distributions
+from penstock._stages.losses import distributions, tiles
 from penstock._stages.losses.distributions import Distributions, entropy_of, logprobs_of
 from penstock.losses import (
     CISPO,
@@ -86,6 +86,12 @@ def stepped(
     return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}, trainer.weights()
 
 
+def use_chunks_of(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have chunks and tiles of so many numbers."""
+    monkeypatch.setattr(distributions, "NUMBERS_AT_ONCE", numbers)
+    monkeypatch.setattr(tiles, "NUMBERS_OF_A_TILE", numbers)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6, None], ids=["1", "0.6", "own"])
 @pytest.mark.parametrize("model", [TinyModel, ReadModel])
@@ -101,7 +107,7 @@ def test_chunks_of_one_token_change_neither_metrics_nor_gradients(
     options = {"temperature": temperature or 1.0, "micro_batch_tokens": micro_batch_tokens}
     expected, weights = stepped(TinyModel, LOSSES[name], given, **options)
 
-    monkeypatch.setattr(distributions, "NUMBERS_AT_ONCE", 1)
+    use_chunks_of(1, monkeypatch)
     found, moved = stepped(model, LOSSES[name], given, **options)
 
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -117,7 +123,7 @@ def test_chunks_of_one_token_change_neither_metrics_nor_gradients(
 def test_gradients_agree_with_finite_differences(
     finish: Any, temperature: float | Tensor, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributions, "NUMBERS_AT_ONCE", at_once)
+    use_chunks_of(at_once, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 3), (7, 3), (7,))]
     tokens = torch.tensor([6, 0, 3, 3, 1])
@@ -129,13 +135,36 @@ def test_gradients_agree_with_finite_differences(
     assert torch.autograd.gradcheck(values, tuple(leaf.requires_grad_() for leaf in leaves))
 
 
+def never_below_zero(logits: Tensor) -> Tensor:
+    return logits.masked_fill(logits < 0, -torch.inf)
+
+
+@pytest.mark.parametrize("at_once", [1, 6, 2**24])
+def test_tokens_that_cannot_be_drawn_change_nothing(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_chunks_of(at_once, monkeypatch)
+    monkeypatch.setattr(tiles, "TOKENS_OF_A_TILE", 2)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((5, 3), (7, 3)))
+    logits = never_below_zero(hidden @ weight.T)
+    tokens = logits.argmax(1)
+    whole = torch.log_softmax(logits.clamp(min=-1e30), dim=1)
+    expected = logprobs_of(whole, tokens), entropy_of(whole)
+
+    given = Distributions(hidden, weight, None, never_below_zero)
+    found = given.over([logprobs_of, entropy_of], tokens)
+
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(torch.cat(values).sum(), (hidden, weight)) for values in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_head_in_bfloat16_sums_the_gradients_of_its_chunks_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((512, 4), (7, 4)))
     tokens = torch.zeros(512, dtype=torch.int64)
 
     def gradient(at_once: int) -> Tensor:
-        monkeypatch.setattr(distributions, "NUMBERS_AT_ONCE", at_once)
+        use_chunks_of(at_once, monkeypatch)
         leaf = weight.clone().requires_grad_()
         (found,) = torch.autograd.grad(Distributions(hidden, leaf).logprobs_of(tokens).sum(), leaf)
         return found
@@ -163,7 +192,7 @@ def long_batch() -> TrainBatch:
 
 def test_a_step_makes_no_tensor_of_all_tokens_and_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even half of one: on the trainer, its reference and the backward pass, for all terms at a temperature."""
-    monkeypatch.setattr(distributions, "NUMBERS_AT_ONCE", 4 * VOCABULARY)
+    use_chunks_of(4 * VOCABULARY, monkeypatch)
     given = long_batch()
     models = [ReadModel(vocabulary=VOCABULARY, width=4, seed=seed) for seed in (0, 1)]
 
@@ -173,7 +202,7 @@ def test_a_step_makes_no_tensor_of_all_tokens_and_the_vocabulary(monkeypatch: py
 
 @pytest.mark.parametrize("holder", ["policy", "reference"])
 def test_whole_logits_do_not_pass_that_test(holder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributions, "NUMBERS_AT_ONCE", 4 * VOCABULARY)
+    use_chunks_of(4 * VOCABULARY, monkeypatch)
     given = long_batch()
     kinds = (TinyModel, ReadModel) if holder == "policy" else (ReadModel, TinyModel)
     models = [kind(vocabulary=VOCABULARY, width=4) for kind in kinds]
@@ -187,7 +216,7 @@ async def test_a_reference_scores_by_chunks_as_with_whole_logits(monkeypatch: py
     groups = [msgspec.structs.replace(made, tokens=made.tokens % 11)]
     (whole,) = await drive(TorchReference(TinyModel), groups)
 
-    monkeypatch.setattr(distributions, "NUMBERS_AT_ONCE", 1)
+    use_chunks_of(1, monkeypatch)
     (chunked,) = await drive(TorchReference(ReadModel), groups)
 
     assert chunked.ref_logprobs == pytest.approx(whole.ref_logprobs, rel=1e-5)

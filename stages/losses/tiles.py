@@ -1,0 +1,265 @@
+"""Log-probabilities and entropies of tokens, by tiles of the products of hidden states and head.
+
+A tile is small enough for the caches of a processor, and its memory is used for the next one: fresh memory for each
+chunk took as long as the products. The normalizers are summed over tiles as they come (Milakov and Gimelshein, 2018,
+arXiv:1805.02867). The backward pass computes each tile again. Arithmetic after the head is at least float32.
+
+Axes: T tokens that train, C of them in a tile, V vocabulary, B of it in a tile, D width of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+NUMBERS_OF_A_TILE = 2**21
+"""C · B: 8 MB in float32. With eight times as many, they are in no cache; with a quarter, nothing is faster."""
+
+TOKENS_OF_A_TILE = 1024
+"""C at most: a product of fewer tokens is slower, because the weights are read for each tile."""
+
+TIMES_ON_A_DEVICE = 32
+"""Factor of NUMBERS_OF_A_TILE on an accelerator, which has no use for small products."""
+
+LOWEST = -1000.0
+"""In place of lower exponents, of which some are −inf: its exponential is 0 too, and 0 · −inf would be NaN."""
+
+Finish: TypeAlias = Callable[[Tensor], Tensor]
+"""Makes logits of the products of the head, each of one number: a bound on them, or a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Makes logits of hidden states, a tile after the other."""
+
+    hidden: Tensor
+    """[T, D]; or logits [T, V], if there is no `weight`."""
+    weight: Tensor | None
+    """[V, D]."""
+    bias: Tensor | None
+    """[V]."""
+    finish: Finish | None
+    temperature: float | Tensor
+    """Logits are divided by it; [T, 1] where tokens have their own."""
+    memory: list[Tensor] = field(default_factory=list)
+    """Of the tile before."""
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Return the dtype of the arithmetic behind the head."""
+        return torch.promote_types((self.hidden if self.weight is None else self.weight).dtype, torch.float32)
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yield all tiles: those of the same part of the vocabulary together, whose weights stay in the cache."""
+        numbers = NUMBERS_OF_A_TILE * (1 if self.hidden.device.type == "cpu" else TIMES_ON_A_DEVICE)
+        tokens, vocabulary = len(self.hidden), self.vocabulary
+        if self.is_narrow:  # sums of parts of the vocabulary would be rounded to few digits
+            high, width = max(1, numbers // vocabulary), vocabulary
+        else:
+            high = min(max(1, tokens), TOKENS_OF_A_TILE)
+            width = max(1, numbers // high)
+        for first in range(0, vocabulary, width):
+            part = slice(first, min(first + width, vocabulary))
+            for row in range(0, tokens, high):
+                yield Tile(slice(row, min(row + high, tokens)), part)
+
+    @property
+    def vocabulary(self) -> int:
+        """Return V."""
+        return self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Return whether the products have fewer digits than float32."""
+        return self.weight is not None and self.weight.dtype != self.wide
+
+    def products(self, tile: Tile) -> Tensor:
+        """Return the products [C, B] of a tile, in memory that the next call overwrites."""
+        if self.weight is None:
+            return self._memory(tile, self.hidden.dtype).copy_(self.hidden[tile.rows, tile.part])
+        hidden, weight = self.hidden[tile.rows], self.weight[tile.part]
+        into = self._memory(tile, weight.dtype)
+        if self.bias is None:
+            return torch.mm(hidden, weight.T, out=into)
+        return torch.addmm(self.bias[tile.part], hidden, weight.T, out=into)
+
+    def logits(self, products: Tensor, tile: Tile) -> Tensor:
+        """Return logits [C, B] of the products of a tile, in their memory if they need no other."""
+        logits = (products if self.finish is None else self.finish(products)).to(self.wide)
+        return logits if self._is_untempered else logits.div_(self.temperature_of(tile))
+
+    def of_products(self, gradient: Tensor, products: Tensor, tile: Tile) -> Tensor:
+        """Return the gradient of the products, of that of the logits; overwrites the latter."""
+        if not self._is_untempered:
+            gradient.div_(self.temperature_of(tile))
+        gradient = gradient.to(products.dtype)
+        if self.finish is None:
+            return gradient
+        with torch.enable_grad():
+            leaf = products.detach().requires_grad_()
+            finished = self.finish(leaf)
+        return torch.autograd.grad(finished, leaf, gradient.to(finished.dtype))[0]
+
+    @property
+    def _is_untempered(self) -> bool:
+        return not isinstance(self.temperature, Tensor) and self.temperature == 1
+
+    def temperature_of(self, tile: Tile) -> float | Tensor:
+        """Return the temperature of a tile: a number, or [C, 1]."""
+        return self.temperature[tile.rows] if isinstance(self.temperature, Tensor) else self.temperature
+
+    def _memory(self, tile: Tile, dtype: torch.dtype) -> Tensor:
+        shape = tile.rows.stop - tile.rows.start, tile.part.stop - tile.part.start
+        if not self.memory:  # the first tile is the largest
+            self.memory.append(torch.empty(shape[0] * shape[1], dtype=dtype, device=self.hidden.device))
+        return self.memory[0][: shape[0] * shape[1]].view(shape)
+
+
+class Tile(NamedTuple):
+    """Some tokens, and a part of the vocabulary."""
+
+    rows: slice
+    part: slice
+
+
+class _Sums:
+    """Normalizers and entropies of tokens over the tiles so far, [T, 1] each."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        shape = len(like), 1
+        self.highest = like.new_full(shape, torch.finfo(dtype).min, dtype=dtype)
+        """The largest logit."""
+        self.total = like.new_zeros(shape, dtype=dtype)
+        """Sum of exp(logit − highest)."""
+        self.weighted = like.new_zeros(shape, dtype=dtype)
+        """Sum of exp(logit − highest) · (logit − highest)."""
+        self.own = like.new_zeros(shape, dtype=dtype)
+        """Logit of the token itself."""
+
+    def add(self, logits: Tensor, tokens: Tensor, tile: Tile, *, entropy: bool) -> None:
+        """Add a tile; overwrites its `logits` [C, B]. `tokens` [C] are those of its rows."""
+        rows = tile.rows
+        highest, total, weighted = self.highest[rows], self.total[rows], self.weighted[rows]
+        inside, place = _places(tokens, tile)
+        self.own[rows] = torch.where(inside, logits.gather(1, place), self.own[rows])
+        new = torch.maximum(highest, logits.amax(1, keepdim=True))
+        moved = (highest - new).clamp_(min=LOWEST)
+        shifted = logits.sub_(new)
+        if entropy:
+            exponentials = shifted.clamp_(min=LOWEST).exp()
+            weighted.addcmul_(moved, total).mul_(moved.exp()).add_((shifted.mul_(exponentials)).sum(1, keepdim=True))
+        else:
+            exponentials = shifted.exp_()
+        total.mul_(moved.exp_()).add_(exponentials.sum(1, keepdim=True))
+        highest.copy_(new)
+
+    def logprobs(self) -> Tensor:
+        """Return [T, 1] the log-probability of each token."""
+        return self.own - self.highest - self.total.log()
+
+    def entropies(self) -> Tensor:
+        """Return [T, 1] entropies in nats."""
+        return self.total.log() - self.weighted / self.total
+
+
+class ByTiles(torch.autograd.Function):
+    """Returns log-probabilities [T] of tokens and, where `entropy`, entropies [T]; see `Distributions.over`."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (tensors must be arguments of their own)
+        ctx: Any,
+        finish: Finish | None,
+        temperature: float | Tensor,
+        entropy: bool,  # noqa: FBT001 (torch passes arguments by position)
+        tokens: Tensor,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Return the values; tensors are `Head`'s."""
+        head = Head(hidden, weight, bias, finish, temperature)
+        sums = _Sums(hidden, head.wide)
+        for tile in head.tiles():
+            sums.add(head.logits(head.products(tile), tile), tokens[tile.rows], tile, entropy=entropy)
+        normalizers, entropies = sums.highest + sums.total.log(), sums.entropies() if entropy else None
+        ctx.finish, ctx.temperature = finish, temperature
+        ctx.save_for_backward(tokens, hidden, weight, bias, normalizers, entropies)
+        ctx.set_materialize_grads(False)
+        found = [sums.logprobs(), *([] if entropies is None else [entropies])]
+        return tuple(values.squeeze(1) for values in found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
+        """Return the gradients of hidden states, weight and bias of the head."""
+        tokens, hidden, weight, bias, normalizers, entropies = ctx.saved_tensors
+        of_logprobs, of_entropies = (None if each is None else each[:, None] for each in (*given, None)[:2])
+        head = Head(hidden, weight, bias, ctx.finish, ctx.temperature)
+        sums = _Gradients(head, ctx.needs_input_grad[4:])
+        for tile in head.tiles() if any(each is not None for each in given) else ():
+            rows = tile.rows
+            products = head.products(tile)
+            logprobs = head.logits(products, tile).sub_(normalizers[rows])
+            gradient = _of_logits(logprobs, _rows(of_logprobs, rows), _rows(of_entropies, rows), _rows(entropies, rows))
+            if of_logprobs is not None:
+                inside, place = _places(tokens[rows], tile)
+                gradient.scatter_add_(1, place, torch.where(inside, of_logprobs[rows], 0.0))
+            sums.add(tile, head.of_products(gradient, products, tile))
+        return None, None, None, None, sums.hidden, sums.weight, sums.bias
+
+
+class _Gradients:
+    """Sums of the gradients of hidden states and head, over tiles."""
+
+    def __init__(self, head: Head, needed: tuple[bool, bool, bool]) -> None:
+        self._head = head
+        weight, bias = head.weight, head.bias
+        self.hidden = torch.zeros_like(head.hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=head.wide) if weight is not None and needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=head.wide) if bias is not None and needed[2] else None
+
+    def add(self, tile: Tile, products: Tensor) -> None:
+        """Add those of a tile, of the gradient of its products [C, B]."""
+        rows, part, matrix = tile.rows, tile.part, self._head.weight
+        if self.hidden is not None:
+            if matrix is None:
+                self.hidden[rows, part] = products
+            else:
+                self.hidden[rows].addmm_(products, matrix[part])
+        if self.weight is not None:
+            if self.weight.dtype == products.dtype:
+                self.weight[part].addmm_(products.T, self._head.hidden[rows])
+            else:
+                self.weight[part] += products.T @ self._head.hidden[rows]
+        if self.bias is not None:
+            self.bias[part] += products.sum(0)
+
+
+def _of_logits(
+    logprobs: Tensor, of_logprobs: Tensor | None, of_entropies: Tensor | None, entropies: Tensor | None
+) -> Tensor:
+    """Return the gradient [C, B] of logits, without what the token's own logit adds; overwrites `logprobs` [C, B].
+
+    That of a log-probability is −p, that of an entropy H is −p · (log p + H).
+    """
+    if of_entropies is None or entropies is None:
+        return logprobs.exp_() if of_logprobs is None else logprobs.exp_().mul_(-of_logprobs)
+    probabilities = logprobs.clamp_(min=LOWEST).exp()
+    factors = logprobs.add_(entropies).mul_(-of_entropies)
+    return (factors if of_logprobs is None else factors.sub_(of_logprobs)).mul_(probabilities)
+
+
+def _places(tokens: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Return [C, 1] whether each of `tokens` [C] is in the vocabulary of a tile, and its place there; else 0."""
+    place = tokens[:, None] - tile.part.start
+    inside = (place >= 0) & (place < tile.part.stop - tile.part.start)
+    return inside, torch.where(inside, place, 0)
+
+
+def _rows(values: Tensor | None, rows: slice) -> Tensor | None:
+    return None if values is None else values[rows]
