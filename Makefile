@@ -5,6 +5,7 @@
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make test-trackers   TensorBoard and W&B themselves, offline; installs them first (0.2 GB)
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
+#   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
 #   make chaos [SEED=3 MINUTES=10]   random kills, stops and cuts, with nothing lost, doubled, hung or left over
@@ -22,12 +23,13 @@ OLDER := $(VENV)/transformers-4
 VLLM := $(VENV)/vllm
 WITH_ATROPOS := $(VENV)/atropos
 TRACKERS := $(VENV)/trackers
+TRL := $(VENV)/trl
 DOCS := $(VENV)/docs
 
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-trackers test-atropos check docs chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -59,6 +61,14 @@ test-trackers: $(READY) $(TRACKERS)/ready
 $(TRACKERS)/ready: scripts/trackers/requirements.txt | $(READY)
 	rm -rf $(TRACKERS)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(TRACKERS) --requirement $<
+	touch $@
+
+test-trl: $(READY) $(TRL)/ready
+	PYTHONPATH=$(CURDIR)/$(TRL) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/trl_real/against_trl.py
+
+$(TRL)/ready: scripts/trl/requirements.txt | $(READY)
+	rm -rf $(TRL)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(TRL) --requirement $<
 	touch $@
 
 test-atropos: $(READY)

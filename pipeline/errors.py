@@ -137,6 +137,18 @@ class NothingTrained(PenstockError):
     """A run ended by itself without training; the message says how its trajectories ended."""
 
 
+class FlowEnded(PenstockError):
+    """A foreign trainer waits for trajectories of a flow that has ended, or was stopped."""
+
+
+class FlowStalled(PenstockError, TimeoutError):
+    """A flow has sent a foreign trainer nothing for as long as that one waits; the message says what it waits for."""
+
+
+class MissingInterface(PenstockError):
+    """A framework lacks an interface that its integration uses; the message names both."""
+
+
 class WorkerFailed(StageFailed):
     """A stage raised in a child process; the message carries the child's traceback."""
 

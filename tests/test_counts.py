@@ -101,6 +101,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "SinkTrainer": partial(PUBLIC.SinkTrainer, Idle()),
     "SourceChannel": PUBLIC.SourceChannel,
     "SourceEnv": partial(PUBLIC.SourceEnv, environment, NoOpPolicy(), max_lag=4),
+    "TRLWorker": partial(PUBLIC.TRLWorker, environment),
     "Teacher": partial(PUBLIC.Teacher, Idle(), tokenizer=None, top_k=4),
     "TorchPolicy": partial(PUBLIC.TorchPolicy, TinyModel, eos_id=0),
     "TorchReference": partial(PUBLIC.TorchReference, TinyModel),

@@ -206,10 +206,19 @@ class Ledger:
         Raises:
             LedgerImbalance: one of them was trained before, or is not in flight. Nothing is counted.
         """
-        trained: dict[GroupId, int] = {}
         masks = masks_in(batch.repetition_ids, [packed.sequences for packed in batch.groups])
-        for packed, mask in zip(batch.groups, masks, strict=True):
-            group = packed.id
+        self._commit(((packed.id, mask) for packed, mask in zip(batch.groups, masks, strict=True)), step)
+
+    def commit_ids(self, trained: Iterable[TrajectoryId], step: int) -> None:
+        """Count trajectories as trained by optimizer step `step` of a trainer that is given no batches; see `commit`.
+
+        With none, the step is done without them.
+        """
+        self._commit(masks_by_group(trained), step)
+
+    def _commit(self, committing: Iterable[tuple[GroupId, int]], step: int) -> None:
+        trained: dict[GroupId, int] = {}
+        for group, mask in committing:
             earlier = trained.get(group, 0)
             if again := (self._committed.mask(group) | earlier) & mask:
                 raise LedgerImbalance(f"{_name(group, again)} was trained before and is committed again")

@@ -166,6 +166,11 @@ class WritePlan:
         self.layout = TensorLayout(TensorManifest(specs, given.tables))
         self._parts = sorted((part for part in parts if not part.spec.tied), key=self.layout.offset)
 
+    @property
+    def ties(self) -> dict[str, str]:
+        """Return the earlier tensor of each given one that is tied to it."""
+        return {spec.name: spec.tied for spec in self._given if spec.tied}
+
     def check(self, tensors: Mapping[str, Tensor], version: int, *, newest: int) -> None:
         """Raise if `tensors` cannot be published as `version` after `newest`.
 

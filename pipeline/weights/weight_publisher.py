@@ -181,6 +181,11 @@ class WeightPublisher:
         return self._url
 
     @property
+    def ties(self) -> Mapping[str, str]:
+        """Names of tied tensors, each with that of the earlier tensor with the same memory."""
+        return self._plan.ties
+
+    @property
     def version(self) -> int:
         """The newest version that was published; −1 before the first."""
         return self._writer.latest if self._writer else NO_VERSION

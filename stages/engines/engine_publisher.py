@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import anyio
 
@@ -32,6 +32,16 @@ class PublishedWeights(Published, Protocol):
         ...
 
 
+@runtime_checkable
+class KnowsTies(Protocol):
+    """A publisher that knows which of its tensors are tied."""
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Names of tied tensors, each with that of the earlier tensor with the same memory."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EnginePublisher:
     """A publisher for `SinkTrainer(trainer, publisher)` that has each engine load every version."""
@@ -43,6 +53,11 @@ class EnginePublisher:
     def version(self) -> int:
         """Return the newest version that was published; −1 before the first."""
         return self.weights.version
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Names of tied tensors, each with that of the earlier tensor with the same memory."""
+        return self.weights.ties if isinstance(self.weights, KnowsTies) else {}
 
     async def publish(self, tensors: Mapping[str, Any], version: int) -> None:
         """Make `tensors` the newest weights; return when every engine samples with them.

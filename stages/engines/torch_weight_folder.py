@@ -130,6 +130,11 @@ class WeightFolder:
         return f"{FOLDER_SCHEME}{self.folder}"
 
     @property
+    def ties(self) -> Mapping[str, str]:
+        """Names of tied tensors, each with that of the earlier tensor with the same memory."""
+        return self._plan.ties
+
+    @property
     def version(self) -> int:
         """Return the newest version that was published; −1 before the first."""
         return self._version

@@ -20,6 +20,7 @@ EXTRAS = {
     "math": ("math-verify",),
     "tensorboard": ("tensorboardx",),
     "wandb": ("wandb",),
+    "trl": ("requests", "trl"),
     "gateway": ("httptools", "starlette", "uvicorn"),
 }
 """The packages of each extra, as in pyproject.toml."""
@@ -32,6 +33,7 @@ NEEDED_FOR = {
     "math": "the reward of math-verify",
     "tensorboard": "the tracker TensorBoard",
     "wandb": "the tracker WandB",
+    "trl": "flows in the trainers of TRL",
     "gateway": "penstock gateway",
 }
 

@@ -1,0 +1,7 @@
+"""Flows of penstock in the trainers of TRL. Imports TRL only where one trains; needs the extra `trl` there."""
+
+from __future__ import annotations
+
+from .._stages.integrations.trl import TRLTransfer, TRLWorker
+
+__all__ = ["TRLTransfer", "TRLWorker"]

@@ -1,0 +1,61 @@
+"""The interfaces of TRL that the integration uses: imported when training starts, and compared with what it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from ...._pipeline.accounting.telemetry import get_logger
+from ...._pipeline.errors import MissingInterface
+from ...._pipeline.util.extras import extra
+from .samples import FIELDS
+
+log = get_logger("penstock.trl")
+
+TRIED = ("1.16.0",)
+"""The versions of TRL that the tests run."""
+
+MODULE = "trl.experimental.async_grpo.async_rollout_worker"
+
+NEEDED_BY = "penstock.integrations.trl"
+
+
+@cache
+def warn_untried() -> str:
+    """Warn once if the installed TRL is none of those that were tried; return its version.
+
+    Raises:
+        MissingExtra: TRL is not installed.
+    """
+    with extra("trl", NEEDED_BY):
+        importlib.import_module("trl")
+    installed = version("trl")
+    if installed not in TRIED:
+        log.warning("framework_version_untried", framework="trl", version=installed, tried=", ".join(TRIED))
+    return installed
+
+
+def rollout_sample() -> Any:
+    """Return TRL's class of samples.
+
+    Raises:
+        MissingExtra: TRL is not installed.
+        MissingInterface: it has no such class, or the class lacks a field.
+    """
+    installed = warn_untried()
+    try:
+        found = importlib.import_module(MODULE).RolloutSample
+    except (ImportError, AttributeError) as error:
+        raise MissingInterface(
+            f"expected {MODULE}.RolloutSample, found none in TRL {installed} ({error}): install trl=={TRIED[-1]}"
+        ) from error
+    fields = {field.name for field in dataclasses.fields(found)}
+    if missing := set(FIELDS) - fields:
+        raise MissingInterface(
+            f"expected RolloutSample to have {sorted(missing)}, found {sorted(fields)} in TRL {installed}: "
+            f"install trl=={TRIED[-1]}"
+        )
+    return found

@@ -1,0 +1,63 @@
+"""`SampleQueue`: the bounded queue between the flow's event loop and TRL's trainer, which takes samples with `get`."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...._schemas import TrajectoryId
+
+OnGet = Callable[[Any, TrajectoryId], None]
+
+
+class _Queued(NamedTuple):
+    sample: Any
+    trajectory: TrajectoryId
+
+
+class SampleQueue(queue.Queue[Any]):
+    """A queue of TRL's samples. The event loop offers; one other thread gets.
+
+    Once it is closed and empty, `get` raises `queue.Empty` without waiting: TRL then asks for the worker's health.
+    """
+
+    def __init__(self, capacity: int, on_get: OnGet) -> None:
+        """Make a queue of `capacity` samples; `on_get` is called with each sample that was taken, before it is used."""
+        super().__init__(capacity)
+        self._on_get = on_get
+        self._closed = False
+
+    def offer(self, sample: Any, trajectory: TrajectoryId) -> bool:
+        """Append a sample, and return whether there was room."""
+        sample.enqueued_at = time.time()  # TRL measures the age of a sample by this clock
+        try:
+            self.put_nowait(_Queued(sample, trajectory))
+        except queue.Full:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Make `get` raise `queue.Empty` at once when the queue is empty."""
+        with self.mutex:
+            self._closed = True
+            self.not_empty.notify_all()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT001, FBT002 (as in queue.Queue)
+        """Return the next sample; see `queue.Queue.get`.
+
+        Raises:
+            queue.Empty: there is none, after `timeout`, or because the queue is closed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self.not_empty:
+            while not self._qsize():
+                left = None if deadline is None else deadline - time.monotonic()
+                if self._closed or not block or (left is not None and left <= 0):
+                    raise queue.Empty
+                self.not_empty.wait(left)
+            queued: _Queued = self._get()
+            self.not_full.notify()
+        self._on_get(*queued)
+        return queued.sample

@@ -1,0 +1,97 @@
+"""Groups as the samples of TRL's asynchronous trainer: one for each sequence with a token that trains.
+
+TRL's `RolloutSample` has one advantage a sequence, one policy version a sequence, and log-probabilities that its
+trainer compares with those at its own temperature. A group that does not fit into that is refused. Knows no TRL: the
+fields are a dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ...._pipeline.errors import InvalidPipeline
+from ...._schemas import InvalidRecord, Trajectory, TrajectoryGroup, TrajectoryId
+from ...._schemas.batch import oldest_versions
+from ...engines.sampling_params import TEMPERATURES
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+
+FIELDS = (
+    *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs"),
+    *("advantage", "model_version", "group_id", "metrics", "enqueued_at"),
+)
+"""The fields of TRL's RolloutSample that are filled in."""
+
+
+def samples_of(
+    group: TrajectoryGroup, group_id: int, *, decode: Decode | None = None, temperature: float | None = None
+) -> Iterator[tuple[TrajectoryId, dict[str, Any]]]:
+    """Yield the fields of a sample for each sequence that trains, all but `enqueued_at`. Every array is a copy.
+
+    Args:
+        group: with advantages and log-probabilities.
+        group_id: TRL's number of the group.
+        decode: tokens to text, for the messages that TRL shows; None leaves them empty.
+        temperature: that of the trainer; None where it is unknown.
+
+    Raises:
+        InvalidPipeline: the group has no advantages or no log-probabilities.
+        InvalidRecord: advantages differ within a sequence, or it was sampled at another temperature than `temperature`.
+    """
+    _check(group, temperature)
+    versions = oldest_versions(group.policy_versions, group.offsets)
+    deviation = float(np.std(group.rewards, dtype=np.float64))
+    for place, row in enumerate(group):
+        if not row.loss_mask.any():
+            continue
+        parts = {f"rewards/{name}": float(part[place]) for name, part in group.reward_parts.items()}
+        prompt, completion = row.tokens[: row.prompt_length], row.tokens[row.prompt_length :]
+        yield (
+            row.id,
+            {
+                "prompt": _messages("user", prompt.tolist(), decode),
+                "completion": _messages("assistant", completion.tolist(), decode),
+                "input_ids": row.tokens.astype(np.int64),
+                "completion_mask": row.loss_mask.astype(np.int64),
+                "old_log_probs": np.array(row.behavior_logprobs, np.float32),
+                "advantage": _advantage(row),
+                "model_version": int(versions[place]),
+                "group_id": group_id,
+                "metrics": {"reward": row.reward, "reward_std": deviation, **parts},
+            },
+        )
+
+
+def _check(group: TrajectoryGroup, temperature: float | None) -> None:
+    if group.advantages is None:
+        raise InvalidPipeline('TRL: expected groups with advantages, got none: add .then(AdvantageNormalizer("grpo"))')
+    if group.behavior_logprobs is None:
+        raise InvalidPipeline(
+            "TRL: expected groups with log-probabilities, got none: sample with a policy that has them"
+        )
+    sampled = group.meta.get("temperature")
+    if TEMPERATURES in group.meta or (None not in (sampled, temperature) and sampled != temperature):
+        found = "temperatures that differ between turns" if TEMPERATURES in group.meta else sampled
+        raise InvalidRecord(
+            f"{group.env}/{group.instance_id}: expected log-probabilities at the temperature of TRL's configuration, "
+            f"{temperature}, got {found}: sample with SamplingParams(temperature={temperature})"
+        )
+
+
+def _advantage(row: Trajectory) -> float:
+    """Return the advantage of all tokens that train."""
+    assert row.advantages is not None  # noqa: S101 (checked for the group)
+    advantages = row.advantages[row.loss_mask]
+    if advantages.min() != advantages.max():
+        raise InvalidRecord(
+            f"{row.id}: expected one advantage for all tokens of a sequence, because TRL has one a sample, got "
+            f"{advantages.min()} to {advantages.max()}"
+        )
+    return float(advantages[0])
+
+
+def _messages(role: str, tokens: Sequence[int], decode: Decode | None) -> list[dict[str, str]]:
+    return [] if decode is None else [{"role": role, "content": decode(tokens)}]

@@ -1,0 +1,86 @@
+"""A tiny Qwen2 whose tokens are letters, and prompts that are answered best by one of them: a flow that TRL trains."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock import (
+    AdvantageNormalizer,
+    Flow,
+    SourceEnv,
+    TrajectoryGroup,
+    here,
+    processes,
+    source,
+)
+from penstock.models import HFModel
+from penstock.policies import PretrainedTokenizer, SamplingParams
+from penstock.torch import TorchPolicy
+from penstock.weights import WeightPublisher
+
+LETTERS = "#abcdefghijklmnopqrstuvwxyz "
+COMPLETION = 6
+GROUP = 4
+
+
+def write_model(folder: Path) -> Path:
+    """Write a model with random weights and a tokenizer, whose end of text is #, into `folder`; return it."""
+    import torch  # noqa: PLC0415 (a worker does not need it at once)
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
+
+    letters = {letter: number for number, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token=LETTERS[-1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, eos_token=LETTERS[0], pad_token=LETTERS[0]).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(LETTERS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=0,
+        pad_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+class Prompts:
+    """A scored data set: any three letters ask for the letter e."""
+
+    def __len__(self) -> int:
+        return 26**3
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"question": "".join(LETTERS[1 + (index // 26**place) % 26] for place in range(3))}
+
+    def score_answer(self, answer: str, entry: Any) -> float:  # noqa: ARG002 (of the interface)
+        """Return the share of e among the letters that fit."""
+        return answer.count("e") / COMPLETION
+
+
+def publisher_of(folder: Path) -> WeightPublisher:
+    """Return a publisher of a model like that in `folder`; takes no memory for one."""
+    return WeightPublisher(HFModel.empty(folder).state_dict())
+
+
+def flow_of(folder: Path, url: str, workers: int = 0, restarts: int = 2, **options: Any) -> Flow[TrajectoryGroup]:
+    """Return a flow of groups with advantages, sampled here or by `workers` processes."""
+    tokenizer = PretrainedTokenizer(folder)
+    policy = TorchPolicy(partial(HFModel.empty, folder), eos_id=tokenizer.eos_id, weights=url)
+    options = {"max_lag": 2, "group_size": GROUP} | options
+    sampling = SamplingParams(max_completion_tokens=COMPLETION)
+    env = SourceEnv(Prompts, policy, tokenizer, sampling=sampling, **options)
+    return source(env, on=processes(workers, restarts=restarts) if workers else here()).then(
+        AdvantageNormalizer("grpo")
+    )
