@@ -3,11 +3,17 @@
     python -m benchmarks.trainers [--vocabularies 8192 151936]
 
 A Qwen2 with random weights, prompts of random words, completions of random length below a bound. A step has the same
-prompts, completions and number of updates everywhere, and the model computes one group at a time in float32. The
-contestants alternate, each in a process of its own: TRL's trainer, where it is installed; penstock in one process; and
-penstock with a process that samples, where a step is trained while the next one is sampled.
+prompts, completions and number of updates everywhere, and the model computes one group at a time. The contestants
+alternate, each in a process of its own:
 
-Growth is the peak of the resident memory of the process that trains, over that before the first step.
+- TRL's trainer, where it is installed, as its GRPOConfig is by default: it computes in bfloat16 where that is safe, on
+  a CPU too, and computes activations again in the backward pass;
+- the same in float32 and with stored activations, as penstock is by default;
+- penstock in one process;
+- penstock with a process that samples, where a step is trained while the next one is sampled.
+
+Growth is the peak of the resident memory of the process that trains, over that before the first step: for penstock in
+one process that with the engine inside, for the other that with the engine outside.
 """
 
 from __future__ import annotations
@@ -17,7 +23,6 @@ import importlib
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -77,9 +82,39 @@ class Measured(NamedTuple):
 
     step_s: float
     """From the end of a step to the end of the next one."""
+    step_cpu_s: float
+    """Processor time of the process that trains, which other processes of the machine change less."""
     training_s: float
     """Without sampling and rewards."""
+    training_cpu_s: float
     grown_mb: float
+
+    @classmethod
+    def of(cls, ends: list[Times], training: list[Times], grown_mb: float) -> Measured:
+        """Return the medians, from the ends of all steps, and what training took in each."""
+        steps, trained = np.diff(ends, axis=0), np.array(training)[1:]
+        (step_s, step_cpu_s), (training_s, training_cpu_s) = (np.median(of, axis=0).tolist() for of in (steps, trained))
+        return cls(step_s, step_cpu_s, training_s, training_cpu_s, grown_mb)
+
+
+DIGITS = (2, 2, 2, 2, 0)
+"""Of the numbers of `Measured`, as printed."""
+
+
+class Times(NamedTuple):
+    """The time of a clock, and processor time of this process, in seconds."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Times:
+        """Return those of now."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, earlier: Times) -> Times:
+        """Return what passed since `earlier`."""
+        return Times(self.wall - earlier.wall, self.cpu - earlier.cpu)
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -116,31 +151,38 @@ def make_files(folder: Path, size: Size) -> list[dict[str, str]]:
     return [{"prompt": " ".join(f"w{number}" for number in row)} for row in rows]
 
 
+def begin() -> float:
+    """Return the resident memory of this process in MB, and count its peak from here on."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_mb("VmRSS")
+
+
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
 
-def measure_trl(folder: Path, rows: list[dict[str, str]], size: Size) -> Measured:
-    """Train with TRL's GRPOTrainer."""
+def measure_trl(folder: Path, rows: list[dict[str, str]], size: Size, **options: Any) -> Measured:
+    """Train with TRL's GRPOTrainer, with `options` of its GRPOConfig."""
     import datasets  # noqa: PLC0415 (takes seconds)
     import transformers  # noqa: PLC0415 (as above)
 
     trl: Any = importlib.import_module("trl")  # it may be absent
-    ends: list[float] = []
-    preparing: dict[int, float] = defaultdict(float)
+    ends: list[Times] = []
+    preparing: list[list[Times]] = [[]]
 
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
+            ends.append(Times.now())
+            preparing.append([])
 
     class Trainer(trl.GRPOTrainer):  # type: ignore[misc] # of any type
         def _prepare_inputs(self, batch: Any) -> Any:
-            began = time.perf_counter()
+            began = Times.now()
             prepared = super()._prepare_inputs(batch)
-            preparing[len(ends)] += time.perf_counter() - began
+            preparing[-1].append(Times.now().since(began))
             return prepared
 
     trainer = Trainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(folder),
+        model=str(folder),
         reward_funcs=reward,
         args=trl.GRPOConfig(
             output_dir=str(folder / "trl"),
@@ -152,24 +194,26 @@ def measure_trl(folder: Path, rows: list[dict[str, str]], size: Size) -> Measure
             learning_rate=1e-5,
             lr_scheduler_type="constant",
             beta=0.0,
-            gradient_checkpointing=False,
-            bf16=False,
             use_cpu=True,
             report_to=[],
             save_strategy="no",
             logging_strategy="no",
             disable_tqdm=True,
             seed=0,
+            **options,
         ),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(folder),
         callbacks=[Clock()],
     )
-    before = resident_mb("VmRSS")
+    before = begin()
     trainer.train()
-    took = np.diff(ends)
-    training = [each - preparing[number] for number, each in enumerate(took.tolist(), start=1)]
-    return Measured(float(np.median(took)), statistics.median(training), resident_mb("VmHWM") - before)
+    grown = resident_mb("VmHWM") - before
+    training = [
+        Times(*np.subtract(end.since(last), np.sum(prepared, axis=0)))
+        for last, end, prepared in zip([ends[0], *ends], ends, preparing, strict=False)
+    ]
+    return Measured.of(ends, training, grown)
 
 
 # -- penstock ----------------------------------------------------------------------------------------------------------
@@ -180,15 +224,15 @@ class Timed:
 
     def __init__(self, trainer: TorchTrainer) -> None:
         self._trainer = trainer
-        self.ends: list[float] = []
-        self.took: list[float] = []
+        self.ends: list[Times] = []
+        self.took: list[Times] = []
 
     def step(self, batch: TrainBatch) -> Mapping[str, float]:
         """Take a step."""
-        began = time.perf_counter()
+        began = Times.now()
         metrics = self._trainer.step(batch)
-        self.ends.append(time.perf_counter())
-        self.took.append(self.ends[-1] - began)
+        self.ends.append(Times.now())
+        self.took.append(self.ends[-1].since(began))
         return metrics
 
     def weights(self) -> Any:
@@ -243,15 +287,14 @@ def measure_penstock(folder: Path, rows: list[dict[str, str]], size: Size, *, sa
             )
             await pipeline.run()
 
-    before = resident_mb("VmRSS")
+    before = begin()
     anyio.run(run)
-    return Measured(
-        float(np.median(np.diff(trainer.ends))), statistics.median(trainer.took[1:]), resident_mb("VmHWM") - before
-    )
+    return Measured.of(trainer.ends, trainer.took, resident_mb("VmHWM") - before)
 
 
 CONTESTANTS: dict[str, Callable[[Path, list[dict[str, str]], Size], Measured]] = {
     "TRL": measure_trl,
+    "TRL, float32": partial(measure_trl, bf16=False, gradient_checkpointing=False),
     "penstock": partial(measure_penstock, samplers=0),
     "penstock, 1 sampler": partial(measure_penstock, samplers=1),
 }
@@ -278,26 +321,38 @@ def measure_here(name: str, size: Size) -> Measured:
 
 
 def show(found: Mapping[tuple[int, str], list[Measured]], console: Console) -> None:
-    """Print the medians, and the ratios to TRL's."""
-    rows = []
-    for (vocabulary, name), measured in found.items():
-        beside = found.get((vocabulary, "TRL"), measured)
-        rows.append([f"{name}, {vocabulary:,}"])
-        for field in Measured._fields:
-            values = [float(getattr(each, field)) for each in measured]
-            ratio = statistics.median(values) / statistics.median(float(getattr(each, field)) for each in beside)
-            rows[-1] += [median_of(values, 0 if field == "grown_mb" else 2), f"{ratio:.2f}"]
-    head = ("", "s a step", "", "s training", "", "MB grown", "")
-    print_table(console, "a step of GRPO, and its ratio to TRL's", head, rows)
+    """Print the medians, and their ratios to those of TRL."""
+    head = ("", "s a step", "CPU s", "s training", "CPU s", "MB grown")
+    rows = [
+        [
+            f"{name}, {vocabulary:,}",
+            *(median_of(values, digits) for values, digits in zip(zip(*all_of, strict=True), DIGITS, strict=True)),
+        ]
+        for (vocabulary, name), all_of in found.items()
+    ]
+    print_table(console, "a step of GRPO", head, rows)
+    for peer in (name for name in CONTESTANTS if name.startswith("TRL")):
+        rows = [
+            [f"{name}, {vocabulary:,}", *_ratios(all_of, found[vocabulary, peer])]
+            for (vocabulary, name), all_of in found.items()
+            if name != peer and (vocabulary, peer) in found
+        ]
+        print_table(console, f"ratios to {peer}, by repetition", head, rows)
+
+
+def _ratios(measured: list[Measured], peer: list[Measured]) -> list[str]:
+    """Return the ratio of each number to that of the same repetition."""
+    each = [np.divide(own, other).tolist() for own, other in zip(measured, peer, strict=True)]
+    return [median_of(ratios, 2) for ratios in zip(*each, strict=True)]
 
 
 def main() -> None:
     """Parse the command line, measure, and print the results."""
     parser = command_line(__doc__, seconds=None, repeats=3)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[8192, 151_936])
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--prompts", type=count, default=4, help="groups of 8 in a step")
+    parser.add_argument("--prompts", type=count, default=2, help="groups of 8 in a step")
     parser.add_argument("--prompt-tokens", type=count, default=64)
     parser.add_argument("--completion", type=count, default=128, help="tokens of the longest completion")
     parser.add_argument("--steps", type=count, default=3, help="measured steps, after one that warms up")
@@ -307,13 +362,15 @@ def main() -> None:
     if options.one is not None:
         print(json.dumps(measure_here(options.one[0], Size(*json.loads(options.one[1])))))
         return
-    names = [name for name in CONTESTANTS if name != "TRL" or importlib.util.find_spec("trl")]
+    names = [name for name in CONTESTANTS if not name.startswith("TRL") or importlib.util.find_spec("trl")]
     found: dict[tuple[int, str], list[Measured]] = defaultdict(list)
     for _ in range(options.repeats):
         for vocabulary in options.vocabularies:
             values = {field: getattr(options, field) for field in Size._fields if field != "vocabulary"}
             for name in names:
-                found[vocabulary, name].append(in_a_process(name, Size(vocabulary, **values)))
+                measured = in_a_process(name, Size(vocabulary, **values))
+                found[vocabulary, name].append(measured)
+                print(f"{name}, {vocabulary:,}: {measured}", file=sys.stderr)
     show(found, Console(width=120))
     write_json(options.json, {"rows": [[*key, *each] for key, measured in found.items() for each in measured]})
 
