@@ -1,7 +1,7 @@
 """HFModel: a causal model of transformers as a `CausalModel`, from a folder as transformers saves it.
 
-Rows without a cache are packed: transformers finds the sequences of a row by positions that begin anew, and makes the
-mask that its kernel needs, or none for rows of one sequence. Rows with a cache are padded on the left. The names of the
+Rows without a cache are packed, those with one are padded on the left. For the kernel `sdpa` `hf_attention` hides keys;
+for others transformers finds the sequences of a row by positions that begin anew, and makes the mask. The names of the
 tensors are transformers' own, so checkpoints and published weights are what other programs load. Downloads no file.
 
 Axes: B rows, T tokens of this call, V vocabulary, D width of the model.
@@ -29,6 +29,7 @@ from ..training.attention import Attention
 from ..training.causal_model import CausalModel, Read
 from ..training.checkpoint import WEIGHTS
 from ..training.torch_weights_file import read_weights
+from . import hf_attention
 from . import lora as adapters_of
 from .lora import ADAPTER_CONFIG
 from .lora_config import LoRA
@@ -66,6 +67,10 @@ class HFModel(nn.Module):
         self._config = _json(folder / CONFIG)
         self._one_row = module.config._attn_implementation.startswith("flash")  # noqa: SLF001 (there is no public name)
         """Whether several rows are passed as one, which its kernel for packed sequences needs."""
+        self._masked_here = module.config._attn_implementation == "sdpa" and hf_attention.install(module)  # noqa: SLF001 (as above)
+        """Whether its layers make their masks of `sight`, instead of transformers."""
+        self._window = hf_attention.window_of(module)
+        """Keys that a token of a layer with a sliding window sees, if there are such layers."""
         if lora is not None:
             adapters_of.insert(module, lora)
         _compute_head_in_own_dtype(module.get_output_embeddings())
@@ -98,14 +103,15 @@ class HFModel(nn.Module):
             lora: adapters that train instead of the parameters.
 
         Raises:
-            InvalidConfig: the folder has no model, or one whose packed sequences influence each other.
+            InvalidConfig: the folder has no model, or one that this kernel does not compute, or one whose packed
+                sequences influence each other.
             MissingExtra: transformers or peft is not installed.
         """
         path, saved = Path(folder).absolute(), None
         if (path / ADAPTER_CONFIG).is_file():
             saved = path / ADAPTERS
             lora, path = adapters_of.lora_of(path)
-        _check(path)
+        _check(path, attention)
         with quiet_transformers("HFModel") as transformers:
             module = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype or torch.float32, attn_implementation=attention, local_files_only=True
@@ -126,11 +132,11 @@ class HFModel(nn.Module):
         """Make a model without weights, on the meta device, for a sampler whose weights come from a publisher.
 
         Raises:
-            InvalidConfig: the folder has no model.
+            InvalidConfig: the folder has no model, or one that this kernel does not compute.
             MissingExtra: transformers is not installed.
         """
         path = Path(folder).absolute()
-        _check(path)
+        _check(path, attention)
         transformers = import_transformers("HFModel")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
@@ -152,14 +158,17 @@ class HFModel(nn.Module):
         if read is not None and self._passes_hidden:
             row = (1, -1) if self._one_row else tokens.shape
             found = self.module.base_model(
-                input_ids=tokens.view(row), position_ids=positions.view(row), use_cache=False
+                input_ids=tokens.view(row),
+                position_ids=positions.view(row),
+                attention_mask=self._mask(attend),
+                use_cache=False,
             )
             hidden = found.last_hidden_state.view(*tokens.shape, -1)
             return self.module.get_output_embeddings()(hidden, self._finish, read)
         if cache is not None:
             found = self.module(
                 input_ids=tokens,
-                attention_mask=attend.sequences >= 0,
+                attention_mask=self._mask(attend, cached=True),
                 position_ids=positions,
                 past_key_values=cache.states,
                 use_cache=True,
@@ -168,12 +177,27 @@ class HFModel(nn.Module):
         elif self._one_row:
             found = self.module(input_ids=tokens.view(1, -1), position_ids=positions.view(1, -1), use_cache=False)
         else:
-            found = self.module(input_ids=tokens, position_ids=positions, use_cache=False)
+            mask = self._mask(attend)
+            found = self.module(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False)
         logits: Tensor = found.logits.float()
         if cache is not None:
             return logits
         logits = logits.view(*tokens.shape, -1)
         return logits if read is None else read(logits, None)
+
+    def _mask(self, attend: Attention, *, cached: bool = False) -> Tensor | None:
+        """Return the attention mask for transformers, which finds the sequences of packed rows by itself."""
+        if not self._masked_here:
+            return attend.sequences >= 0 if cached else None
+        if cached and attend.tokens in {1, attend.sequences.shape[1]} and not bool((attend.sequences < 0).any()):
+            attend = attend._replace(one_sequence=True)
+        return hf_attention.sight(attend, self._dtype(attend), self._window)
+
+    def _dtype(self, attend: Attention) -> torch.dtype:
+        """Return the dtype of queries."""
+        kind = attend.sequences.device.type
+        own: torch.dtype = next(self.module.parameters()).dtype
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own
 
     def new_cache(self, batch: int, capacity: int) -> HFCache:  # noqa: ARG002 (it grows as it is filled)
         """Return an empty cache; see `CausalModel`."""
@@ -451,11 +475,16 @@ def _check_packing(model: HFModel) -> None:
         )
 
 
-def _check(folder: Path) -> None:
+def _check(folder: Path, attention: str) -> None:
     if not (folder / CONFIG).is_file():
         raise InvalidConfig(
             f"{folder}: expected a model as transformers' save_pretrained(folder) writes it, got no {CONFIG}: give the "
             f"path of a folder (no model is downloaded)"
+        )
+    if attention == "sdpa" and _json(folder / CONFIG).get("attn_logit_softcapping") is not None:
+        raise InvalidConfig(
+            f'{folder}: expected a model that attention="sdpa" computes, got one that bounds its attention scores '
+            f'(attn_logit_softcapping): give attention="eager", or "flex_attention"'
         )
 
 

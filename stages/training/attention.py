@@ -28,11 +28,14 @@ class Attention(NamedTuple):
     would be NaN, and spread to the others."""
     tokens: int
     """T; the tokens of this call are the last ones."""
+    one_sequence: bool = False
+    """True if each row is known to have one sequence from its first token on: only the order of tokens hides keys, and
+    a model needs no mask. Padding behind it may see everything."""
 
     @classmethod
-    def packed(cls, sequences: Tensor) -> Self:
+    def packed(cls, sequences: Tensor, *, one_sequence: bool = False) -> Self:
         """Return the attention of packed rows; `sequences` [B, T] has the sequence of each token, −1 on padding."""
-        return cls(sequences, sequences.shape[1])
+        return cls(sequences, sequences.shape[1], one_sequence)
 
     @classmethod
     def causal(cls, real: Tensor, tokens: int | None = None) -> Self:

@@ -97,7 +97,8 @@ def read_distributions(
         autocast: dtype in which the model computes where that is safe; None for the dtype of the model.
     """
     reader = Reader(part, use, temperature)
-    call = partial(model, part.tokens, positions=part.positions, attend=Attention.packed(part.sequences))
+    attend = Attention.packed(part.sequences, one_sequence=len(part.lengths) == len(part.tokens))
+    call = partial(model, part.tokens, positions=part.positions, attend=attend)
     with torch.autocast(part.tokens.device.type, autocast, enabled=autocast is not None):
         found = call(read=reader) if passes_hidden else call()
     result: R = found if passes_hidden else reader(found, None)

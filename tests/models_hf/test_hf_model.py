@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models_hf.packed import logits_of_transformers, packed_rows
 from torch import Tensor
 
 from penstock.errors import InvalidConfig
@@ -22,26 +23,6 @@ ModelFolder = Callable[[str], Path]
 
 SEQUENCES = [torch.arange(n) * 7 % 300 + n for n in (9, 6, 3)]
 """Longer than the windows of 4 tokens."""
-
-
-@torch.inference_mode()
-def logits_of_transformers(folder: Path, tokens: Tensor) -> Tensor:
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    logits: Tensor = model(tokens[None], use_cache=False).logits[0]
-    return logits
-
-
-def packed_rows(*rows: list[Tensor]) -> tuple[Tensor, Tensor, Attention]:
-    """Return tokens, positions and attention of rows of several sequences, padded on the right."""
-    width = max(sum(map(len, row)) for row in rows)
-    tokens, positions, sequences = (torch.full((len(rows), width), fill) for fill in (0, 0, -1))
-    for index, row in enumerate(rows):
-        start = 0
-        for number, sequence in enumerate(row):
-            part = slice(start, start := start + len(sequence))
-            tokens[index, part], positions[index, part] = sequence, torch.arange(len(sequence))
-            sequences[index, part] = number
-    return tokens, positions, Attention.packed(sequences)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,8 +81,8 @@ def test_a_kernel_with_block_masks_computes_the_same_for_packed_rows(family: str
 
 @torch.inference_mode()
 def test_rows_that_are_passed_as_one_have_the_same_logits(model_folder: ModelFolder) -> None:
-    """Kernels for packed sequences take one row; sdpa computes the same for it."""
-    model = HFModel.from_pretrained(model_folder("mistral"))
+    """Kernels for packed sequences take one row; a mask of transformers hides the same from it."""
+    model = HFModel.from_pretrained(model_folder("mistral"), attention="eager")
     tokens, positions, attend = packed_rows(SEQUENCES[:1], SEQUENCES[1:])
     separate = model(tokens, positions=positions, attend=attend)
 
@@ -119,6 +100,12 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_a_model_whose_packed_sequences_influence_each_other_is_refused(model_folder: ModelFolder) -> None:
     with pytest.raises(InvalidConfig, match="got a MambaForCausalLM, whose logits depend on the sequence before"):
         HFModel.from_pretrained(model_folder("mamba"), attention="eager")
+
+
+def test_a_model_that_bounds_its_attention_scores_is_refused_by_sdpa(model_folder: ModelFolder) -> None:
+    for make in (HFModel.from_pretrained, HFModel.empty):
+        with pytest.raises(InvalidConfig, match=r'bounds its attention scores .*: give attention="eager"'):
+            make(model_folder("gemma 2"))
 
 
 @torch.inference_mode()
