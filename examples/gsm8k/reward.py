@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 __all__ = ["compute_score", "correct"]
 
 
@@ -15,7 +17,8 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     return float(_number(solution_str) == _number(ground_truth))
 
 
-def _number(text: str) -> str | None:
-    """Return the number behind the last `####`; None if there is none."""
-    _, mark, number = text.rpartition("####")
-    return number.strip().replace(",", "") if mark else None
+def _number(text: str) -> float | None:
+    """Return the number behind the last `####`, or the last number where there is no `####`; None if there is none."""
+    _, _, answer = text.rpartition("####")
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer)
+    return float(numbers[-1].replace(",", "")) if numbers else None

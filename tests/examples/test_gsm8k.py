@@ -10,6 +10,8 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from penstock.runs import describe_run, load_run_config, train
 
@@ -33,10 +35,11 @@ def module(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("answer", "score"), [("3+4=7\n#### 7", 1.0), ("#### 1,007", 0.0), ("7", 0.0), ("#### 8\n#### 7", 1.0), ("", 0.0)]
+    ("answer", "score"),
+    [("3+4=7\n#### 7", 1.0), ("#### 1,007", 0.0), ("#### 8\n#### 7", 1.0), ("so 3+4 is 7.", 1.0), ("", 0.0)],
 )
 @pytest.mark.usefixtures("here")
-def test_both_rewards_compare_the_last_marked_number(answer: str, score: float) -> None:
+def test_both_rewards_compare_the_number_at_the_end(answer: str, score: float) -> None:
     reward = module("reward")
 
     assert reward.correct([answer], ["2+5=7\n#### 7"]) == [score]
@@ -57,6 +60,23 @@ def test_the_data_and_the_model_are_made_once_and_the_run_is_described(here: Pat
     assert len({row["question"] for row in rows}) == len(rows) == 6000
     assert module("reward").correct([row["answer"] for row in rows], [row["answer"] for row in rows]) == [1.0] * 6000
     assert "SinkTrainer" in describe_run(config)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_scale_of_the_matrices_changes_no_logit(monkeypatch: Any) -> None:
+    prepare = module("prepare")
+    monkeypatch.setattr(prepare, "WARM_UP_STEPS", 1)
+    models = {}
+    for scale in (1, prepare.SCALE):
+        monkeypatch.setattr(prepare, "SCALE", scale)
+        config = load_run_config("config.yaml", [f"model.path=scale-{scale}"])
+        prepare.prepare(config)
+        models[scale] = AutoModelForCausalLM.from_pretrained(config.model.path)
+
+    tokens = torch.arange(40)[None]
+    usual, scaled = models.values()
+    assert torch.equal(scaled(tokens).logits, usual(tokens).logits)
+    assert scaled.lm_head.weight.std() < 1e-2 * usual.lm_head.weight.std()
 
 
 @pytest.mark.long
