@@ -16,6 +16,7 @@ MODULES = {
     "HANDSHAKE_S": ["_pipeline.channels.shm_acceptor", "_pipeline.channels.tcp_acceptor"],
     "LARGEST_MESSAGE": ["_pipeline.channels.tcp", "_pipeline.channels.tcp_acceptor"],
     "MAX_HANDSHAKES": ["_pipeline.channels.tcp_acceptor"],
+    "POLL_S": ["_stages.engines.torch_folder_subscriber"],
     "POLLS": ["_stages.integrations.atropos.client"],
     "SLEEP_TIMEOUT_S": ["_pipeline.weights.engine_sync"],
     "STEP_POLL_S": ["_stages.integrations.atropos.server.gateway"],

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from penstock import TrainBatch
-from penstock._stages.engines.torch_sampling import SamplingBatch, SamplingRequest
+from penstock._stages.engines.torch_rows import SampledRow, SamplingRequest
+from penstock._stages.engines.torch_sampling import SamplingBatch
 from penstock.policies import SamplingParams
 from penstock.torch import TorchTrainer
 
@@ -37,14 +38,12 @@ def final_exam(model: Transformer) -> float:
 def _share_right(model: Transformer, problems: Sequence[dict[str, Any]]) -> float:
     prompts = [np.array(TOKENIZER.encode(entry["question"]), np.int32) for entry in problems]
     sampling = SamplingParams(max_completion_tokens=LONGEST_ANSWER, greedy=True)
-    requests = [SamplingRequest(prompt, sampling) for prompt in prompts]
-    batch = SamplingBatch(model, requests, eos_id=TOKENIZER.eos_id, generator=torch.Generator())
-    while (sampled := batch.step(version=0)) is None:
-        pass
-    completions = [
-        TOKENIZER.decode(tokens[: length - ended].tolist())
-        for tokens, length, ended in zip(sampled.tokens, sampled.lengths, sampled.ended, strict=True)
-    ]
+    rows = [SampledRow(SamplingRequest(prompt, sampling)) for prompt in prompts]
+    batch = SamplingBatch(model, eos_id=TOKENIZER.eos_id, generator=torch.Generator())
+    batch.join(batch.read(rows, version=0))
+    while batch.live:
+        batch.step(version=0)
+    completions = [TOKENIZER.decode(row.tokens[: len(row.tokens) - row.ended]) for row in rows]
     return sum(is_right(completion, entry) for completion, entry in zip(completions, problems, strict=True)) / len(
         problems
     )

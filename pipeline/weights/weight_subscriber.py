@@ -221,6 +221,11 @@ class WeightSubscriber:
         reader = self._opened()
         return not self._held or (reader.intact(self._held) and (self._failure is None or reader.memory.stays))
 
+    @property
+    def stale(self) -> bool:
+        """Return whether `refresh` would load a newer version, or raise. Reads memory."""
+        return self.latest > self._version or self._failure is not None
+
     async def newer(self, than: int | None = None) -> int:
         """Wait until a version above `than` is published (by default above the one the tensors hold); return it.
 

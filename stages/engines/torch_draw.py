@@ -8,12 +8,18 @@ Axes: b rows, V vocabulary, C chunks of `CHUNK` tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 from torch import Tensor
 
 CHUNK = 128
 """Tokens whose probabilities are summed in float32; the sums, and those within the chosen chunk, are added in float64,
 so that no token of a large vocabulary is lost to rounding."""
+
+BLOCK = 64
+"""Random numbers of a row that are made at once."""
 
 
 class InverseDraw:
@@ -65,3 +71,10 @@ def _first_above(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def draw_by_noise(scores: Tensor, exponential: Tensor) -> Tensor:
     """Return a token for each row, [b] int64, by the Gumbel trick; `exponential` [b, V] is overwritten."""
     return exponential.log_().neg_().add_(scores).argmax(dim=-1)
+
+
+def uniforms(seed: int) -> Iterator[float]:
+    """Yield the random numbers of one row, at least 0 and below 1, without end."""
+    numbers = np.random.default_rng(seed)
+    while True:
+        yield from numbers.random(BLOCK).tolist()

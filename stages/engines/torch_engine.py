@@ -1,30 +1,33 @@
 """`TorchEngine`: samples a torch model in this process.
 
-Requests that several rollouts make in the same tick are sampled as one batch; those that arrive while it runs form the
-next one. A batch runs in a worker thread, with the weights that it began with; or, with updates in flight, every token
-with the newest. If the model can map the publisher's memory, its tensors are views of it: there is no second copy.
-Knows the model only by `CausalModel`, and no environment.
+Requests are admitted and returned continuously: a row that is done is returned at once, and rows that wait join those
+that are being sampled, while neither newer weights nor a pause wait for these to end. Which rows are sampled together
+depends on the requests and not on a clock, as far as tasks request by themselves: rows are admitted when every task
+that a result woke waits again. Sampling runs in a worker thread, each row with the weights that it began with; or, with
+updates in flight, every token with the newest. If the model can map the publisher's memory, its tensors are views of
+it: there is no second copy. Knows the model only by `CausalModel`, and no environment.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import anyio.to_thread
 import numpy as np
 import torch
 from anyio.abc import TaskGroup, TaskStatus
-from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..._pipeline.errors import EngineRefused, InvalidConfig, PeerLost
 from ..._pipeline.graph.context import current
+from ..._pipeline.util.quiescence import others_blocked
 from ..._pipeline.weights.weights import NO_VERSION
 from ..._schemas import StopReason
 from ..training.causal_model import CausalModel
@@ -33,18 +36,26 @@ from .policies import Completion, Tokenizer, check_prompts
 from .sampling_params import SamplingParams, as_seed
 from .stop_strings import StopStrings
 from .torch_folder_subscriber import Subscriber, subscriber
-from .torch_sampling import SampledTokens, SamplingBatch, SamplingRequest
+from .torch_rows import SampledRow, SamplingRequest
+from .torch_sampling import SamplingBatch
 
 ATTEMPTS = 3
-"""Attempts for a batch; more than one only if the publisher overwrites its weights after a timeout."""
+"""Attempts for a row; more than one only if the publisher overwrites its weights after a timeout."""
+
+ADMITTED_PARTS = 8
+"""Where more rows wait than fit, they are admitted when one of so many parts of the rows is free: those of a group
+together, so that their prompt is read once."""
 
 
-class _Row(NamedTuple):
+@dataclass(slots=True)
+class _Row:
     """One prompt of a call of `generate`."""
 
     request: SamplingRequest
     result: asyncio.Future[Completion]
     """Cancelled with the call."""
+    attempts: int = 0
+    """Times that its weights were overwritten."""
 
 
 class TorchEngine:
@@ -71,6 +82,8 @@ class TorchEngine:
         self._seed = seed
         self._seeded_for: int | None = None
         """The version that the generator was seeded for last."""
+        self._drawn = 0
+        """Rows without a seed that were admitted with this version; each draws with the numbers of its place."""
         self._generator: torch.Generator | None = None
         """Made with the first batch, on the model's device, which is unknown before if the model was made on `meta`."""
         self._max_rows = max_rows
@@ -79,12 +92,18 @@ class TorchEngine:
         """Finds stop strings."""
         self._pending: deque[_Row] = deque()
         """Rows that are not being sampled yet, in the order of the requests."""
+        self._batch: SamplingBatch | None = None
+        """None before the first rows, and after an error."""
+        self._running: dict[SampledRow, _Row] = {}
+        """The rows of the batch that were not returned."""
+        self._joining: list[_Row] = []
+        """Rows that the worker thread adds to the batch next."""
         self._requested = anyio.Event()
         """Set while rows may be pending."""
         self._closed = False
         """Read by the worker thread before each token."""
         self._gate = GenerationGate()
-        """Every batch passes through it."""
+        """Sampling passes through it."""
         self._one_at_a_time = anyio.Lock()
         """Held while the weights or their memory change."""
         self._released: dict[torch.UntypedStorage, int] = {}
@@ -109,16 +128,19 @@ class TorchEngine:
             return []
         loop = asyncio.get_running_loop()
         rows = [
-            _Row(self._request(prompt, sampling.seeded_for(index)), loop.create_future())
+            _Row(self._request(prompt, sampling.seeded_for(index), result), result)
             for index, prompt in enumerate(prompts)
+            for result in [loop.create_future()]
         ]
         self._pending.extend(rows)
         self._requested.set()
         return await asyncio.gather(*[row.result for row in rows])
 
-    def _request(self, prompt: NDArray[np.int32], sampling: SamplingParams) -> SamplingRequest:
-        stop = StopStrings(self._text_of(sampling), sampling.stop) if sampling.stop else None
-        return SamplingRequest(np.asarray(prompt, np.int32), sampling, stop)
+    def _request(
+        self, prompt: NDArray[np.int32], sampling: SamplingParams, result: asyncio.Future[Completion]
+    ) -> SamplingRequest:
+        stop = partial(StopStrings, self._text_of(sampling), sampling.stop) if sampling.stop else None
+        return SamplingRequest(np.asarray(prompt, np.int32), sampling, stop, result.cancelled)
 
     def _text_of(self, sampling: SamplingParams) -> Tokenizer:
         if self._tokenizer is None:
@@ -129,68 +151,108 @@ class TorchEngine:
         return self._tokenizer
 
     async def serve(self) -> None:
-        """Sample the requests, batch after batch, until cancelled."""
+        """Sample the requests until cancelled."""
         while True:
-            await self._requested.wait()
-            await self._tick()
-            batch = self._take()
-            if not self._pending:
-                self._requested = anyio.Event()
-            if batch:
-                await self._complete(batch)
+            if not self._running:
+                await self._requested.wait()
+            await others_blocked()
+            try:
+                await self._sample()
+            except Exception as error:  # noqa: BLE001 (raised by every call)
+                self._fail_all(error)
+            except BaseException:  # closed
+                self._fail_all(anyio.ClosedResourceError())
+                raise
 
-    async def _tick(self) -> None:
-        """Yield until no other task adds a request."""
-        known = -1
-        while len(self._pending) != known:
-            known = len(self._pending)
-            await checkpoint()
+    async def _sample(self) -> None:
+        """Sample until no row is left, or, with updates in flight, until a pause waits.
+
+        Waits for the first version of the weights, and during pauses of publisher or engine.
+        """
+        if self._weights is not None and self._weights.version == NO_VERSION:
+            await self._weights.newer()
+        async with self._admitted():
+            self._joining = self._take() if self._admits else []
+            while self._joining or self._running:
+                admits = await self._advanced()
+                if not self._running or (self._in_flight and self._pause_waits):
+                    return
+                await others_blocked()
+                self._joining = self._take() if admits and not self._pause_waits else []
+
+    async def _advanced(self) -> bool:
+        """Sample in a thread until rows are done, and return them; see `_advance`."""
+        try:
+            admits = await anyio.to_thread.run_sync(self._advance)
+        except _PromptsFailed as failed:
+            _fail(self._joining, failed.error)
+            return False
+        except _WeightsOverwritten:
+            self._sample_again()
+            return False
+        except Exception as error:  # noqa: BLE001 (raised by every call whose rows were sampled)
+            self._fail_running(error)
+            return False
+        self._return_done()
+        return admits
 
     def _take(self) -> list[_Row]:
-        """Return the next rows, without those of cancelled calls."""
+        """Return the next rows that fit, without those of cancelled calls."""
         taken: list[_Row] = []
-        while self._pending and len(taken) < self._max_rows:
+        while self._pending and (taken or self._fits) and len(self._running) + len(taken) < self._max_rows:
             row = self._pending.popleft()
             if not row.result.done():
                 taken.append(row)
+        if not self._pending:
+            self._requested = anyio.Event()
+        if taken:
+            current().metrics.mean("rollout/rows_per_batch", len(self._running) + len(taken))
         return taken
 
-    async def _complete(self, batch: list[_Row]) -> None:
-        try:
-            sampled = await self._sample([row.request for row in batch])
-        except Exception as error:  # noqa: BLE001 (raised by every call)
-            _fail(batch, error)
-            return
-        except BaseException:  # closed: these rows are no longer pending
-            _fail(batch, anyio.ClosedResourceError())
-            raise
-        self._observe(sampled)
-        for row, completion in zip(batch, _completions(sampled), strict=True):
+    @property
+    def _fits(self) -> bool:
+        """Return whether enough rows are free for those that wait."""
+        free = self._max_rows - len(self._running)
+        return free >= min(len(self._pending), max(1, self._max_rows // ADMITTED_PARTS))
+
+    @property
+    def _pause_waits(self) -> bool:
+        """Return whether a pause of publisher or engine, or an update, waits for the end of sampling."""
+        return bool(self._gate.closed_for) or (self._weights is not None and self._weights.paused)
+
+    def _return_done(self) -> None:
+        """Return the completions of the rows that are done."""
+        for sampled in self._batch.take_done() if self._batch is not None else []:
+            row = self._running.pop(sampled)
+            current().metrics.total("rollout/tokens", len(sampled.tokens))
             if not row.result.done():
-                row.result.set_result(completion)
+                row.result.set_result(_completion(sampled))
 
-    async def _sample(self, requests: list[SamplingRequest]) -> SampledTokens:
-        """Sample one batch; wait for the first version of the weights, and during pauses of publisher or engine."""
-        if self._weights is not None and self._weights.version == NO_VERSION:
-            await self._weights.newer()
-        for _ in range(ATTEMPTS):
-            with suppress(_WeightsOverwritten):
-                return await self._sample_once(requests)
-        raise PeerLost(
-            f"expected to sample {len(requests)} rows before their weights are overwritten, failed {ATTEMPTS} "
-            f"times: raise WeightPublisher's release_timeout_s, lower max_rows, or set weight_updates='in_flight'"
+    def _fail_all(self, error: Exception) -> None:
+        """Fail the rows that are being sampled, and those that wait."""
+        self._fail_running(error)
+        _fail(self._pending, error)
+        self._pending.clear()
+        self._requested = anyio.Event()
+
+    def _fail_running(self, error: Exception) -> None:
+        _fail([*self._running.values(), *self._joining], error)
+        self._running, self._joining, self._batch = {}, [], None
+
+    def _sample_again(self) -> None:
+        """Let the rows whose weights were overwritten wait again, before the others; fail them after `ATTEMPTS`."""
+        rows = list(self._running.values())
+        self._running, self._batch = {}, None
+        for row in rows:
+            row.attempts += 1
+        failed = [row for row in rows if row.attempts >= ATTEMPTS]
+        error = PeerLost(
+            f"expected to sample {len(rows)} rows before their weights are overwritten, failed {ATTEMPTS} times: raise "
+            f"WeightPublisher's release_timeout_s, lower max_rows, or set weight_updates='in_flight'"
         )
-
-    async def _sample_once(self, requests: list[SamplingRequest]) -> SampledTokens:
-        sampled: SampledTokens | None = None
-        batch: SamplingBatch | None = None
-        while sampled is None:
-            async with self._admitted():
-                batch = batch or SamplingBatch(
-                    self._model, requests, eos_id=self._eos_id, generator=self._generator_of_device()
-                )
-                sampled = await anyio.to_thread.run_sync(self._advance, batch)
-        return sampled
+        _fail(failed, error)
+        self._pending.extendleft(reversed([row for row in rows if row.attempts < ATTEMPTS]))
+        self._requested.set()
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncGenerator[None]:
@@ -211,21 +273,61 @@ class TorchEngine:
             self._generator = torch.Generator(device)
         return self._generator
 
-    def _advance(self, batch: SamplingBatch) -> SampledTokens | None:
-        """Sample token after token. Return None if a pause waits for the batch, which continues with other weights."""
-        self._load_newest()
-        while True:
+    def _advance(self) -> bool:
+        """Sample until a row is done, others can join, or, with updates in flight, a pause waits.
+
+        Return whether others can join.
+        """
+        if not self._running or self._in_flight:
+            self._load_newest()
+        batch = self._batch = self._batch or self._new_batch()
+        if self._joining:
+            self._join(batch)
+        while not (batch.has_done or (self._pending and self._fits and self._admits)):
             self._check_open()
-            self._reseed()
-            sampled = batch.step(self._version)
-            if self._weights is not None and not self._weights.intact:
-                raise _WeightsOverwritten
-            if sampled is not None:
-                return sampled
             if self._in_flight:
-                if self._gate.closed_for or (self._weights is not None and self._weights.paused):
-                    return None
+                if self._pause_waits:
+                    return False
                 self._load_newest()
+            self._reseed()
+            batch.step(self._version)
+            self._check_intact()
+        return self._admits
+
+    def _join(self, batch: SamplingBatch) -> None:
+        """Read the prompts of the rows that join, and draw their first tokens."""
+        self._check_open()
+        self._reseed()
+        rows = {SampledRow(row.request, self._seed_of(row.request.sampling)): row for row in self._joining}
+        try:
+            read = batch.read(list(rows), self._version)
+        except Exception as error:
+            if self._running:
+                raise _PromptsFailed(error) from None
+            raise
+        self._running |= rows
+        self._joining = []
+        batch.join(read)
+        self._check_intact()
+
+    def _seed_of(self, sampling: SamplingParams) -> int:
+        """Return the seed of a row's random numbers: of its request, or of its place among those of this version."""
+        if sampling.seed is not None:
+            return sampling.seed
+        self._drawn += not sampling.greedy
+        return as_seed([self._seed, self._version, self._drawn])
+
+    @property
+    def _admits(self) -> bool:
+        """Return whether rows may join those that are being sampled: neither weights nor a pause wait for their end."""
+        if not self._running:
+            return True
+        if self._batch is None or not self._batch.joinable or self._pause_waits:
+            return False
+        return self._in_flight or not self._follows or self._weights is None or not self._weights.stale
+
+    def _new_batch(self) -> SamplingBatch:
+        return SamplingBatch(self._model, eos_id=self._eos_id, generator=self._generator_of_device())
 
     def _load_newest(self) -> None:
         """Load the newest version into a model that follows its publisher."""
@@ -235,20 +337,19 @@ class TorchEngine:
             if self._version != NO_VERSION:
                 return
 
+    def _check_intact(self) -> None:
+        if self._weights is not None and not self._weights.intact:
+            raise _WeightsOverwritten
+
     def _reseed(self) -> None:
-        """Seed the generator for the version, so that a resumed run draws the same numbers."""
+        """Begin the random numbers of the version, so that a resumed run draws the same."""
         if self._seeded_for != self._version:
             self._generator_of_device().manual_seed(as_seed([self._seed, self._version]))
-            self._seeded_for = self._version
+            self._seeded_for, self._drawn = self._version, 0
 
     def _check_open(self) -> None:
         if self._closed:
             raise anyio.ClosedResourceError
-
-    def _observe(self, sampled: SampledTokens) -> None:
-        metrics = current().metrics
-        metrics.total("rollout/tokens", int(sampled.lengths.sum()))
-        metrics.mean("rollout/rows_per_batch", len(sampled.lengths))
 
     # -- weights and memory --------------------------------------------------------------------------------------------
 
@@ -371,15 +472,21 @@ def _storages(model: CausalModel) -> list[torch.UntypedStorage]:
 
 
 class _WeightsOverwritten(Exception):
-    """The publisher overwrote the weights of a running batch, whose tokens are invalid."""
+    """The publisher overwrote the weights of rows that were being sampled, whose tokens are invalid."""
 
 
-def _completions(sampled: SampledTokens) -> Iterator[Completion]:
-    *rows, versions = sampled
-    for tokens, logprobs, length, ended in zip(*rows, strict=True):
-        yield Completion(
-            tokens=tokens[:length],
-            logprobs=logprobs[:length],
-            stop_reason=StopReason.STOP if ended else StopReason.LENGTH,
-            policy_versions=versions[:length],
-        )
+class _PromptsFailed(Exception):
+    """The prompts of rows that should join could not be read; those that are being sampled go on."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _completion(row: SampledRow) -> Completion:
+    return Completion(
+        tokens=np.array(row.tokens, np.int32),
+        logprobs=np.array(row.logprobs, np.float32),
+        stop_reason=StopReason.STOP if row.ended else StopReason.LENGTH,
+        policy_versions=np.array(row.versions, np.int64),
+    )

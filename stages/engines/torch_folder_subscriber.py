@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
-from ..._pipeline.errors import NobodyListens, PeerClosed, PeerLost, StaleHandle, WeightsDamaged
+from ..._pipeline.errors import NobodyListens, PeerClosed, PeerLost, PenstockError, StaleHandle, WeightsDamaged
 from ..._pipeline.weights.tensor_layout import TensorLayout
 from ..._pipeline.weights.weight_copies import CopiedModel, attached
 from ..._pipeline.weights.weight_memory import HostMemory, TensorBuffer
@@ -142,6 +142,17 @@ class FolderSubscriber:
                 self._target.load(tensors)
                 self._version = version
         return self._version
+
+    @property
+    def stale(self) -> bool:
+        """Return whether `refresh` would load a newer version, or raise. May block: it polls the folder."""
+        if time.monotonic() - self._polled > POLL_S:
+            try:
+                self._poll()
+            except PenstockError:
+                self._polled = float("-inf")  # so that `refresh` raises it
+                return True
+        return self._latest > self._version
 
     def _poll(self) -> None:
         """Find the newest version.

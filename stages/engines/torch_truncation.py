@@ -8,8 +8,8 @@ Axes: b rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -45,15 +45,15 @@ class Restrictions:
         restricted = any(column is not None for column in (top_k, top_p, min_p, penalty))
         return cls(top_k, top_p, min_p, penalty) if restricted else None
 
-    def scores(self, logits: Tensor, inverse_temperature: Tensor, prompts: Sequence[NDArray[np.int32]]) -> Tensor:
+    def scores(self, logits: Tensor, inverse_temperature: Tensor, contents: Iterable[NDArray[np.int32]]) -> Tensor:
         """Return [b, V] the tempered logits, -inf where a token must not be drawn.
 
         Args:
             logits: [b, V] float32 of the model.
             inverse_temperature: [b, 1].
-            prompts: one for each row; read before the first token only.
+            contents: the prompt and the completion so far of each row; read by the first call only.
         """
-        scores = self._penalised(logits, prompts) * inverse_temperature
+        scores = self._penalised(logits, contents) * inverse_temperature
         if self.top_k is not None:
             scores = _cut_to_top_k(scores, self.top_k)
         if self.top_p is not None:
@@ -64,13 +64,13 @@ class Restrictions:
             scores = scores.masked_fill(probabilities < least, -torch.inf)
         return scores
 
-    def _penalised(self, logits: Tensor, prompts: Sequence[NDArray[np.int32]]) -> Tensor:
+    def _penalised(self, logits: Tensor, contents: Iterable[NDArray[np.int32]]) -> Tensor:
         if self.penalty is None:
             return logits
         if self.seen is None:
             self.seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-            for row, prompt in enumerate(prompts):
-                self.seen[row, torch.from_numpy(prompt).to(logits.device, torch.int64)] = True
+            for row, content in enumerate(contents):
+                self.seen[row, torch.from_numpy(content).to(logits.device, torch.int64)] = True
         changed = torch.where(logits < 0, logits * self.penalty, logits / self.penalty)
         return torch.where(self.seen, changed, logits)
 
@@ -78,13 +78,6 @@ class Restrictions:
         """Add the tokens [b] drawn last to those that are penalised."""
         if self.seen is not None:
             self.seen.scatter_(1, chosen[:, None], True)
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep only `rows` [b'] (int64), in that order."""
-        for field in fields(self):
-            column = getattr(self, field.name)
-            if column is not None:
-                setattr(self, field.name, column[rows])
 
 
 def _column(values: Sequence[float], neutral: float, device: torch.device) -> Tensor | None:

@@ -10,7 +10,7 @@ D width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -81,6 +81,33 @@ class KVCache:
         self._keys = self._keys.index_select(1, rows)
         self._values = self._values.index_select(1, rows)
 
+    def join(self, other: KVCache) -> None:
+        """Add the rows of `other` behind these, with room for all that either had room for; see `JoinableCache`."""
+        length = max(self.length, other.length)
+        room = max(self.capacity - self.length, other.capacity - other.length)
+        parts = (self._keys, self.length), (other._keys, other.length)
+        self._keys = _side_by_side(parts, length, room)
+        parts = (self._values, self.length), (other._values, other.length)
+        self._values = _side_by_side(parts, length, room)
+        self.length = length
+
+    def cut(self, tokens: int) -> None:
+        """Remove the first `tokens` of every row; see `JoinableCache`."""
+        self._keys, self._values = self._keys[:, :, :, tokens:], self._values[:, :, :, tokens:]
+        self.length -= tokens
+
+
+def _side_by_side(parts: Sequence[tuple[Tensor, int]], length: int, room: int) -> Tensor:
+    """Return the rows of all `parts` [layers, b, H, *, D] with their lengths, padded on the left to `length`."""
+    first = parts[0][0]
+    layers, _, heads, _, width = first.shape
+    joined = first.new_zeros(layers, sum(part.shape[1] for part, _ in parts), heads, length + room, width)
+    begin = 0
+    for part, own in parts:
+        joined[:, begin : begin + part.shape[1], :, length - own : length] = part[:, :, :, :own]
+        begin += part.shape[1]
+    return joined
+
 
 class Cache(Protocol):
     """Keys and values of the tokens that a model has read: a `KVCache`, or another that the model makes."""
@@ -92,6 +119,26 @@ class Cache(Protocol):
 
     def keep(self, rows: Tensor) -> None:
         """Keep only `rows` [B'] (int64), in that order; a row may occur several times."""
+        ...
+
+
+@runtime_checkable
+class JoinableCache(Cache, Protocol):
+    """A cache to which rows can be added while others are being sampled, as those of `KVCache` and `HFModel`.
+
+    A sampler adds rows to other caches only when all their rows have ended.
+    """
+
+    def join(self, other: Any) -> None:
+        """Add the rows of `other`, a cache of the same model, behind these.
+
+        The last tokens of all rows are side by side: the shorter of both gets padding on the left, which is finite and
+        which no token sees.
+        """
+        ...
+
+    def cut(self, tokens: int) -> None:
+        """Remove the first `tokens` of every row, which are padding in all of them."""
         ...
 
 

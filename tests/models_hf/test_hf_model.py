@@ -65,6 +65,68 @@ def test_left_padded_rows_with_a_cache_have_the_logits_of_transformers(family: s
         torch.testing.assert_close(torch.cat(each), expected, atol=2e-6, rtol=0)
 
 
+class Rows:
+    """Rows of a cache, each of which reads its sequence token by token."""
+
+    def __init__(self, model: HFModel, sequence: Tensor, begin: int) -> None:
+        """Read the first `begin` tokens of a sequence."""
+        self.model = model
+        self.sequences, self.read = [sequence], [begin]
+        self.cache: Any = model.new_cache(1, len(sequence))
+        attend = Attention.causal(torch.ones(1, begin, dtype=torch.bool))
+        logits = model(sequence[None, :begin], positions=torch.arange(begin)[None], attend=attend, cache=self.cache)
+        self.found = [[logits[0]]]
+
+    def join(self, other: Rows) -> None:
+        self.cache.join(other.cache)
+        self.sequences, self.read = self.sequences + other.sequences, self.read + other.read
+        self.found += other.found
+
+    def keep(self, row: int) -> list[Tensor]:
+        """Keep one row, cut its padding, and return the logits of the row that leaves."""
+        gone = self.found[1 - row]
+        self.cache.keep(torch.tensor([row]))
+        self.sequences, self.read, self.found = [self.sequences[row]], [self.read[row]], [self.found[row]]
+        self.cache.cut(self.cache.length - self.read[0])
+        return gone
+
+    def step(self) -> None:
+        tokens = torch.stack([sequence[at] for sequence, at in zip(self.sequences, self.read, strict=True)])[:, None]
+        read = torch.tensor(self.read)[:, None]
+        seen = torch.arange(self.cache.length + 1) >= self.cache.length - read
+        logits = self.model(tokens, positions=read, attend=Attention.causal(seen, 1), cache=self.cache)
+        for row, found in enumerate(self.found):
+            found.append(logits[row])
+        self.read = [at + 1 for at in self.read]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("begin", "joins"), [(5, 2), (1, 6), (7, 6)], ids=["shorter", "longer", "beyond the window"])
+@torch.inference_mode()
+def test_rows_that_join_and_leave_a_cache_have_the_logits_of_transformers(
+    family: str, begin: int, joins: int, model_folder: ModelFolder
+) -> None:
+    model = HFModel.from_pretrained(model_folder(family))
+    first, second = torch.arange(11) * 7 % 300 + 9, torch.arange(12) * 5 % 300 + 4
+
+    rows = Rows(model, first, begin)
+    rows.step()
+    rows.join(Rows(model, second, joins))
+    for _ in range(2):
+        rows.step()
+    gone = rows.keep(1)
+    rows.step()
+    rows.join(Rows(model, first, 2))
+    for _ in range(2):
+        rows.step()
+
+    assert rows.cache.length == max(rows.read)
+    for found, sequence, start in ((gone, first, begin), (rows.found[0], second, joins), (rows.found[1], first, 2)):
+        logits = torch.cat(found)
+        expected = logits_of_transformers(model_folder(family), sequence)[start - 1 :][: len(logits)]
+        torch.testing.assert_close(logits, expected, atol=2e-6, rtol=0)
+
+
 @pytest.mark.long  # compiling the kernel takes 20 s
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @torch.inference_mode()

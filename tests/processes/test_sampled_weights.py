@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
+from tests.fake_policy import Letters
+from tests.fixed_limits import set_limits
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
@@ -358,6 +360,24 @@ async def test_a_batch_whose_weights_were_written_over_is_sampled_anew_as_a_whol
     assert set(sampled.policy_versions.tolist()) == {3}
 
 
+async def test_a_row_that_is_sampled_anew_searches_for_its_stop_strings_anew() -> None:
+    model = Stepwise()
+    old, new = [await untrained(seed) for seed in (1, 3)]
+    across = Letters().decode([old[2], new[0]])
+    assert across not in Letters().decode(new)
+
+    async with WeightPublisher(TinyModel().state_dict(), release_timeout_s=0) as publisher:
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
+        model.before = {2: published(publisher, 2, 2), 3: published(publisher, 3, 3)}
+        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url, tokenizer=Letters())
+        async with policy.open(Worker()) as engine:
+            sampling = SamplingParams(max_completion_tokens=8, greedy=True, stop=(across,))
+            (sampled,) = await engine.generate([PROMPT], sampling)
+
+    assert model.passes == 4 + 8
+    assert sampled.tokens.tolist() == new
+
+
 async def test_a_batch_that_is_overwritten_repeatedly_is_an_error_with_the_remedy() -> None:
     model = Stepwise()
 
@@ -390,3 +410,96 @@ async def test_a_policy_samples_with_weights_that_lie_in_a_folder(tmp_path: Path
 
     assert sampled.tokens.tolist() == await untrained(3)
     assert set(sampled.policy_versions.tolist()) == {3}
+
+
+# -- rows that join ----------------------------------------------------------------------------------------------------
+
+
+async def talk(engine: Engine, sampled: list[Completion]) -> None:
+    """Request a short completion, then a longer one."""
+    for longest in (2, 8):
+        sampled += await engine.generate([PROMPT], SamplingParams(max_completion_tokens=longest, greedy=True))
+
+
+async def test_rows_wait_for_those_of_older_weights_where_newer_ones_are_published() -> None:
+    model, talked, beside = Stepwise(), list[Completion](), list[Completion]()
+
+    async with WeightPublisher(TinyModel().state_dict()) as publisher:
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
+        model.before = {1: published(publisher, 2, 2)}
+        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url)
+        async with policy.open(Worker()) as engine, anyio.create_task_group() as tasks:
+            tasks.start_soon(talk, engine, talked)
+            beside.append(await one(engine))
+
+    assert beside[0].tokens.tolist() == await untrained(1)
+    assert talked[1].tokens.tolist() == await untrained(2)
+    assert [set(each.policy_versions.tolist()) for each in (*beside, *talked)] == [{1}, {1}, {2}]
+    assert model.passes == 8 + 8
+
+
+async def test_rows_wait_for_those_of_older_weights_where_newer_ones_lie_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, POLL_S=0)
+    model, talked, beside = Stepwise(), list[Completion](), list[Completion]()
+    state = TinyModel(seed=2).state_dict()
+
+    async with WeightFolder(tmp_path, TinyModel().state_dict()) as publisher:
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
+        model.before = {1: lambda: anyio.from_thread.run(publisher.publish, state, 2)}
+        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url)
+        async with policy.open(Worker()) as engine, anyio.create_task_group() as tasks:
+            tasks.start_soon(talk, engine, talked)
+            beside.append(await one(engine))
+
+    assert [set(each.policy_versions.tolist()) for each in (*beside, *talked)] == [{1}, {1}, {2}]
+
+
+async def test_with_updates_in_flight_rows_join_those_of_older_weights() -> None:
+    model, talked, beside = Stepwise(), list[Completion](), list[Completion]()
+
+    async with WeightPublisher(TinyModel().state_dict()) as publisher:
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
+        model.before = {1: published(publisher, 2, 2)}
+        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url, weight_updates="in_flight")
+        async with policy.open(Worker()) as engine, anyio.create_task_group() as tasks:
+            tasks.start_soon(talk, engine, talked)
+            beside.append(await one(engine))
+
+    assert beside[0].policy_versions.tolist() == [1, 1, 2, 2, 2, 2, 2, 2]
+    assert [each.policy_versions.tolist() for each in talked] == [[1, 1], [2] * 8]
+    assert talked[1].tokens.tolist() == await untrained(2)
+    assert model.passes == 2 + 1 + 7  # the prompt of the second turn is read beside
+
+
+@pytest.mark.parametrize("by", ["engine", "publisher"])
+async def test_no_row_joins_those_that_a_pause_waits_for(by: str) -> None:
+    model, talked, sampled_at_pause = Stepwise(), list[Completion](), list[int]()
+
+    async with WeightPublisher(TinyModel().state_dict()) as publisher:
+        await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
+        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url)
+        async with policy.open(Worker()) as engine, anyio.create_task_group() as tasks:
+            opened: Any = engine
+
+            async def pause() -> None:
+                if by == "engine":
+                    await engine.pause()
+                    sampled_at_pause.append(model.passes)
+                    await engine.resume()
+                    return
+                async with publisher.paused():
+                    sampled_at_pause.append(model.passes)
+
+            async def begin_pause() -> None:
+                tasks.start_soon(pause)
+                while not opened._pause_waits:
+                    await checkpoint()
+
+            model.before = {1: lambda: anyio.from_thread.run(begin_pause)}
+            tasks.start_soon(talk, engine, talked)
+            await one(engine)
+
+    assert sampled_at_pause == [8]
+    assert model.passes == 8 + 8

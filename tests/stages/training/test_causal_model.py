@@ -76,3 +76,35 @@ def test_a_full_cache_is_an_error_with_its_capacity() -> None:
         ValueError, match=r"at most 2 more tokens of <KVCache: 1 rows, 0 of 2 tokens>, got \(1, 1, 3, 2\)"
     ):
         cache.append(0, torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2))
+
+
+@torch.inference_mode()
+def test_rows_that_joined_a_cache_and_were_cut_have_the_logits_of_rows_alone() -> None:
+    model = TinyModel()
+    rows = [torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), torch.tensor([9, 8, 7, 6])]
+    cache, other = model.new_cache(1, 8), model.new_cache(1, 4)
+    for each, tokens, count in ((cache, rows[0], 5), (other, rows[1], 1)):
+        mask = everything(1, count)
+        model(tokens[None, :count], positions=positions_of(mask), attend=Attention.causal(mask), cache=each)
+
+    cache.join(other)
+
+    assert (cache.batch, cache.length, cache.capacity) == (2, 5, 8)
+    visible = torch.tensor([[True] * 8, [False] * 4 + [True] * 4])
+    found = []
+    for step in range(2):
+        chosen = torch.stack([rows[0][5 + step], rows[1][1 + step]])[:, None]
+        positions, attend = torch.tensor([[5 + step], [1 + step]]), Attention.causal(visible[:, : 6 + step], 1)
+        found.append(model(chosen, positions=positions, attend=attend, cache=cache))
+    cache.keep(torch.tensor([1]))
+    cache.cut(4)
+    assert (cache.batch, cache.length, cache.capacity) == (1, 3, 4)
+    attend = Attention.causal(everything(1, 4), 1)
+    last = model(rows[1][None, 3:], positions=torch.tensor([[3]]), attend=attend, cache=cache)
+    whole = [
+        model(row[None], positions=torch.arange(len(row))[None], attend=Attention.causal(everything(1, len(row))))[0]
+        for row in rows
+    ]
+    torch.testing.assert_close(torch.cat([each[0] for each in found]), whole[0][5:7], atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat([each[1] for each in found]), whole[1][1:3], atol=1e-5, rtol=0)
+    torch.testing.assert_close(last[0], whole[1][3:], atol=1e-5, rtol=0)
