@@ -49,6 +49,9 @@ class Distributions:
     """Applied to the products of the head."""
     temperature: float | Tensor = 1.0
     """Logits are divided by it; [T, 1] where tokens have temperatures of their own."""
+    adds_to_grad: bool = False
+    """Whether a backward pass may add the gradient of `weight` to its `grad` itself, without a tensor of its size in
+    between. Then `torch.autograd.grad` does not return it."""
 
     def __len__(self) -> int:
         """Return T."""
@@ -101,9 +104,19 @@ class Distributions:
         )
         return found
 
+    @property
+    def _adds_to_grad(self) -> bool:
+        weight = self.weight
+        if not self.adds_to_grad or weight is None or not (weight.is_leaf and weight.requires_grad):
+            return False
+        wide = weight.dtype == torch.promote_types(weight.dtype, torch.float32)
+        hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # noqa: SLF001 (there is no public name)
+        return wide and torch.is_grad_enabled() and not hooks
+
     def _by_tiles(self, functions: Sequence[OfDistributions], tokens: Tensor) -> tuple[Tensor, ...]:
         entropy = entropy_of in functions
-        found = ByTiles.apply(self.finish, self.temperature, entropy, tokens, self.hidden, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        into = self.weight if self._adds_to_grad else None
+        found = ByTiles.apply(self.finish, self.temperature, entropy, tokens, self.hidden, self.weight, self.bias, into)  # type: ignore[no-untyped-call]
         values = dict(zip((logprobs_of, entropy_of), found, strict=False))
         return tuple(values[function] for function in functions)
 

@@ -180,14 +180,15 @@ class ByTiles(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        into: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return the values; tensors are `Head`'s."""
+        """Return the values; tensors are `Head`'s, and the gradient of its weight is added to that of `into`."""
         head = Head(hidden, weight, bias, finish, temperature)
         sums = _Sums(hidden, head.wide)
         for tile in head.tiles():
             sums.add(head.logits(head.products(tile), tile), tokens[tile.rows], tile, entropy=entropy)
         normalizers, entropies = sums.highest + sums.total.log(), sums.entropies() if entropy else None
-        ctx.finish, ctx.temperature = finish, temperature
+        ctx.finish, ctx.temperature, ctx.into = finish, temperature, into
         ctx.save_for_backward(tokens, hidden, weight, bias, normalizers, entropies)
         ctx.set_materialize_grads(False)
         found = [sums.logprobs(), *([] if entropies is None else [entropies])]
@@ -200,7 +201,7 @@ class ByTiles(torch.autograd.Function):
         tokens, hidden, weight, bias, normalizers, entropies = ctx.saved_tensors
         of_logprobs, of_entropies = (None if each is None else each[:, None] for each in (*given, None)[:2])
         head = Head(hidden, weight, bias, ctx.finish, ctx.temperature)
-        sums = _Gradients(head, ctx.needs_input_grad[4:])
+        sums = _Gradients(head, ctx.needs_input_grad[4:7], ctx.into)
         for tile in head.tiles() if any(each is not None for each in given) else ():
             rows = tile.rows
             products = head.products(tile)
@@ -210,17 +211,21 @@ class ByTiles(torch.autograd.Function):
                 inside, place = _places(tokens[rows], tile)
                 gradient.scatter_add_(1, place, torch.where(inside, of_logprobs[rows], 0.0))
             sums.add(tile, head.of_products(gradient, products, tile))
-        return None, None, None, None, sums.hidden, sums.weight, sums.bias
+        return None, None, None, None, sums.hidden, None if ctx.into is not None else sums.weight, sums.bias, None
 
 
 class _Gradients:
     """Sums of the gradients of hidden states and head, over tiles."""
 
-    def __init__(self, head: Head, needed: tuple[bool, bool, bool]) -> None:
+    def __init__(self, head: Head, needed: tuple[bool, bool, bool], into: Tensor | None) -> None:
         self._head = head
         weight, bias = head.weight, head.bias
         self.hidden = torch.zeros_like(head.hidden) if needed[0] else None
-        self.weight = torch.zeros_like(weight, dtype=head.wide) if weight is not None and needed[1] else None
+        if into is None:
+            self.weight = torch.zeros_like(weight, dtype=head.wide) if weight is not None and needed[1] else None
+        else:
+            self.weight = torch.zeros_like(into) if into.grad is None else into.grad
+            into.grad = self.weight
         self.bias = torch.zeros_like(bias, dtype=head.wide) if bias is not None and needed[2] else None
 
     def add(self, tile: Tile, products: Tensor) -> None:

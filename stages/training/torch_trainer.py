@@ -10,6 +10,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -275,7 +276,7 @@ class TorchTrainer:
 
     def _loss_of(self, distributions: Distributions, part: MicroBatch, batch: TrainBatch) -> LossValue:
         """Return the loss of `part` with all its metrics; store the proximal policy's log-probabilities in it."""
-        scored = self._scored(distributions, part, batch)
+        scored = self._scored(replace(distributions, adds_to_grad=self.ranks is None), part, batch)
         value, reported = self._loss(scored)
         return LossValue(value, {**diagnostics(scored), **reported, "loss": Mean(value.detach())})
 

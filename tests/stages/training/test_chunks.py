@@ -13,6 +13,7 @@ import torch
 from tests.stages.training.no_tensor_of import NoTensorOf
 from tests.tiny_model import ReadModel, TinyModel
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import TrainBatch
 from penstock._stages.losses import distributions, tiles
@@ -198,6 +199,31 @@ def test_a_step_makes_no_tensor_of_all_tokens_and_the_vocabulary(monkeypatch: py
 
     with NoTensorOf(given.loss_tokens * VOCABULARY // 2):
         in_little_memory(*models).step(given)
+
+
+class ZerosOf(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Counts the tensors of zeros of a shape that a computation makes."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shape = shape
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function.overloadpacket is torch.ops.aten.zeros_like:
+            self.count += made.shape == self.shape
+        return made
+
+
+def test_all_micro_batches_add_to_one_gradient_of_the_head() -> None:
+    model = ReadModel(vocabulary=VOCABULARY, width=4)
+    trainer = TorchTrainer(model, optimizer=SGD, loss=PPOClip(), micro_batch_tokens=1)
+
+    with ZerosOf(model.head.weight.shape) as zeros:
+        trainer.step(long_batch())
+
+    assert zeros.count == 1
 
 
 @pytest.mark.parametrize("holder", ["policy", "reference"])
