@@ -11,30 +11,30 @@ import pytest
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryId
-from penstock._stages.integrations.trl.sample_queue import SampleQueue
+from penstock._stages.integrations.trl.sample_queue import SampleQueue, Trajectories
 
-FIRST, SECOND = TrajectoryId("env", "0", 0), TrajectoryId("env", "0", 1)
+FIRST, SECOND = (TrajectoryId("env", "0", 0),), (TrajectoryId("env", "0", 1),)
 
 
 @pytest.fixture
-def got() -> list[TrajectoryId]:
+def got() -> list[Trajectories]:
     return []
 
 
 @pytest.fixture
-def samples(got: list[TrajectoryId]) -> SampleQueue:
-    return SampleQueue(1, lambda _, trajectory: got.append(trajectory))
+def samples(got: list[Trajectories]) -> SampleQueue:
+    return SampleQueue(1, lambda _, trajectories: got.append(trajectories))
 
 
 def sample() -> Any:
-    return SimpleNamespace(enqueued_at=None)
+    return SimpleNamespace(number=1)
 
 
-def test_a_full_queue_takes_no_sample_until_one_is_taken(samples: SampleQueue, got: list[TrajectoryId]) -> None:
+def test_a_full_queue_takes_no_sample_until_one_is_taken(samples: SampleQueue, got: list[Trajectories]) -> None:
     assert samples.offer(sample(), FIRST)
     assert not samples.offer(sample(), SECOND)
 
-    assert samples.get(timeout=0).enqueued_at > 0
+    assert samples.get(timeout=0).number == 1
     assert got == [FIRST]
     assert samples.offer(sample(), SECOND)
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ...._schemas import TrajectoryId
 
-OnGet = Callable[[Any, TrajectoryId], None]
+Trajectories: TypeAlias = tuple[TrajectoryId, ...]
+
+OnGet: TypeAlias = Callable[[Any, Trajectories], None]
 
 
 class _Queued(NamedTuple):
     sample: Any
-    trajectory: TrajectoryId
+    trajectories: Trajectories
 
 
 class SampleQueue(queue.Queue[Any]):
-    """A queue of TRL's samples. The event loop offers; one other thread gets.
+    """A queue of what TRL is given. The event loop offers; one other thread gets.
 
     Once it is closed and empty, `get` raises `queue.Empty` without waiting: TRL then asks for the worker's health.
     """
@@ -29,11 +31,10 @@ class SampleQueue(queue.Queue[Any]):
         self._on_get = on_get
         self._closed = False
 
-    def offer(self, sample: Any, trajectory: TrajectoryId) -> bool:
-        """Append a sample, and return whether there was room."""
-        sample.enqueued_at = time.time()  # TRL measures the age of a sample by this clock
+    def offer(self, sample: Any, trajectories: Trajectories) -> bool:
+        """Append a sample of these trajectories, and return whether there was room."""
         try:
-            self.put_nowait(_Queued(sample, trajectory))
+            self.put_nowait(_Queued(sample, trajectories))
         except queue.Full:
             return False
         return True

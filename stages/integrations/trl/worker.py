@@ -11,45 +11,37 @@ so that the lag of a trajectory is the staleness that TRL computes.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from typing import Any, TypeAlias, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
-import anyio
-from anyio import TASK_STATUS_IGNORED
-from anyio.abc import TaskStatus
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from ...._pipeline.accounting.committed_prompts import CommittedPrompts
-from ...._pipeline.accounting.ledger import Ledger
-from ...._pipeline.accounting.telemetry import Metrics, get_logger
-from ...._pipeline.channels.channel import ReceiveChannel
-from ...._pipeline.durability.resumption import ResumePoint, Stateful
-from ...._pipeline.errors import FlowEnded, FlowStalled, InvalidPipeline
-from ...._pipeline.graph.context import drop
-from ...._pipeline.graph.stage_info import StageInfo, info_of
+from ...._pipeline.accounting.telemetry import get_logger
+from ...._pipeline.errors import FlowEnded, InvalidPipeline
 from ...._pipeline.graph.statistics import PipelineStatistics, Report
-from ...._pipeline.runtime.flow import Flow, Pipeline
-from ...._pipeline.util.waiting import Waiters
+from ...._pipeline.runtime.flow import Flow
 from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...._schemas.numbers import whole_number
 from ...batcher import NOTHING_TO_TRAIN
 from .callback import callback_of
-from .deliveries import Deliveries, Limits
+from .deliveries import Deliveries, Drop, Limits
+from .flow_run import FlowRun, Groups
 from .interface import rollout_sample
-from .sample_queue import SampleQueue
+from .sample_queue import SampleQueue, Trajectories
 from .samples import Decode, samples_of
 
 log = get_logger("penstock.trl")
 
 T = TypeVar("T")
 
-Groups: TypeAlias = Flow[TrajectoryGroup]
+UNTRAINED = Drop("filtered", NOTHING_TO_TRAIN)
 
 CAPACITY = 16
 """Samples that wait for the trainer by default: more only makes them older."""
@@ -90,14 +82,13 @@ class TRLWorker:
         """Trained by optimizer steps that are not committed yet."""
         self._late: list[TrajectoryId] = []
         """Trained after the flow had failed."""
-        self._run: _FlowRun | None = None
+        self._run: FlowRun | None = None
         self._portal: BlockingPortal | None = None
         self._stack = ExitStack()
         self._ended: Future[None] = Future()
         """Done when the flow has ended."""
-        self._progress: tuple[int, float] = 0, 0.0
-        """Samples that the flow had sent, and when that was first seen."""
-        self.rollout_buffer: queue.Queue[Any] = SampleQueue(whole_number("capacity", capacity), self._taken)
+        self._queue = SampleQueue(whole_number("capacity", capacity), self._taken)
+        self.rollout_buffer: queue.Queue[Any] = self._queue
         """The samples; see TRL's `RolloutWorkerProtocol`."""
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue(METRICS_CAPACITY)
         """Metrics of the flow, one dict for each committed step."""
@@ -143,19 +134,12 @@ class TRLWorker:
             )
         sample = rollout_sample()
         flow = self._flow if isinstance(self._flow, Flow) else self._flow()
-        run = _FlowRun(
-            flow,
-            sample,
-            self.rollout_buffer,
-            saved=self._saved,
-            temperature=self._temperature,
-            version=self._version,
-        )
+        items = partial(self._samples, sample, itertools.count())
+        run = FlowRun(flow, items, self._queue, rest=UNTRAINED, saved=self._saved, version=self._version)
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal(name="penstock-trl-flow"))
             self._ended, _ = portal.start_task(run.run)
             self._portal, self._run, self._stack = portal, run, stack.pop_all()
-        self._progress = 0, time.monotonic()
 
     def stop(self) -> None:
         """Stop the flow and everything that it started; set `report`. Called by TRL when training has ended."""
@@ -183,25 +167,9 @@ class TRLWorker:
             FlowEnded: the flow has sent its last group, or was stopped.
             FlowStalled: it has sent nothing for `stale_after_s`.
         """
-        run = self._run
-        if run is None or self._portal is None:
+        if self._run is None or self._portal is None:
             raise FlowEnded("TRL waits for samples, and its worker does not run: a worker runs in one train() only")
-        if run.failure is not None:
-            raise run.failure
-        if run.ended:
-            raise FlowEnded(
-                f"TRL waits for more samples than the {run.sent} that the flow has sent, which has ended: give it more "
-                f"prompts (SourceEnv(groups=None), PromptDataset(epochs=None)), or train fewer steps (max_steps)"
-            )
-        self._check_progress(run, stale_after_s)
-
-    def _check_progress(self, run: _FlowRun, stale_after_s: float) -> None:
-        sent, since = self._progress
-        if run.sent != sent:
-            self._progress = run.sent, time.monotonic()
-        elif (waited_s := time.monotonic() - since) > stale_after_s:
-            waits = "; ".join(f"{stage.name}: {stage.waiting_for or 'works'}" for stage in self.statistics().stages)
-            raise FlowStalled(f"expected a sample within {stale_after_s:g} s, got none in {waited_s:.0f} s ({waits})")
+        self._run.check(stale_after_s, self.statistics)
 
     # -- called by the callback and by the queue, in the main thread -------------------------------------------------
 
@@ -247,158 +215,23 @@ class TRLWorker:
             state["committed"] = committed.state_dict()
         return state
 
-    def _taken(self, sample: Any, trajectory: TrajectoryId) -> None:
+    def _samples(
+        self, make: Callable[..., Any], numbers: Iterator[int], group: TrajectoryGroup, decode: Decode | None
+    ) -> Iterator[tuple[Trajectories, Any]]:
+        """Yield the samples of a group, on the event loop."""
+        for trajectory, fields in samples_of(group, next(numbers), decode=decode, temperature=self._temperature):
+            yield (trajectory,), make(**fields, enqueued_at=time.time())  # TRL measures ages by this clock
+
+    def _taken(self, sample: Any, trajectories: Trajectories) -> None:
         """Note a sample that TRL has taken, and end it if TRL drops it next. Called by the queue."""
         run, limits = self._run, self._limits
         assert run is not None and limits is not None  # noqa: S101, PT018 (the flow sent it)
         run.wake()
         if (dropped := limits.drop(sample, self._version)) is None:
-            self._deliveries.take(sample, trajectory)
+            self._deliveries.take(sample, *trajectories)
         else:
-            self._call(lambda: run.end(trajectory, *dropped))
+            self._call(lambda: run.end(trajectories, *dropped))
 
     def _call(self, function: Callable[[], T]) -> T:
         """Return the result of `function`, called on the event loop while it runs."""
         return function() if self._portal is None else self._portal.call(function)
-
-
-class _FlowRun:
-    """One run of the flow, on the event loop of its thread."""
-
-    def __init__(
-        self,
-        flow: Groups,
-        sample: Any,
-        samples: queue.Queue[Any],
-        *,
-        saved: Mapping[str, Any] | None,
-        temperature: float | None,
-        version: int,
-    ) -> None:
-        assert isinstance(samples, SampleQueue)  # noqa: S101 (made by the worker)
-        self._sample = sample
-        self._samples = samples
-        self._temperature = temperature
-        self._ledger = Ledger()
-        self._metrics = Metrics()
-        self._room = Waiters()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._cancel: Callable[[], None] = _nothing
-        self._over = False
-        """Whether the pipeline has ended: its ledger has counted what was in flight as lost."""
-        self._stateful = {
-            node.name: node.stage for node in flow.nodes if not node.remote and isinstance(node.stage, Stateful)
-        }
-        flow = self._resumed(flow, saved, version)
-        self._decode = _decoder(flow)
-        self.pipeline: Pipeline = flow.sink(_Sink(self))
-        self.pipeline.check()
-        self.failure: BaseException | None = None
-        """The error that ended the flow."""
-        self.ended = False
-        """Whether the flow has sent its last group."""
-        self.sent = 0
-        """Samples that were put into the queue."""
-        self.emitted: dict[str, float] = {}
-        """The metrics of the last committed step."""
-
-    def _resumed(self, flow: Groups, saved: Mapping[str, Any] | None, version: int) -> Groups:
-        if not saved:
-            self._ledger.step = version
-            return flow
-        committed = CommittedPrompts.of_state(saved["committed"])
-        self._ledger.restore(committed, version)
-        for name, stage in self._stateful.items():
-            if name in saved["stages"]:
-                stage.load_state_dict(saved["stages"][name])
-        log.info("flow_resumed", trained=len(committed))
-        return flow.resume_from(ResumePoint(version, committed))
-
-    async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
-        """Run the flow until `stop`, or until a stage fails."""
-        self._loop = asyncio.get_running_loop()
-        try:
-            with anyio.CancelScope() as scope:
-                self._cancel = scope.cancel
-                task_status.started()
-                await self.pipeline.run(ledger=self._ledger, metrics=self._metrics)
-        except Exception as error:  # noqa: BLE001 (raised in the trainer's thread)
-            self.failure = error
-        finally:
-            self._over = True
-            self._samples.close()
-
-    def stop(self) -> None:
-        """Cancel the flow."""
-        self._cancel()
-
-    async def feed(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-        """Put the samples of every group into the queue, each when there is room."""
-        numbers = itertools.count()
-        async for group in inbox:
-            found = list(samples_of(group, next(numbers), decode=self._decode, temperature=self._temperature))
-            trains = {trajectory for trajectory, _ in found}
-            drop([each for each in group.ids if each not in trains], "filtered", NOTHING_TO_TRAIN)
-            del group  # copied: its slot must not wait for the trainer
-            for trajectory, fields in found:
-                await self._put(self._sample(**fields), trajectory)
-        self.ended = True
-        self._samples.close()
-        await anyio.sleep_forever()  # what was sent is trained meanwhile
-
-    async def _put(self, sample: Any, trajectory: TrajectoryId) -> None:
-        while not self._samples.offer(sample, trajectory):
-            await self._room.wait()
-        self.sent += 1
-
-    def wake(self) -> None:
-        """Let the sink look for room. Called in the main thread."""
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._room.wake_all)
-
-    def end(self, trajectory: TrajectoryId, state: Any, reason: str) -> None:
-        """Count the end of a trajectory that TRL drops; one of a run that is over was counted as lost."""
-        if self._ledger.is_open(trajectory):
-            self._ledger.end([trajectory], state, reason)
-
-    def commit(self, trained: list[TrajectoryId], version: int) -> bool:
-        """Commit trajectories at `version`; return false if the run is over, and has counted them as lost."""
-        if self._over:
-            return not trained
-        self._ledger.commit_ids(trained, version)
-        self.emitted = self._metrics.emit(version)
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as JSON values."""
-        stages = {name: dict(stage.state_dict()) for name, stage in self._stateful.items()}
-        return {"committed": self._ledger.committed.state_dict(), "stages": stages}
-
-
-class _Sink:
-    """The end of the flow, which feeds TRL's queue."""
-
-    def __init__(self, run: _FlowRun) -> None:
-        self._run = run
-
-    def stage_info(self) -> StageInfo:
-        """State the name: it is in metrics and errors."""
-        return StageInfo(name="TRL")
-
-    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-        """Run the sink; see `Sink`."""
-        await self._run.feed(inbox)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _decoder(flow: Groups) -> Decode | None:
-    """Return the function that decodes tokens, of the first tokenizer in the flow that has one."""
-    for node in flow.nodes:
-        for tokenizer in info_of(node.stage).tokenizers or ():
-            if (decode := getattr(tokenizer, "decode", None)) is not None:
-                return cast("Decode", decode)
-    return None

@@ -1,0 +1,214 @@
+"""`FlowRun`: a flow that runs beside a trainer of TRL, on an event loop in a thread, and feeds a queue.
+
+The ledger belongs to that loop. Its steps are the versions of the trainer's weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias, cast
+
+import anyio
+from anyio import TASK_STATUS_IGNORED
+from anyio.abc import TaskStatus
+
+from ...._pipeline.accounting.committed_prompts import CommittedPrompts
+from ...._pipeline.accounting.ledger import Ledger
+from ...._pipeline.accounting.telemetry import Metrics, get_logger
+from ...._pipeline.channels.channel import ReceiveChannel
+from ...._pipeline.durability.resumption import ResumePoint, Stateful
+from ...._pipeline.errors import FlowEnded, FlowStalled
+from ...._pipeline.graph.context import drop
+from ...._pipeline.graph.stage_info import StageInfo, info_of
+from ...._pipeline.graph.statistics import PipelineStatistics
+from ...._pipeline.runtime.flow import Flow, Pipeline
+from ...._pipeline.util.waiting import Waiters
+from ...._schemas import TrajectoryGroup, TrajectoryId
+from .deliveries import Drop
+from .sample_queue import SampleQueue, Trajectories
+from .samples import Decode
+
+log = get_logger("penstock.trl")
+
+Groups: TypeAlias = Flow[TrajectoryGroup]
+
+Items: TypeAlias = Callable[[TrajectoryGroup, Decode | None], Iterable[tuple[Trajectories, Any]]]
+
+
+class FlowRun:
+    """One run of a flow, on the event loop of its thread."""
+
+    def __init__(
+        self,
+        flow: Groups,
+        items: Items,
+        samples: SampleQueue,
+        *,
+        rest: Drop,
+        saved: Mapping[str, Any] | None,
+        version: int,
+    ) -> None:
+        """Prepare a run.
+
+        Args:
+            flow: sends groups.
+            items: returns what TRL is given of a group, each with its trajectories.
+            samples: takes these.
+            rest: the end of trajectories that are in none of them.
+            saved: the state of a checkpoint, or None.
+            version: of the trainer's weights.
+
+        Raises:
+            InvalidPipeline: the flow cannot work.
+        """
+        self._items = items
+        self._samples = samples
+        self._rest = rest
+        self._ledger = Ledger()
+        self._metrics = Metrics()
+        self._room = Waiters()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._progress: tuple[int, float] = 0, time.monotonic()
+        """What had been sent, and when that was first seen."""
+        self._cancel: Callable[[], None] = _nothing
+        self._over = False
+        """Whether the pipeline has ended: its ledger has counted what was in flight as lost."""
+        self._stateful = {
+            node.name: node.stage for node in flow.nodes if not node.remote and isinstance(node.stage, Stateful)
+        }
+        flow = self._resumed(flow, saved, version)
+        self._decode = _decoder(flow)
+        self.pipeline: Pipeline = flow.sink(_Sink(self))
+        self.pipeline.check()
+        self.failure: BaseException | None = None
+        """The error that ended the flow."""
+        self.ended = False
+        """Whether the flow has sent its last group."""
+        self.sent = 0
+        """Samples, or groups, that were put into the queue."""
+        self.emitted: dict[str, float] = {}
+        """The metrics of the last committed step."""
+
+    def _resumed(self, flow: Groups, saved: Mapping[str, Any] | None, version: int) -> Groups:
+        if not saved:
+            self._ledger.step = version
+            return flow
+        committed = CommittedPrompts.of_state(saved["committed"])
+        self._ledger.restore(committed, version)
+        for name, stage in self._stateful.items():
+            if name in saved["stages"]:
+                stage.load_state_dict(saved["stages"][name])
+        log.info("flow_resumed", trained=len(committed))
+        return flow.resume_from(ResumePoint(version, committed))
+
+    async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
+        """Run the flow until `stop`, or until a stage fails."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            with anyio.CancelScope() as scope:
+                self._cancel = scope.cancel
+                task_status.started()
+                await self.pipeline.run(ledger=self._ledger, metrics=self._metrics)
+        except Exception as error:  # noqa: BLE001 (raised in the trainer's thread)
+            self.failure = error
+        finally:
+            self._over = True
+            self._samples.close()
+
+    def stop(self) -> None:
+        """Cancel the flow."""
+        self._cancel()
+
+    async def feed(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        """Put the samples of every group into the queue, each when there is room."""
+        async for group in inbox:
+            found = list(self._items(group, self._decode))
+            given = {trajectory for trajectories, _ in found for trajectory in trajectories}
+            drop([each for each in group.ids if each not in given], *self._rest)
+            del group  # copied: its slot must not wait for the trainer
+            for trajectories, item in found:
+                await self._put(item, trajectories)
+        self.ended = True
+        self._samples.close()
+        await anyio.sleep_forever()  # what was sent is trained meanwhile
+
+    async def _put(self, item: Any, trajectories: Trajectories) -> None:
+        while not self._samples.offer(item, trajectories):
+            await self._room.wait()
+        self.sent += 1
+
+    def check(self, stale_after_s: float, waits: Callable[[], PipelineStatistics]) -> None:
+        """Raise if nothing will come; called in the main thread while the queue is empty.
+
+        Raises:
+            PenstockError: the error that ended the flow.
+            FlowEnded: the flow has sent its last group, or was stopped.
+            FlowStalled: it has sent nothing for `stale_after_s`.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self.ended:
+            raise FlowEnded(
+                f"TRL waits for more samples than the {self.sent} that the flow has sent, which has ended: give it "
+                f"more prompts (SourceEnv(groups=None), PromptDataset(epochs=None)), or train fewer steps (max_steps)"
+            )
+        sent, since = self._progress
+        if self.sent != sent:
+            self._progress = self.sent, time.monotonic()
+        elif (waited_s := time.monotonic() - since) > stale_after_s:
+            stages = "; ".join(f"{stage.name}: {stage.waiting_for or 'works'}" for stage in waits().stages)
+            raise FlowStalled(f"expected a sample within {stale_after_s:g} s, got none in {waited_s:.0f} s ({stages})")
+
+    def wake(self) -> None:
+        """Let the sink look for room. Called in the main thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._room.wake_all)
+
+    def end(self, trajectories: Trajectories, state: Any, reason: str) -> None:
+        """Count the end of trajectories that TRL drops; those of a run that is over were counted as lost."""
+        self._ledger.end([each for each in trajectories if self._ledger.is_open(each)], state, reason)
+
+    def commit(self, trained: list[TrajectoryId], version: int) -> bool:
+        """Commit trajectories at `version`; return false if the run is over, and has counted them as lost."""
+        if self._over:
+            return not trained
+        self._ledger.commit_ids(trained, version)
+        self.emitted = self._metrics.emit(version)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as JSON values."""
+        stages = {name: dict(stage.state_dict()) for name, stage in self._stateful.items()}
+        return {"committed": self._ledger.committed.state_dict(), "stages": stages}
+
+
+class _Sink:
+    """The end of the flow, which feeds TRL's queue."""
+
+    def __init__(self, run: FlowRun) -> None:
+        self._run = run
+
+    def stage_info(self) -> StageInfo:
+        """State the name: it is in metrics and errors."""
+        return StageInfo(name="TRL")
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        """Run the sink; see `Sink`."""
+        await self._run.feed(inbox)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _decoder(flow: Groups) -> Decode | None:
+    """Return the function that decodes tokens, of the first tokenizer in the flow that has one."""
+    for node in flow.nodes:
+        for tokenizer in info_of(node.stage).tokenizers or ():
+            if (decode := getattr(tokenizer, "decode", None)) is not None:
+                return cast("Decode", decode)
+    return None
