@@ -20,18 +20,20 @@ import anyio
 import numpy as np
 import psutil
 import pytest
+import torch
 from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.trl.contract import SAMPLE, TRANSFER, WORKER, fields_of, methods_of
 from tests.trl_real.conftest import MakeTrainer
 from tests.trl_real.letters import COMPLETION, GROUP, flow_of, publisher_of
+from tests.trl_real.training import synchronous_trainer_of
 from transformers import TrainerCallback
 
 from penstock import AdvantageNormalizer, TrajectoryGroup
 from penstock._pipeline.accounting.committed_prompts import CommittedPrompts
 from penstock._stages.integrations.trl.samples import samples_of
 from penstock.errors import FlowEnded, FlowStalled, WorkerFailed
-from penstock.integrations.trl import TRLWorker
+from penstock.integrations.trl import TRLWorker, rollout_func
 from penstock.testing import drive
 
 ROOT = Path(__file__).parent.parent.parent
@@ -219,6 +221,72 @@ def test_a_resumed_training_trains_no_trajectory_twice(model: Path, make_trainer
     before, after = committed_in(checkpoint), committed_in(tmp_path / "trained" / "checkpoint-9")
     assert sum(mask.bit_count() for mask in before.values()) == 4 * 16
     assert sum(mask.bit_count() for mask in after.values()) == 9 * 16  # none of them twice
+
+
+SYNCHRONOUS = {"max_lag": 0, "step_groups": 4}
+
+
+def test_the_synchronous_trainer_is_given_what_its_weights_have_sampled(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    publisher = publisher_of(model)
+    with rollout_func(lambda: flow_of(model, publisher.url, workers=1, **SYNCHRONOUS), publisher) as rollouts:
+        trainer = synchronous_trainer_of(model, tmp_path / "trained", rollouts, max_steps=60)
+        trainer.train()
+
+    rewards = logged(trainer, "reward")
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
+    report = rollouts.report
+    assert report is not None
+    assert report.balance.balanced
+    assert report.balance.ended["trained"] == 60 * 16
+    assert report.balance.reasons["lost"].keys() <= {"in flight when the run ended"}
+    assert samplers() == []
+    assert not {"penstock-trl-flow", "penstock-trl-weights"} & {thread.name for thread in threading.enumerate()}
+
+
+def test_the_log_probabilities_that_the_synchronous_trainer_is_given_are_those_of_its_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    publisher = publisher_of(model)
+    differences: list[float] = []
+
+    def compared(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        rows = rollouts(prompts, trainer)
+        for prompt, completion, given in zip(rows["prompt_ids"], rows["completion_ids"], rows["logprobs"], strict=True):
+            tokens = torch.tensor([prompt + completion])
+            with torch.no_grad():
+                logits = trainer.model(tokens).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(-1, tokens[0, len(prompt) :, None])[:, 0]
+            differences.append(float((expected - torch.tensor(given)).abs().max()))
+        return rows
+
+    with rollout_func(lambda: flow_of(model, publisher.url, **SYNCHRONOUS), publisher) as rollouts:
+        trainer = synchronous_trainer_of(model, tmp_path / "trained", rollouts, max_steps=4)
+        trainer.rollout_func = compared
+        trainer.train()
+
+    assert len(differences) == 4 * 16
+    assert max(differences) < 1e-4
+
+
+def test_the_synchronous_trainer_resumes_with_the_prompts_that_it_has_not_trained(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    folder = tmp_path / "trained"
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    for max_steps, resume_from in ((3, None), (5, str(folder / "checkpoint-2"))):
+        publisher = publisher_of(model)
+        flow = partial(lambda publisher: flow_of(model, publisher.url, **SYNCHRONOUS), publisher)
+        with rollout_func(flow, publisher) as rollouts:
+            trainer = synchronous_trainer_of(model, folder, rollouts, max_steps=max_steps, **options)
+            trainer.train(resume_from_checkpoint=resume_from)
+
+    assert sum(mask.bit_count() for mask in committed_in(folder / "checkpoint-2").values()) == 2 * 16
+    assert sum(mask.bit_count() for mask in committed_in(folder / "checkpoint-5").values()) == 5 * 16
 
 
 def test_samples_are_those_that_trl_makes_of_the_same_rollouts() -> None:

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from penstock.integrations.trl import TRLTransfer, TRLWorker
+from penstock.integrations.trl import Rollouts, TRLTransfer, TRLWorker, flow_reward
 from penstock.weights import WeightPublisher
 
 OPTIONS: dict[str, Any] = {
@@ -23,6 +23,22 @@ OPTIONS: dict[str, Any] = {
     "bf16": False,
     "disable_tqdm": True,
 }
+
+
+def synchronous_trainer_of(model: Path, folder: Path, rollouts: Rollouts, **options: Any) -> Any:
+    """Return a GRPOTrainer of 16 sequences of 4 prompts a step, whose rollouts are those of a flow."""
+    from datasets import Dataset  # noqa: PLC0415 (as below)
+
+    trl = importlib.import_module("trl")
+    given = {name: value for name, value in OPTIONS.items() if name != "token_budget"}
+    return trl.GRPOTrainer(
+        model=str(model),
+        args=trl.GRPOConfig(output_dir=str(folder), num_generations=4, **given | options),
+        train_dataset=Dataset.from_dict({"prompt": ["unused"] * 64}),
+        reward_funcs=flow_reward,
+        rollout_func=rollouts,
+        callbacks=[rollouts.callback()],
+    )
 
 
 def trainer_of(model: Path, folder: Path, worker: TRLWorker, publisher: WeightPublisher, **options: Any) -> Any:

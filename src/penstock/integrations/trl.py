@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .._stages.integrations.trl import TRLTransfer, TRLWorker
+from .._stages.integrations.trl import Rollouts, TRLTransfer, TRLWorker, flow_reward, rollout_func
 
-__all__ = ["TRLTransfer", "TRLWorker"]
+__all__ = ["Rollouts", "TRLTransfer", "TRLWorker", "flow_reward", "rollout_func"]

@@ -15,6 +15,7 @@ from .deliveries import Limits
 from .interface import NEEDED_BY
 
 if TYPE_CHECKING:
+    from .rollout_func import Rollouts
     from .worker import TRLWorker
 
 STATE = "PenstockLedger"
@@ -62,6 +63,39 @@ def callback_of(worker: TRLWorker) -> Any:
 
         def state(self) -> dict[str, Any]:
             return {"args": {}, "attributes": {"saved": worker.state_dict()}}
+
+    return PenstockLedger()
+
+
+def synchronous_callback_of(rollouts: Rollouts) -> Any:
+    """Return a `transformers.TrainerCallback` for `rollouts`.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+    """
+    with extra("trl", NEEDED_BY):
+        from transformers import TrainerCallback  # noqa: PLC0415 (only where TRL trains)
+        from transformers.trainer_callback import ExportableState  # noqa: PLC0415 (as above)
+
+    class PenstockLedger(TrainerCallback, ExportableState):  # type: ignore[misc,unused-ignore]  # untyped where absent
+        """Reports to one object; made without arguments, as transformers makes it again from a checkpoint."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            saved = state.stateful_callbacks.get(STATE) if state.global_step else None
+            rollouts.begin(None if saved is None else saved["attributes"]["saved"], resumed=state.global_step > 0)
+            state.stateful_callbacks.setdefault(STATE, self.state())
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            rollouts.trained_microbatch()
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            rollouts.trained_microbatch()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            rollouts.commit()
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"saved": rollouts.state_dict()}}
 
     return PenstockLedger()
 

@@ -76,6 +76,8 @@ class FlowRun:
         self._cancel: Callable[[], None] = _nothing
         self._over = False
         """Whether the pipeline has ended: its ledger has counted what was in flight as lost."""
+        self._late: list[TrajectoryId] = []
+        """Trained after that."""
         self._stateful = {
             node.name: node.stage for node in flow.nodes if not node.remote and isinstance(node.stage, Stateful)
         }
@@ -172,18 +174,21 @@ class FlowRun:
         """Count the end of trajectories that TRL drops; those of a run that is over were counted as lost."""
         self._ledger.end([each for each in trajectories if self._ledger.is_open(each)], state, reason)
 
-    def commit(self, trained: list[TrajectoryId], version: int) -> bool:
-        """Commit trajectories at `version`; return false if the run is over, and has counted them as lost."""
+    def commit(self, trained: list[TrajectoryId], version: int) -> None:
+        """Commit trajectories at `version`; those of a run that is over were counted as lost, and are only kept."""
         if self._over:
-            return not trained
+            self._late += trained
+            return
         self._ledger.commit_ids(trained, version)
         self.emitted = self._metrics.emit(version)
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON values."""
         stages = {name: dict(stage.state_dict()) for name, stage in self._stateful.items()}
-        return {"committed": self._ledger.committed.state_dict(), "stages": stages}
+        committed = self._ledger.committed
+        for trajectory in self._late:
+            committed.add(trajectory.group, 1 << trajectory.repetition_id)
+        return {"committed": committed.state_dict(), "stages": stages}
 
 
 class _Sink:

@@ -41,7 +41,9 @@ def samples_of(
         InvalidPipeline: the group has no advantages or no log-probabilities.
         InvalidRecord: advantages differ within a sequence, or it was sampled at another temperature than `temperature`.
     """
-    _check(group, temperature)
+    if group.advantages is None:
+        raise InvalidPipeline('TRL: expected groups with advantages, got none: add .then(AdvantageNormalizer("grpo"))')
+    check(group, temperature)
     versions = oldest_versions(group.policy_versions, group.offsets)
     deviation = float(np.std(group.rewards, dtype=np.float64))
     for place, row in enumerate(group):
@@ -65,9 +67,13 @@ def samples_of(
         )
 
 
-def _check(group: TrajectoryGroup, temperature: float | None) -> None:
-    if group.advantages is None:
-        raise InvalidPipeline('TRL: expected groups with advantages, got none: add .then(AdvantageNormalizer("grpo"))')
+def check(group: TrajectoryGroup, temperature: float | None) -> None:
+    """Check that the group has log-probabilities, and at the trainer's temperature.
+
+    Raises:
+        InvalidPipeline: it has none.
+        InvalidRecord: it was sampled at another temperature.
+    """
     if group.behavior_logprobs is None:
         raise InvalidPipeline(
             "TRL: expected groups with log-probabilities, got none: sample with a policy that has them"

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from ...._pipeline.accounting.committed_prompts import CommittedPrompts
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import FlowEnded, InvalidPipeline
 from ...._pipeline.graph.statistics import PipelineStatistics, Report
@@ -80,8 +79,6 @@ class TRLWorker:
         self._deliveries = Deliveries()
         self._stepped: list[TrajectoryId] = []
         """Trained by optimizer steps that are not committed yet."""
-        self._late: list[TrajectoryId] = []
-        """Trained after the flow had failed."""
         self._run: FlowRun | None = None
         self._portal: BlockingPortal | None = None
         self._stack = ExitStack()
@@ -197,23 +194,13 @@ class TRLWorker:
         if run is None:
             return
         stepped, self._stepped = self._stepped, []
-        if not self._call(lambda: run.commit(stepped, self._version)):
-            self._late += stepped
+        self._call(lambda: run.commit(stepped, self._version))
         with suppress(queue.Full):
             self.metrics_queue.put_nowait(run.emitted)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
-        run = self._run
-        if run is None:
-            return {}
-        state = self._call(run.state_dict)
-        if self._late:
-            committed = CommittedPrompts.of_state(state["committed"])
-            for trajectory in self._late:
-                committed.add(trajectory.group, 1 << trajectory.repetition_id)
-            state["committed"] = committed.state_dict()
-        return state
+        return {} if self._run is None else self._call(self._run.state_dict)
 
     def _samples(
         self, make: Callable[..., Any], numbers: Iterator[int], group: TrajectoryGroup, decode: Decode | None

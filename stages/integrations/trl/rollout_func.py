@@ -1,0 +1,247 @@
+"""`rollout_func`: a flow as the generation of TRL's synchronous `GRPOTrainer`.
+
+The trainer asks for the rollouts of a batch, and the flow's next groups are the answer. New weights are published when
+an optimizer step has used up a batch, before its trajectories are committed: a synchronous source (`max_lag=0`) then
+samples the next batch with them.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from ...._pipeline.accounting.telemetry import get_logger
+from ...._pipeline.errors import InvalidPipeline
+from ...._pipeline.graph.statistics import Report
+from ...._pipeline.runtime.flow import Flow
+from ...._schemas import TrajectoryGroup, TrajectoryId
+from ...sink_trainer import WeightSink
+from .callback import synchronous_callback_of
+from .deliveries import Drop
+from .flow_run import FlowRun, Groups
+from .interface import warn_untried
+from .sample_queue import SampleQueue, Trajectories
+from .samples import Decode, check
+from .transfer import TRLTransfer
+
+log = get_logger("penstock.trl")
+
+CAPACITY = 2
+"""Groups that wait for the trainer: one being sent, one being taken."""
+
+POLL_S = 1.0
+"""Seconds between looks at the flow's health while the trainer waits."""
+
+STALE_AFTER_S = 300.0
+"""Seconds without a group after which the trainer no longer waits: TRL's default for its asynchronous trainer."""
+
+
+def rollout_func(flow: Groups | Callable[[], Groups], publisher: AbstractAsyncContextManager[WeightSink]) -> Rollouts:
+    """Return the generation of `GRPOTrainer`, to be opened around the training.
+
+        with rollout_func(flow, publisher) as rollouts:
+            trainer = GRPOTrainer(…, reward_funcs=flow_reward, rollout_func=rollouts, callbacks=[rollouts.callback()])
+            trainer.train()
+
+    Args:
+        flow: sends groups of the trainer's `num_generations`, or is a function that returns such a flow; see
+            `TRLWorker`.
+        publisher: of the trainer's weights; see `TRLTransfer`.
+    """
+    return Rollouts(flow, publisher)
+
+
+def flow_reward(*, reward: list[float], **_: Any) -> list[float]:
+    """Return the rewards that the flow gave: the reward function of a `GRPOTrainer` with `rollout_func`."""
+    return reward
+
+
+class Rollouts:
+    """Answers `GRPOTrainer` with groups of a flow; see `rollout_func`."""
+
+    def __init__(self, flow: Groups | Callable[[], Groups], publisher: AbstractAsyncContextManager[WeightSink]) -> None:
+        self._flow = flow
+        self._transfer = TRLTransfer(publisher)
+        self._queue = SampleQueue(CAPACITY, self._taken)
+        self._stack = ExitStack()
+        self._run: FlowRun | None = None
+        self._portal: BlockingPortal | None = None
+        self._ended: Future[None] = Future()
+        self._trainer: Any = None
+        self._began = False
+        self._saved: Mapping[str, Any] | None = None
+        self._generated: deque[_Generation] = deque()
+        """Batches that are not used up, oldest first."""
+        self._stepped: list[TrajectoryId] = []
+        """Trajectories of batches that are used up, and were not committed."""
+        self.report: Report | None = None
+        """The report of the flow, after the body."""
+
+    def __enter__(self) -> Self:
+        """Open the publisher."""
+        self._transfer.init_weight_transfer()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop the flow and everything that it started, and close the publisher; set `report`."""
+        try:
+            if self._run is not None and self._portal is not None:
+                self._portal.call(self._run.stop)
+                self._ended.result()
+                self._portal = None
+                self._stack.close()
+                self.report = self._run.pipeline.report
+        finally:
+            self._transfer.destroy()
+
+    def callback(self) -> Any:
+        """Return the `TrainerCallback` that commits what was trained, for `GRPOTrainer(callbacks=[…])`.
+
+        Raises:
+            MissingExtra: transformers is not installed.
+        """
+        return synchronous_callback_of(self)
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Return rollouts, one for each of `prompts`, which are counted and not read. Called by TRL.
+
+        Raises:
+            InvalidPipeline: the trainer lacks the callback, evaluates, or has several processes.
+            PenstockError: the error that ended the flow.
+            FlowEnded: the flow has sent its last group.
+            FlowStalled: it has sent nothing for 300 seconds.
+        """
+        self._check(trainer)
+        if self._run is None:
+            self._start(trainer)
+        groups = [self._next() for _ in range(len(prompts) // trainer.num_generations)]
+        uses = trainer.args.steps_per_generation * trainer.num_iterations
+        self._generated.append(_Generation([each for group in groups for each in group.ids], uses))
+        return columns_of(groups)
+
+    def _check(self, trainer: Any) -> None:
+        if not self._began:
+            raise InvalidPipeline(
+                "TRL: expected GRPOTrainer(callbacks=[rollouts.callback()]), got a trainer without: what it trains "
+                "could not be committed"
+            )
+        if trainer.accelerator.num_processes > 1 or not trainer.model.training:
+            found = "an evaluation" if not trainer.model.training else f"{trainer.accelerator.num_processes} processes"
+            raise InvalidPipeline(f"TRL: expected rollout_func to generate for one process that trains, got {found}")
+
+    def _start(self, trainer: Any) -> None:
+        warn_untried()
+        self._trainer = trainer
+        self._publish()
+        flow = self._flow if isinstance(self._flow, Flow) else self._flow()
+        size = trainer.num_generations
+        items = partial(groups_of, size, trainer.temperature)
+        rest = Drop("rejected", f"TRL: expected groups of num_generations={size} rollouts that train")
+        run = FlowRun(flow, items, self._queue, rest=rest, saved=self._saved, version=self._transfer.version)
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal(name="penstock-trl-flow"))
+            self._ended, _ = portal.start_task(run.run)
+            self._portal, self._run, self._stack = portal, run, stack.pop_all()
+
+    def _publish(self) -> None:
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        self._transfer.send_weights((name, parameter.detach()) for name, parameter in model.named_parameters())
+
+    def _next(self) -> TrajectoryGroup:
+        assert self._run is not None and self._portal is not None  # noqa: S101, PT018 (started before)
+        run, portal = self._run, self._portal
+        while True:
+            try:
+                group: TrajectoryGroup = self._queue.get(timeout=POLL_S)
+            except queue.Empty:
+                run.check(STALE_AFTER_S, lambda: portal.call(run.pipeline.statistics))
+            else:
+                return group
+
+    def _taken(self, group: TrajectoryGroup, trajectories: Trajectories) -> None:  # noqa: ARG002 (it is kept by _Generation)
+        if self._run is not None:
+            self._run.wake()
+
+    # -- called by the callback --------------------------------------------------------------------------------------
+
+    def begin(self, saved: Mapping[str, Any] | None, *, resumed: bool) -> None:
+        """Note the state of the checkpoint that the trainer resumes. Called by the callback."""
+        if resumed and saved is None:
+            log.warning("resumed_without_ledger", consequence="prompts that were trained may be trained again")
+        self._began, self._saved = True, saved
+
+    def trained_microbatch(self) -> None:
+        """Note that a part of the oldest batch was trained. Called by the callback."""
+        generation = self._generated[0]
+        generation.uses -= 1
+        if not generation.uses:
+            self._stepped += self._generated.popleft().trajectories
+
+    def commit(self) -> None:
+        """Publish the weights and commit, if a batch is used up. Called by the callback after an optimizer step."""
+        if not self._stepped or self._run is None or self._portal is None:
+            return
+        self._publish()
+        stepped, self._stepped = self._stepped, []
+        self._portal.call(self._run.commit, stepped, self._transfer.version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
+        if self._run is None:
+            return {}
+        return self._run.state_dict() if self._portal is None else self._portal.call(self._run.state_dict)
+
+
+class _Generation:
+    """A batch that TRL was given."""
+
+    __slots__ = ("trajectories", "uses")
+
+    def __init__(self, trajectories: list[TrajectoryId], uses: int) -> None:
+        self.trajectories = trajectories
+        self.uses = uses
+        """Micro-batches that TRL still trains of it: each sequence `num_iterations` times."""
+
+
+def groups_of(
+    size: int, temperature: float, group: TrajectoryGroup, decode: Decode | None
+) -> Iterator[tuple[Trajectories, TrajectoryGroup]]:
+    """Yield a copy of `group`, if it has `size` rollouts that train.
+
+    Raises:
+        InvalidPipeline: it has no log-probabilities.
+        InvalidRecord: it was sampled at another temperature than `temperature`.
+    """
+    del decode
+    check(group, temperature)
+    if len(group) == size and all(row.loss_mask.any() for row in group):
+        yield tuple(group.ids), group.owned()
+
+
+def columns_of(groups: Iterable[TrajectoryGroup]) -> dict[str, list[Any]]:
+    """Return the fields of TRL's rollouts, a row for each sequence; a completion begins at the first sampled token.
+
+    `env_mask` is 1 on tokens that the policy sampled. `reward` is passed on to reward functions; see `flow_reward`.
+    """
+    rows = [row for group in groups for row in group]
+    starts = [row.prompt_length for row in rows]
+    cut = list(zip(rows, starts, strict=True))
+    return {
+        "prompt_ids": [row.tokens[:start].tolist() for row, start in cut],
+        "completion_ids": [row.tokens[start:].tolist() for row, start in cut],
+        "logprobs": [
+            () if row.behavior_logprobs is None else row.behavior_logprobs[start:].tolist() for row, start in cut
+        ],
+        "env_mask": [row.loss_mask[start:].astype(int).tolist() for row, start in cut],
+        "reward": [row.reward for row in rows],
+    }
