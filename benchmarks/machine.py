@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["cpu_seconds", "machine", "pss_bytes", "resident_mb"]
+__all__ = ["cpu_seconds", "machine", "peak_from_here", "pss_bytes", "resident_mb"]
 
 
 def machine() -> dict[str, Any]:
@@ -43,3 +43,9 @@ def resident_mb(which: Literal["VmRSS", "VmHWM"]) -> float:
     """Return the resident memory of this process: that of now, or its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(which)).split()[1]) / 1024
+
+
+def peak_from_here() -> float:
+    """Count the peak of the resident memory of this process from here on, and return the memory of now, in MB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_mb("VmRSS")

@@ -1,10 +1,11 @@
 """A step of TorchTrainer on a transformers model: seconds, and growth of memory, by vocabulary and micro-batch.
 
-    python -m benchmarks.step_memory [--vocabularies 8192 151936] [--micro-batch-tokens 1024 4096 0]
+    python -m benchmarks.step_memory [--vocabularies 8192 151936] [--micro-batch-tokens 1024 4096 0] [--kinds adapters]
 
-A Qwen2 with random weights trains on sequences of different lengths, half prompt and half completion. Each measurement
-is a process of its own, in turn; a micro-batch of 0 tokens is the whole batch. The growth is the peak of the resident
-memory over that before the first step: gradients and moments of AdamW, activations, and logits.
+A Qwen2 with random weights trains, in float32 or as another of `KINDS`, on sequences of different lengths, half prompt
+and half completion. Each measurement is a process of its own, in turn; a micro-batch of 0 tokens is the whole batch.
+The growth is the peak of the resident memory over that before the first step: gradients and moments of AdamW,
+activations, and tiles of logits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,15 +27,23 @@ from rich.console import Console
 
 from penstock import TrainBatch, TrajectoryGroup
 from penstock.losses import PPOClip
-from penstock.models import HFModel
-from penstock.torch import TorchTrainer
+from penstock.models import HFModel, LoRA
+from penstock.torch import TorchTrainer, adamw
 
-from .machine import resident_mb
+from .machine import peak_from_here, resident_mb
 from .report import command_line, print_table, write_json
 
 __all__ = ["Measured", "make_batch", "make_model", "measure_step"]
 
 GROUP = 8
+
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "adapters": {"lora": LoRA(rank=16)},
+}
+"""Options of the model; with `bfloat16` its trainer computes in it where that is safe."""
 
 
 class Measured(NamedTuple):
@@ -51,8 +60,8 @@ class Measured(NamedTuple):
     """Those of the first step: equal, up to rounding, for every micro-batch."""
 
 
-def make_model(vocabulary: int, width: int, layers: int) -> HFModel:
-    """Return a Qwen2 with random weights and tied embeddings."""
+def make_model(vocabulary: int, width: int, layers: int, kind: str = "float32") -> HFModel:
+    """Return a Qwen2 with random weights and tied embeddings, of one of `KINDS`."""
     import transformers  # noqa: PLC0415 (takes seconds)
 
     config = transformers.Qwen2Config(
@@ -66,9 +75,9 @@ def make_model(vocabulary: int, width: int, layers: int) -> HFModel:
     )
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
         auto: Any = transformers.AutoModelForCausalLM
-        return HFModel(auto.from_config(config), Path(folder))
+        auto.from_config(config).save_pretrained(folder)
+        return HFModel.from_pretrained(folder, **KINDS[kind])
 
 
 def make_batch(vocabulary: int, sequences: int, completion: int) -> TrainBatch:
@@ -98,7 +107,7 @@ def make_batch(vocabulary: int, sequences: int, completion: int) -> TrainBatch:
 
 def measure_step(trainer: Any, batch: TrainBatch, steps: int) -> Measured:
     """Return the cost of a step of `trainer`; the process must have done nothing larger before."""
-    before = resident_mb("VmRSS")
+    before = peak_from_here()
     first = trainer.step(batch)
     took: list[tuple[float, float]] = []
     for _ in range(steps):
@@ -110,32 +119,33 @@ def measure_step(trainer: Any, batch: TrainBatch, steps: int) -> Measured:
     return Measured(seconds, cpu_s, grown, first["loss"], first["grad_norm"])
 
 
-def measure(options: argparse.Namespace, vocabulary: int, micro_batch_tokens: int) -> Measured:
+def measure(options: argparse.Namespace, kind: str, vocabulary: int, micro_batch_tokens: int) -> Measured:
     """Measure one configuration in this process."""
     torch.set_num_threads(options.threads)
-    model = make_model(vocabulary, options.width, options.layers)
+    model = make_model(vocabulary, options.width, options.layers, kind)
     trainer = TorchTrainer(
         model,
-        optimizer=partial(torch.optim.AdamW, lr=1e-5),
+        optimizer=partial(adamw, lr=1e-5),
         loss=PPOClip(),
         micro_batch_tokens=micro_batch_tokens or None,
+        autocast=torch.bfloat16 if kind == "bfloat16" else None,
     )
     return measure_step(trainer, make_batch(vocabulary, options.sequences, options.completion), options.steps)
 
 
-def in_a_process(arguments: list[str], vocabulary: int, micro_batch_tokens: int) -> Measured:
+def in_a_process(arguments: list[str], kind: str, vocabulary: int, micro_batch_tokens: int) -> Measured:
     """Measure one configuration in a process of its own, with these arguments of the command line."""
-    one = ["--one", str(vocabulary), str(micro_batch_tokens)]
+    one = ["--one", kind, str(vocabulary), str(micro_batch_tokens)]
     command = [sys.executable, "-m", "benchmarks.step_memory", *arguments, *one]
     ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603 (this module itself)
     return Measured(*json.loads(ended.stdout.splitlines()[-1]))
 
 
-def show(found: dict[tuple[int, int], list[Measured]], console: Console) -> None:
+def show(found: dict[tuple[str, int, int], list[Measured]], console: Console) -> None:
     """Print the medians."""
     rows = [
         [
-            f"{vocabulary:,}",
+            f"{kind}, {vocabulary:,}",
             f"{tokens:,}" if tokens else "whole batch",
             f"{statistics.median(each.seconds for each in measured):.2f}",
             f"{statistics.median(each.cpu_s for each in measured):.2f}",
@@ -143,9 +153,9 @@ def show(found: dict[tuple[int, int], list[Measured]], console: Console) -> None
             f"{measured[0].loss:.6f}",
             f"{measured[0].grad_norm:.6f}",
         ]
-        for (vocabulary, tokens), measured in found.items()
+        for (kind, vocabulary, tokens), measured in found.items()
     ]
-    header = ("vocabulary", "micro-batch", "s/step", "CPU s", "MB grown", "loss", "grad_norm")
+    header = ("model, vocabulary", "micro-batch", "s/step", "CPU s", "MB grown", "loss", "grad_norm")
     print_table(console, "a step of TorchTrainer", header, rows)
 
 
@@ -160,16 +170,17 @@ def main() -> None:
     parser.add_argument("--completion", type=int, default=128, help="tokens of the longest prompt and completion")
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one that warms up")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["float32"])
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
-        print(json.dumps(measure(options, *options.one)))
+        kind, vocabulary, tokens = options.one
+        print(json.dumps(measure(options, kind, int(vocabulary), int(tokens))))
         return
-    found: dict[tuple[int, int], list[Measured]] = {}
+    found: dict[tuple[str, int, int], list[Measured]] = {}
     for _ in range(options.repeats):
-        for vocabulary in options.vocabularies:
-            for tokens in options.micro_batch_tokens:
-                found.setdefault((vocabulary, tokens), []).append(in_a_process(sys.argv[1:], vocabulary, tokens))
+        for key in product(options.kinds, options.vocabularies, options.micro_batch_tokens):
+            found.setdefault(key, []).append(in_a_process(sys.argv[1:], *key))
     show(found, Console())
     rows = [[*key, *each] for key, measured in found.items() for each in measured]
     write_json(options.json, {"rows": rows})

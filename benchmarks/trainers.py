@@ -56,7 +56,7 @@ from penstock.rewards import trl_reward
 from penstock.torch import TorchPolicy, TorchTrainer, adamw
 from penstock.weights import WeightPublisher
 
-from .machine import resident_mb
+from .machine import peak_from_here, resident_mb
 from .report import command_line, count, median_of, print_table, write_json
 
 __all__ = ["main"]
@@ -151,12 +151,6 @@ def make_files(folder: Path, size: Size) -> list[dict[str, str]]:
     return [{"prompt": " ".join(f"w{number}" for number in row)} for row in rows]
 
 
-def begin() -> float:
-    """Return the resident memory of this process in MB, and count its peak from here on."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident_mb("VmRSS")
-
-
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +200,7 @@ def measure_trl(folder: Path, rows: list[dict[str, str]], size: Size, **options:
         processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(folder),
         callbacks=[Clock()],
     )
-    before = begin()
+    before = peak_from_here()
     trainer.train()
     grown = resident_mb("VmHWM") - before
     training = [
@@ -287,7 +281,7 @@ def measure_penstock(folder: Path, rows: list[dict[str, str]], size: Size, *, sa
             )
             await pipeline.run()
 
-    before = begin()
+    before = peak_from_here()
     anyio.run(run)
     return Measured.of(trainer.ends, trainer.took, resident_mb("VmHWM") - before)
 
