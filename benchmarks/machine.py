@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["cpu_seconds", "machine", "peak_from_here", "pss_bytes", "resident_mb"]
+__all__ = ["cpu_seconds", "machine", "mapped_again_mb", "peak_from_here", "pss_bytes", "resident_mb"]
 
 
 def machine() -> dict[str, Any]:
@@ -49,3 +50,16 @@ def peak_from_here() -> float:
     """Count the peak of the resident memory of this process from here on, and return the memory of now, in MB."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident_mb("VmRSS")
+
+
+def mapped_again_mb() -> float:
+    """Return the part of the resident memory of this process that counts again: of parts of a file mapped twice."""
+    first: dict[tuple[str, ...], int] = {}
+    again = 0
+    for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        _, _, offset, device, inode = mapping.split(None, 5)[:5]
+        resident = int(mapping.partition("\nRss:")[2].split()[0])
+        if inode != "0":
+            again += min(resident, first.get((device, inode, offset), 0))
+            first[device, inode, offset] = max(resident, first.get((device, inode, offset), 0))
+    return again / 1024
