@@ -45,6 +45,9 @@ from .run_config import AlgorithmConfig, RunConfig
 CONCURRENCY = 256
 """Rollouts at once in a sampling process, or more where a step without lag needs them."""
 
+HELD_OUT_TIMEOUT_S = 24 * 3600.0
+"""Bound on the evaluation before and after training, for which no other stage waits."""
+
 
 class RunParts:
     """The parts of a configured run. Making it reads the tokenizer, and no weights and no rows.
@@ -99,6 +102,14 @@ class RunParts:
             best=config.best,
         )
 
+    @cached_property
+    def held_out(self) -> Evaluation | None:
+        """Return the evaluation before and after training, greedily on the prompts kept apart; None without any."""
+        sets = {f"{number} {each.data_source}": each for number, each in enumerate(self.kept_apart())}
+        if not sets:
+            return None
+        return Evaluation(sets=sets, rewards=self.rewards, sampling=self._greedy, timeout_s=HELD_OUT_TIMEOUT_S)
+
     @property
     def _greedy(self) -> SamplingParams:
         sampling = self.config.sampling
@@ -143,18 +154,6 @@ class RunParts:
             step_groups=None if algorithm.drop_zero_variance or algorithm.mask_truncated else algorithm.prompts,
             seed=config.seed,
             evaluation=self.evaluation,
-        )
-
-    def answers(self, policy: Policy, prompts: PromptDataset) -> SourceEnv:
-        """Return the source of one greedy completion for each of `prompts`. Opens their file."""
-        return SourceEnv(
-            prompts,
-            policy,
-            self.tokenizer,
-            group_size=1,
-            groups=len(prompts()),
-            sampling=self._greedy,
-            concurrency=CONCURRENCY,
         )
 
     @property

@@ -14,27 +14,28 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 import msgspec
-import numpy as np
 
-from ..._pipeline.channels.channel import ReceiveChannel
+from ..._pipeline.accounting.evaluations import EvaluationPart
+from ..._pipeline.accounting.telemetry import Metrics
 from ..._pipeline.durability.resumption import CHECKPOINTS
-from ..._pipeline.graph.context import Worker, current
+from ..._pipeline.graph.context import Context, Worker
 from ..._pipeline.graph.statistics import Report
-from ..._pipeline.runtime.flow import source
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.named_objects import import_object
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..._pipeline.view.watching import View
-from ..._schemas import TrajectoryGroup
 from ..engines.engine_publisher import EnginePublisher
 from ..engines.policies import Policy
-from ..rewards.reward_shaping import RIGHT_FROM
+from ..evaluation.evaluation import Evaluation
+from ..evaluation.evaluator import Evaluator
 from ..sink_trainer import WeightSink
 from ..training.best_checkpoint import best_checkpoint
 from ..training.checkpoint import checkpoint_of
@@ -52,9 +53,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     accuracy_before: float | None = None
     """Share of the prompts kept apart whose greedy completion has at least the full reward, before training; None
-    where none are kept apart."""
+    where none are kept apart, or their evaluation failed."""
     accuracy_after: float | None = None
-    """The same after training; None where the run was stopped."""
+    """The same after training; None also where the run was stopped."""
     reward_before: float | None = None
     """Mean reward of these completions before training."""
     reward_after: float | None = None
@@ -85,19 +86,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-class _Rewards:
-    """A sink that keeps the rewards."""
-
-    def __init__(self) -> None:
-        self.rewards: list[float] = []
-
-    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-        ledger = current().ledger
-        async for group in inbox:
-            self.rewards += group.rewards.tolist()
-            ledger.end(group, "trained")
-
-
 async def train(config: RunConfig, *, view: View | None = None) -> Summary:
     """Train as configured, or continue the run in `config.folder`; return its summary.
 
@@ -119,9 +107,9 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
     model = await anyio.to_thread.run_sync(parts.model)
     trainer = parts.trainer(model, await anyio.to_thread.run_sync(parts.reference, model))
     async with _published(parts, model) as (policy, publisher):
-        if not earlier.steps and config.data.evaluation:
+        if not earlier.steps and parts.held_out is not None:
             await publisher.publish(trainer.weights(), trainer.steps)
-            accuracy, reward = await _evaluated(parts, policy)
+            accuracy, reward = await _evaluated(parts, parts.held_out, policy)
             summary = msgspec.structs.replace(summary, accuracy_before=accuracy, reward_before=reward)
         pipeline = parts.pipeline(policy, trainer, publisher)
         try:
@@ -132,8 +120,8 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
                 summary = _after(summary, config, pipeline.report, trainer.steps, seconds)
                 with anyio.CancelScope(shield=True):
                     summary = await anyio.to_thread.run_sync(_with_best, folder, summary)
-        if config.data.evaluation:
-            accuracy, reward = await _evaluated(parts, policy)
+        if parts.held_out is not None:
+            accuracy, reward = await _evaluated(parts, parts.held_out, policy)
             seconds = earlier.seconds + time.monotonic() - began
             summary = msgspec.structs.replace(
                 summary, accuracy_after=accuracy, reward_after=reward, seconds=round(seconds, 2)
@@ -206,15 +194,30 @@ async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Po
         yield policy, EnginePublisher(published, [engine])
 
 
-async def _evaluated(parts: RunParts, policy: Policy) -> tuple[float, float]:
-    """Return accuracy and mean reward of one greedy completion of each prompt kept apart."""
-    sink = _Rewards()
-    for prompts in parts.kept_apart():
-        env = await anyio.to_thread.run_sync(parts.answers, policy, prompts)
-        await source(env).then(parts.rewards).sink(sink).run()
-    rewards = np.array(sink.rewards)
-    right_from = parts.config.reward.right_from or RIGHT_FROM
-    return float((rewards >= right_from).mean()), float(rewards.mean())
+async def _evaluated(parts: RunParts, evaluation: Evaluation, policy: Policy) -> tuple[float | None, float | None]:
+    """Return accuracy and mean reward of all sets of `evaluation` together; None where one could not be finished."""
+    prompts = replace(parts.source(policy), evaluation=evaluation)
+    metrics = Metrics()
+    metrics.send_evaluation = _nothing  # the part is taken below
+    context = Context(metrics=metrics)
+    async with policy.open(context.worker) as engine:
+        make_source = partial(prompts.evaluated, engine, context.worker)
+        await Evaluator(evaluation, make_source, tokenizer=None, context=context).begin()
+    (part,) = metrics.take().evaluations
+    if part.failed:
+        return None, None
+    return _mean(part, "mean@1"), _mean(part, "reward")
+
+
+def _nothing() -> None:
+    pass
+
+
+def _mean(part: EvaluationPart, score: str) -> float | None:
+    """Return the mean of `score` over the prompts of all sets; None without any."""
+    sums = [sums for name, sums in part.means.items() if name.endswith(f"/{score}")]
+    count = sum(count for _, count in sums)
+    return sum(value for value, _ in sums) / count if count else None
 
 
 def _after(summary: Summary, config: RunConfig, report: Report, steps: int, seconds: float) -> Summary:

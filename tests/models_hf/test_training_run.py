@@ -89,6 +89,17 @@ def test_a_run_leaves_a_model_that_transformers_loads_and_a_summary(values: dict
     assert PretrainedTokenizer(summary.checkpoint).encode("1+2=")
 
 
+def test_the_summary_counts_the_prompts_of_all_sets_kept_apart(values: dict[str, Any], folder: Path) -> None:
+    (folder / "hard.jsonl").write_text("".join(f'{{"question": "{n}+12="}}\n' for n in range(8)))
+    sets = [{"path": f"{name}.jsonl", "prompt": "question"} for name in ("train", "hard")]
+
+    summary = trained(values | {"data": {"sets": sets, "evaluation": 0.25}, "evaluation": {"every": 4}})
+
+    first, *_ = (json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines())
+    easy, hard = first["eval/train/reward"], first["eval/hard/reward"]
+    assert summary.reward_before == pytest.approx((6 * easy + 2 * hard) / 8)
+
+
 def test_a_run_evaluates_the_rows_kept_apart_and_further_sets_and_names_the_best_checkpoint(
     values: dict[str, Any], folder: Path
 ) -> None:
