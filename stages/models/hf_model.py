@@ -21,7 +21,6 @@ import anyio.to_thread
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..._pipeline.errors import InvalidConfig
 from ..engines.engine_publisher import PublishedWeights
@@ -32,6 +31,7 @@ from ..training.checkpoint import WEIGHTS
 from ..training.torch_weights_file import read_weights
 from . import hf_attention
 from . import lora as adapters_of
+from .hf_cache import HFCache, cache_of
 from .lora import ADAPTER_CONFIG
 from .lora_config import LoRA
 from .transformers_import import import_transformers, quiet_transformers
@@ -44,10 +44,6 @@ ADAPTERS = "adapter_model.safetensors"
 
 PACKING_TOLERANCE = 0.02
 """Difference of logits, as a share of the largest, that rounding in bfloat16 explains."""
-
-
-JOINABLE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
-"""Layers of a cache of transformers, by their names in versions 4 and 5, whose rows can be joined."""
 
 
 CHECKED_KERNELS = ("eager", "sdpa")
@@ -207,7 +203,7 @@ class HFModel(nn.Module):
     def new_cache(self, batch: int, capacity: int) -> HFCache:  # noqa: ARG002 (it grows as it is filled)
         """Return an empty cache; see `CausalModel`."""
         states = import_transformers("HFModel").DynamicCache(config=self.module.config)
-        return HFJoinableCache(states) if _joins(states, self.module.config) else HFCache(states)
+        return cache_of(states, self.module.config)
 
     # -- tensors, by transformers' names -------------------------------------------------------------------------------
 
@@ -310,59 +306,6 @@ class MergedWeights:
             Exception: see the publisher's `publish`.
         """
         await self._weights.publish(await anyio.to_thread.run_sync(self._model.merged), version)
-
-
-class HFCache:
-    """A cache of transformers; see `Cache`."""
-
-    def __init__(self, states: Any) -> None:
-        self.states = states
-        """A `DynamicCache`: sliding windows keep only what they see."""
-
-    def __repr__(self) -> str:
-        return f"<HFCache: {self.length} tokens>"
-
-    @property
-    def length(self) -> int:
-        """Return the number of tokens of a row, padding included."""
-        return int(self.states.get_seq_length())
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep only `rows`; see `Cache`."""
-        self.states.batch_select_indices(rows)
-
-
-class HFJoinableCache(HFCache):
-    """A cache of layers of keys and values alone; see `JoinableCache`."""
-
-    def join(self, other: HFJoinableCache) -> None:
-        """Add the rows of `other`; see `JoinableCache`."""
-        for layer, added in zip(self.states.layers, other.states.layers, strict=True):
-            layer.keys = _side_by_side(layer.keys, added.keys)
-            layer.values = _side_by_side(layer.values, added.values)
-            if layer.is_sliding:
-                layer.cumulative_length = max(layer.cumulative_length, added.cumulative_length)
-
-    def cut(self, tokens: int) -> None:
-        """Remove the first `tokens` of every row; see `JoinableCache`. A window may have dropped them already."""
-        for layer in self.states.layers:
-            length = layer.get_seq_length() - tokens
-            begin = max(0, layer.keys.shape[-2] - length)
-            layer.keys, layer.values = layer.keys[:, :, begin:], layer.values[:, :, begin:]
-            if layer.is_sliding:
-                layer.cumulative_length = length
-
-
-def _joins(states: Any, config: Any) -> bool:
-    """Return whether a token's keys and values depend on no other column of the cache, so that columns can be moved."""
-    chunked = "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
-    return not chunked and {type(layer).__name__ for layer in states.layers} <= JOINABLE_LAYERS
-
-
-def _side_by_side(one: Tensor, other: Tensor) -> Tensor:
-    """Return the rows of both [b, H, *, D], the shorter ones padded on the left."""
-    width = max(one.shape[2], other.shape[2])
-    return torch.cat([functional.pad(each, (0, 0, width - each.shape[2], 0)) for each in (one, other)])
 
 
 class _Unadapted:

@@ -127,6 +127,30 @@ def test_rows_that_join_and_leave_a_cache_have_the_logits_of_transformers(
         torch.testing.assert_close(logits, expected, atol=2e-6, rtol=0)
 
 
+@torch.inference_mode()
+def test_a_cache_is_copied_once_for_many_tokens(model_folder: ModelFolder) -> None:
+    rows = Rows(HFModel.from_pretrained(model_folder("llama")), torch.arange(60) * 7 % 300, 5)
+    memory = {rows.cache.states.layers[0].keys.data_ptr()}
+
+    for _ in range(54):
+        rows.step()
+        memory.add(rows.cache.states.layers[0].keys.data_ptr())
+
+    assert len(memory) == 1
+    expected = logits_of_transformers(model_folder("llama"), rows.sequences[0])[4:-1]
+    torch.testing.assert_close(torch.cat(rows.found[0]), expected, atol=2e-6, rtol=0)
+
+
+def test_logits_with_a_cache_can_be_differentiated(model_folder: ModelFolder) -> None:
+    rows = Rows(HFModel.from_pretrained(model_folder("llama")), torch.arange(8) * 7, 5)
+
+    for _ in range(2):
+        rows.step()
+
+    torch.autograd.backward(torch.cat(rows.found[0]).logsumexp(-1).sum())
+    assert all(parameter.grad is not None for parameter in rows.model.parameters())
+
+
 @pytest.mark.long  # compiling the kernel takes 20 s
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @torch.inference_mode()
