@@ -181,7 +181,7 @@ def main() -> None:
     for _ in range(options.repeats):
         for key in product(options.kinds, options.vocabularies, options.micro_batch_tokens):
             found.setdefault(key, []).append(in_a_process(sys.argv[1:], *key))
-    show(found, Console())
+    show(found, Console(width=100))
     rows = [[*key, *each] for key, measured in found.items() for each in measured]
     write_json(options.json, {"rows": rows})
 
