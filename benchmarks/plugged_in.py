@@ -63,7 +63,7 @@ def processor_s() -> float:
     """Return the processor time of this process and of those below it, in seconds."""
     me = psutil.Process()
     times = [each.cpu_times() for each in [me, *me.children(recursive=True)]]
-    return sum(each.user + each.system + each.children_user + each.children_system for each in times)
+    return float(sum(each.user + each.system + each.children_user + each.children_system for each in times))
 
 
 def kill_sampler() -> None:

@@ -14,7 +14,7 @@ from penstock import SourceEnv, source
 from penstock._stages.integrations.trl.deliveries import Limits
 from penstock.errors import FlowEnded, InvalidConfig, InvalidPipeline, MissingExtra, WeightsMismatch
 from penstock.integrations.trl import TRLTransfer, TRLWorker
-from penstock.policies import NoOpPolicy
+from penstock.policies import EnginePublisher, NoOpPolicy
 from penstock.weights import WeightPublisher
 
 
@@ -69,6 +69,7 @@ def test_a_queue_without_room_is_refused() -> None:
 def test_versions_begin_with_1_as_those_of_trl_do_and_tied_tensors_are_completed() -> None:
     shared = np.ones(2, np.float32)
     publisher = WeightPublisher({"embed": shared, "head": shared, "norm": np.ones(3, np.float32)})
+    assert publisher.ties == EnginePublisher(publisher, []).ties == {"head": "embed"}
     transfer = TRLTransfer(publisher)
 
     transfer.init_weight_transfer()

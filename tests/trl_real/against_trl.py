@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import os
@@ -21,6 +22,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from peft import LoraConfig
+from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.trl.contract import SAMPLE, TRANSFER, WORKER, fields_of, methods_of
@@ -31,8 +34,9 @@ from transformers import TrainerCallback
 
 from penstock import AdvantageNormalizer, TrajectoryGroup
 from penstock._pipeline.accounting.committed_prompts import CommittedPrompts
+from penstock._stages.integrations.trl import interface
 from penstock._stages.integrations.trl.samples import samples_of
-from penstock.errors import FlowEnded, FlowStalled, WorkerFailed
+from penstock.errors import FlowEnded, FlowStalled, MissingInterface, WorkerFailed
 from penstock.integrations.trl import TRLWorker, rollout_func
 from penstock.testing import drive
 
@@ -128,6 +132,40 @@ def test_weights_that_are_sent_every_other_step_have_a_version_each(model: Path,
     assert balance_of(worker).ended["trained"] == 5 * 16
     assert worker.report is not None
     assert worker.report.steps == trainer.model_version == 3
+
+
+def test_adapters_are_sampled_merged(model: Path, make_trainer: MakeTrainer) -> None:
+    publisher = publisher_of(model)
+    worker = TRLWorker(lambda: flow_of(model, publisher.url))
+    trainer = make_trainer(worker, publisher, max_steps=6, peft_config=LoraConfig(r=4, target_modules=["q_proj"]))
+
+    trainer.train()
+
+    assert balance_of(worker).ended["trained"] == 6 * 16
+    assert max(abs(ratio - 1) for ratio in logged(trainer, "ratio")) < 0.05  # sampled by the weights that train
+
+
+def test_a_version_that_was_not_tried_is_warned_of_once_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "TRIED", ("1.0",))
+    interface.warn_untried.cache_clear()
+
+    with capture_logs() as logs:
+        assert interface.rollout_sample() is interface.rollout_sample()
+
+    assert [(line["event"], line["tried"]) for line in logs] == [("framework_version_untried", "1.0")]
+
+
+def test_a_sample_that_lacks_a_field_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(interface.MODULE)
+    kept = [(name, Any) for name in SAMPLE if name != "old_log_probs"]
+    monkeypatch.setattr(module, "RolloutSample", dataclasses.make_dataclass("RolloutSample", kept))
+
+    with pytest.raises(MissingInterface, match=r"RolloutSample to have \['old_log_probs'\]"):
+        interface.rollout_sample()
+
+    monkeypatch.delattr(module, "RolloutSample")
+    with pytest.raises(MissingInterface, match=r"RolloutSample, found none in TRL 1\."):
+        interface.rollout_sample()
 
 
 def test_what_trl_drops_as_stale_is_counted_by_reason(model: Path, make_trainer: MakeTrainer) -> None:

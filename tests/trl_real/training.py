@@ -42,16 +42,17 @@ def synchronous_trainer_of(model: Path, folder: Path, rollouts: Rollouts, **opti
 
 
 def trainer_of(model: Path, folder: Path, worker: TRLWorker, publisher: WeightPublisher, **options: Any) -> Any:
-    """Return the trainer; `callbacks` among the options are called after that of the worker."""
+    """Return the trainer; `callbacks` among the options are called after the worker's."""
     from datasets import Dataset  # noqa: PLC0415 (a worker imports this file, and trains nothing)
 
     trl = importlib.import_module("trl.experimental.async_grpo")
-    callbacks = options.pop("callbacks", [])
+    callbacks, peft_config = options.pop("callbacks", []), options.pop("peft_config", None)
     return trl.AsyncGRPOTrainer(
         model=str(model),
         args=trl.AsyncGRPOConfig(output_dir=str(folder), **OPTIONS | options),
         train_dataset=Dataset.from_dict({"prompt": ["unused"]}),
         rollout_worker=worker,
         weight_transfer=TRLTransfer(publisher),
+        peft_config=peft_config,
         callbacks=[worker.callback(), *callbacks],
     )

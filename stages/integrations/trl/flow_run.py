@@ -91,8 +91,6 @@ class FlowRun:
         """Whether the flow has sent its last group."""
         self.sent = 0
         """Samples, or groups, that were put into the queue."""
-        self.emitted: dict[str, float] = {}
-        """The metrics of the last committed step."""
 
     def _resumed(self, flow: Groups, saved: Mapping[str, Any] | None, version: int) -> Groups:
         if not saved:
@@ -174,13 +172,16 @@ class FlowRun:
         """Count the end of trajectories that TRL drops; those of a run that is over were counted as lost."""
         self._ledger.end([each for each in trajectories if self._ledger.is_open(each)], state, reason)
 
-    def commit(self, trained: list[TrajectoryId], version: int) -> None:
-        """Commit trajectories at `version`; those of a run that is over were counted as lost, and are only kept."""
+    def commit(self, trained: list[TrajectoryId], version: int) -> dict[str, float]:
+        """Commit trajectories at `version`; return the metrics since the last commit.
+
+        Those of a run that is over were counted as lost; a checkpoint lists them as trained all the same.
+        """
         if self._over:
             self._late += trained
-            return
+            return {}
         self._ledger.commit_ids(trained, version)
-        self.emitted = self._metrics.emit(version)
+        return self._metrics.emit(version)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON values."""

@@ -194,9 +194,9 @@ class TRLWorker:
         if run is None:
             return
         stepped, self._stepped = self._stepped, []
-        self._call(lambda: run.commit(stepped, self._version))
-        with suppress(queue.Full):
-            self.metrics_queue.put_nowait(run.emitted)
+        if metrics := self._call(lambda: run.commit(stepped, self._version)):
+            with suppress(queue.Full):
+                self.metrics_queue.put_nowait(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""

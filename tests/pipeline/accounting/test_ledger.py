@@ -34,6 +34,22 @@ def test_every_admitted_trajectory_ends_in_one_state_with_a_reason() -> None:
     assert balance.balanced
 
 
+def test_a_step_of_a_trainer_without_batches_commits_trajectories_by_their_ids() -> None:
+    ledger = ledger_with(A, B)
+    steps: list[int] = []
+
+    with ledger.on_step(steps.append):
+        ledger.commit_ids([*group(instance_id="a").ids, *group(instance_id="b").ids[:1]], step=3)
+        ledger.commit_ids([], step=4)
+
+    assert (ledger.step, steps) == (4, [3, 4])
+    assert dict(ledger.committed) == {A: 0b11, B: 0b1}
+    assert ledger.balance().ended["trained"] == 3
+    with pytest.raises(LedgerImbalance, match="was trained before and is committed again"):
+        ledger.commit_ids(group(instance_id="b").ids, step=5)
+    assert (ledger.step, ledger.balance().in_flight) == (4, 1)
+
+
 def test_admitting_what_is_in_flight_counts_nothing() -> None:
     ledger = ledger_with(A)
     assert ledger.admit(A, [0, 1, 2]) == 1
