@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import torch
 from rich.console import Console
 
 from penstock import RewardBridge, SourceEnv, here, processes, source
@@ -167,6 +166,8 @@ def in_a_process(name: str, size: Size) -> Measured:
 
 def measure_here(name: str, size: Size) -> Measured:
     """Measure a contestant in this process."""
+    import torch  # noqa: PLC0415 (the parent of the contestants needs none)
+
     torch.set_num_threads(size.threads)
     with tempfile.TemporaryDirectory() as made:
         return CONTESTANTS[name](Path(made), make_files(Path(made), size), size)
@@ -178,7 +179,7 @@ def show(found: Mapping[str, list[Measured]], console: Console) -> None:
         [name, *(median_of(values, digits) for values, digits in zip(zip(*all_of, strict=True), DIGITS, strict=True))]
         for name, all_of in found.items()
     ]
-    print_table(console, "GRPOTrainer", ("", "s a step", "CPU ms a trajectory", "longest s", "trained", "lost"), rows)
+    print_table(console, "GRPOTrainer", ("", "s a step", "CPU ms each", "longest s", "trained", "lost"), rows)
 
 
 DIGITS = (2, 1, 1, 0, 0)
@@ -201,7 +202,7 @@ def main() -> None:
     for _ in range(options.repeats):
         for name, measured in found.items():  # alternating, so that a busy machine slows all of them
             measured.append(in_a_process(name, SIZE._replace(steps=options.steps)))
-    show(found, Console(width=100))
+    show(found, Console(width=120))
     write_json(options.json, {"size": SIZE._asdict(), "found": found})
 
 
