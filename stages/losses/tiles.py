@@ -196,7 +196,7 @@ class ByTiles(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *given: Tensor | None) -> Any:
+    def backward(ctx: Any, *given: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (torch's own decorator)
         """Return the gradients of hidden states, weight and bias of the head."""
         tokens, hidden, weight, bias, normalizers, entropies = ctx.saved_tensors
         of_logprobs, of_entropies = (None if each is None else each[:, None] for each in (*given, None)[:2])
