@@ -4,6 +4,7 @@
 #   make test-all        every cell of its long tables too, of which make test runs some; with coverage
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make test-trackers   TensorBoard and W&B themselves, offline; installs them first (0.2 GB)
+#   make test-prime-rl PRIME_RL=../prime-rl   prime-rl's loader and loss, whose checkout is there; installs 0.2 GB first
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
@@ -24,12 +25,13 @@ VLLM := $(VENV)/vllm
 WITH_ATROPOS := $(VENV)/atropos
 TRACKERS := $(VENV)/trackers
 TRL := $(VENV)/trl
+WITH_PRIME_RL := $(VENV)/prime-rl
 DOCS := $(VENV)/docs
 
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl check docs chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-prime-rl check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -71,8 +73,23 @@ $(TRL)/ready: scripts/trl/requirements.txt | $(READY)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(TRL) --requirement $<
 	touch $@
 
+COMMIT_OF_PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
+AT := $(CURDIR)/$(WITH_PRIME_RL):$(CURDIR)/$(TRACKERS):$(abspath $(PRIME_RL))/src:$(abspath $(PRIME_RL))/packages/prime-rl-configs/src
+
+test-prime-rl: $(READY)
+	scripts/check_checkout.sh test-prime-rl PRIME_RL https://github.com/PrimeIntellect-ai/prime-rl $(COMMIT_OF_PRIME_RL) "$(PRIME_RL)"
+	$(MAKE) $(WITH_PRIME_RL)/ready $(TRACKERS)/ready
+	PYTHONPATH=$(AT) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/prime_rl/against_prime_rl.py
+
+$(WITH_PRIME_RL)/ready: scripts/prime_rl/requirements.txt | $(READY)
+	rm -rf $(WITH_PRIME_RL)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(WITH_PRIME_RL) --requirement $<
+	touch $@
+
+COMMIT_OF_ATROPOS := 296a0bc55760e43b9c0743c052f8d6c2732606d1
+
 test-atropos: $(READY)
-	scripts/check_atropos.sh "$(ATROPOS)"
+	scripts/check_checkout.sh test-atropos ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
 	$(MAKE) $(WITH_ATROPOS)/ready
 	ATROPOS="$(ATROPOS)" $(WITH_ATROPOS)/bin/python -m pytest -o faulthandler_timeout=0 tests/atropos_real/against_*.py
 

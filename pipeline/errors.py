@@ -181,6 +181,14 @@ class RunInUse(PenstockError):
     """Another process runs in the folder of a run."""
 
 
+class StepsOfAnotherRun(PenstockError):
+    """The folder of an outside trainer has steps that this run has not done, which would count as done by it."""
+
+
+class TrainerSilent(PenstockError, TimeoutError):
+    """An outside trainer has not finished a step, or not begun, within a bound; the message says where to look."""
+
+
 class RunStopped(SystemExit):
     """SIGTERM or SIGINT has stopped a run gracefully; ends the script with exit code 143 or 130."""
 

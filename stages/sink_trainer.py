@@ -58,7 +58,7 @@ class WeightedTrainer(Trainer, Protocol):
     """A trainer whose weights can be published."""
 
     def weights(self) -> Mapping[str, Any]:
-        """Return the tensors by name, as of the last step. No step runs while they are published."""
+        """Return the tensors by name, as of the last step. May block. No step runs while they are published."""
         ...
 
 
@@ -227,7 +227,7 @@ class SinkTrainer:
         self._restore(ledger)
         resumed_at = ledger.step
         await _in_thread(self._evaluated.link_best, thread)
-        await self._publish(ledger.step)
+        await self._publish(ledger.step, thread)
         if ledger.step != self.max_steps:
             await self._evaluated.finished(ledger.step)
         saved = await self._train_all(inbox, ledger, thread)
@@ -292,7 +292,7 @@ class SinkTrainer:
         async with self._sampling():
             trained = await _in_thread(partial(self._step, batch, step), thread)
             stepped = time.monotonic()
-            await self._publish(step)
+            await self._publish(step, thread)
         published = time.monotonic()
         context.ledger.commit(batch, step)
         seconds = waited_s + published - began
@@ -335,10 +335,10 @@ class SinkTrainer:
         sink = self._weight_sink
         return nullcontext() if sink is None or self.sampling == "overlap" else sink.paused()
 
-    async def _publish(self, version: int) -> None:
+    async def _publish(self, version: int, thread: anyio.CapacityLimiter) -> None:
         sink = self._weight_sink
         if sink is not None and sink.version < version and isinstance(self.trainer, WeightedTrainer):
-            await sink.publish(self.trainer.weights(), version)
+            await sink.publish(await _in_thread(self.trainer.weights, thread), version)
 
     def _saves_at(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step`; of an evaluated step, because it may be the best."""

@@ -46,6 +46,7 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/training/step_clock.py",
         "stages/models/*.py",
         "stages/*/torch_*.py",
+        "stages/integrations/prime_rl/*.py",
         "benchmarks/decoder.py",
         "benchmarks/sampling.py",
         "benchmarks/step_memory.py",

@@ -17,7 +17,12 @@ EXTRAS = (
 )
 """Packages that only extras install."""
 
-NEEDS_EXTRA = {"penstock.torch": "torch", "penstock.losses": "torch", "penstock.models": "train"}
+NEEDS_EXTRA = {
+    "penstock.torch": "torch",
+    "penstock.losses": "torch",
+    "penstock.models": "train",
+    "penstock.integrations.prime_rl": "torch",
+}
 """Public modules that cannot be imported without an extra."""
 
 WITHOUT_EXTRAS = f"""
@@ -69,7 +74,9 @@ except ImportError as error:
     )
 
     installs = re.escape(f"pip install 'penstock[{NEEDS_EXTRA[name]}]'")
-    assert re.fullmatch(rf"MissingExtra {name} needs (torch|xxhash), which is not installed: {installs}\n", printed)
+    assert re.fullmatch(
+        rf"MissingExtra {name} needs (torch|safetensors|xxhash), which is not installed: {installs}\n", printed
+    )
 
 
 def test_importing_penstock_does_not_import_torch() -> None:

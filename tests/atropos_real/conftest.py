@@ -13,7 +13,7 @@ from tests.atropos_real.workspace import make_workspace
 
 @pytest.fixture(scope="session")
 def checkout() -> Path:
-    """Return the checkout of Atropos, whose commit scripts/check_atropos.sh has checked."""
+    """Return the checkout of Atropos, whose commit scripts/check_checkout.sh has checked."""
     return Path(os.environ["ATROPOS"]).resolve()
 
 
