@@ -198,14 +198,14 @@ def test_a_sampler_that_is_killed_is_replaced_and_what_it_held_is_counted(
     model: Path, make_trainer: MakeTrainer
 ) -> None:
     publisher = publisher_of(model)
-    worker = TRLWorker(lambda: flow_of(model, publisher.url, workers=1))
+    worker = TRLWorker(lambda: flow_of(model, publisher.url, workers=1, max_lag=None))  # always at work
     kill = At(2, lambda: os.kill(samplers()[0], signal.SIGKILL))
-    trainer = make_trainer(worker, publisher, max_steps=12, callbacks=[kill])
+    trainer = make_trainer(worker, publisher, max_steps=40, max_staleness=1000, callbacks=[kill])
 
     trainer.train()
 
     balance = balance_of(worker)
-    assert balance.ended["trained"] == 12 * 16
+    assert balance.ended["trained"] == 40 * 16  # more than the first one could send ahead
     assert any("was killed by SIGKILL" in reason for reason in balance.reasons["lost"])
     assert samplers() == []
 
