@@ -84,10 +84,11 @@ class PrimeRLTrainer:
             raise ValueError(
                 f"output: expected the output_dir of prime-rl beside {to}, where it writes weights, got None"
             )
-        self.ranks, self.seq_len = whole_number("ranks", ranks), whole_number("seq_len", seq_len)
-        self.temperature = finite_number("temperature", temperature)
-        self.step_timeout_s = finite_number("step_timeout_s", step_timeout_s)
-        self.output = Path(to if output is None else output)
+        self.ranks: int = whole_number("ranks", ranks)
+        self.seq_len: int = whole_number("seq_len", seq_len)
+        self.temperature: float = finite_number("temperature", temperature)
+        self.step_timeout_s: float = finite_number("step_timeout_s", step_timeout_s)
+        self.output: Path = Path(to if output is None else output)
         self._transport: Transport = FileTransport(self.output)
         if is_url:
             self._transport = ZmqTransport(str(to), self.ranks)
