@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock import TrajectoryId
-from penstock._stages.integrations.trl.deliveries import Deliveries, Drop, Limits
+from penstock._stages.integrations.flow_thread.flow_run import Drop
+from penstock._stages.integrations.trl.deliveries import Deliveries, Limits
 
 
 @dataclass

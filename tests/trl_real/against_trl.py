@@ -147,7 +147,6 @@ def test_adapters_are_sampled_merged(model: Path, make_trainer: MakeTrainer) -> 
 
 def test_a_version_that_was_not_tried_is_warned_of_once_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "TRIED", ("1.0",))
-    interface.warn_untried.cache_clear()
 
     with capture_logs() as logs:
         assert interface.rollout_sample() is interface.rollout_sample()

@@ -13,17 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from ...._pipeline.accounting.shared_counters import EndState
 from ...._schemas import TrajectoryId
-
-
-class Drop(NamedTuple):
-    """The end of a sample that TRL drops."""
-
-    state: EndState
-    reason: str
+from ..flow_thread.flow_run import Drop
 
 
 @dataclass(frozen=True, slots=True)

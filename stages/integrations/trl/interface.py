@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from functools import cache
-from importlib.metadata import version
 from typing import Any
 
-from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import MissingInterface
-from ...._pipeline.util.extras import extra
+from ..framework_version import warn_untried
 from .samples import FIELDS
-
-log = get_logger("penstock.trl")
 
 TRIED = ("1.16.0",)
 """The versions of TRL that the tests run."""
@@ -23,21 +18,6 @@ MODULE = "trl.experimental.async_grpo.async_rollout_worker"
 NEEDED_BY = "penstock.integrations.trl"
 
 
-@cache
-def warn_untried() -> str:
-    """Warn once if the installed TRL is none of those that were tried; return its version.
-
-    Raises:
-        MissingExtra: TRL is not installed.
-    """
-    with extra("trl", NEEDED_BY):
-        importlib.import_module("trl")
-    installed = version("trl")
-    if installed not in TRIED:
-        log.warning("framework_version_untried", framework="trl", version=installed, tried=", ".join(TRIED))
-    return installed
-
-
 def rollout_sample() -> Any:
     """Return TRL's class of samples.
 
@@ -45,7 +25,7 @@ def rollout_sample() -> Any:
         MissingExtra: TRL is not installed.
         MissingInterface: it has no such class, or the class lacks a field.
     """
-    installed = warn_untried()
+    installed = warn_untried("trl", TRIED)
     try:
         found = importlib.import_module(MODULE).RolloutSample
     except (ImportError, AttributeError) as error:

@@ -10,13 +10,10 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
-
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidPipeline
@@ -24,12 +21,13 @@ from ...._pipeline.graph.statistics import Report
 from ...._pipeline.runtime.flow import Flow
 from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...sink_trainer import WeightSink
+from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
+from ..flow_thread.flow_thread import FlowThread
+from ..flow_thread.sample_queue import SampleQueue, Trajectories
+from ..framework_version import warn_untried
 from .callback import synchronous_callback_of
-from .deliveries import Drop
-from .flow_run import FlowRun, Groups
-from .interface import warn_untried
-from .sample_queue import SampleQueue, Trajectories
-from .samples import Decode, check
+from .interface import TRIED
+from .samples import check
 from .transfer import TRLTransfer
 
 log = get_logger("penstock.trl")
@@ -71,10 +69,7 @@ class Rollouts:
         self._flow = flow
         self._transfer = TRLTransfer(publisher)
         self._queue = SampleQueue(CAPACITY, self._taken)
-        self._stack = ExitStack()
-        self._run: FlowRun | None = None
-        self._portal: BlockingPortal | None = None
-        self._ended: Future[None] = Future()
+        self._thread: FlowThread | None = None
         self._trainer: Any = None
         self._began = False
         self._saved: Mapping[str, Any] | None = None
@@ -95,12 +90,8 @@ class Rollouts:
     ) -> None:
         """Stop the flow and everything that it started, and close the publisher; set `report`."""
         try:
-            if self._run is not None and self._portal is not None:
-                self._portal.call(self._run.stop)
-                self._ended.result()
-                self._portal = None
-                self._stack.close()
-                self.report = self._run.pipeline.report
+            if self._thread is not None:
+                self.report = self._thread.stop()
         finally:
             self._transfer.destroy()
 
@@ -122,9 +113,8 @@ class Rollouts:
             FlowStalled: it has sent nothing for 300 seconds.
         """
         self._check(trainer)
-        if self._run is None:
-            self._start(trainer)
-        groups = [self._next() for _ in range(len(prompts) // trainer.num_generations)]
+        thread = self._start(trainer) if self._thread is None else self._thread
+        groups = [self._next(thread) for _ in range(len(prompts) // trainer.num_generations)]
         uses = trainer.args.steps_per_generation * trainer.num_iterations
         self._generated.append(_Generation([each for group in groups for each in group.ids], uses))
         return columns_of(groups)
@@ -139,38 +129,35 @@ class Rollouts:
             found = "an evaluation" if not trainer.model.training else f"{trainer.accelerator.num_processes} processes"
             raise InvalidPipeline(f"TRL: expected rollout_func to generate for one process that trains, got {found}")
 
-    def _start(self, trainer: Any) -> None:
-        warn_untried()
+    def _start(self, trainer: Any) -> FlowThread:
+        warn_untried("trl", TRIED)
         self._trainer = trainer
         self._publish()
         flow = self._flow if isinstance(self._flow, Flow) else self._flow()
         size = trainer.num_generations
         items = partial(groups_of, size, trainer.temperature)
         rest = Drop("rejected", f"TRL: expected groups of num_generations={size} rollouts that train")
-        run = FlowRun(flow, items, self._queue, rest=rest, saved=self._saved, version=self._transfer.version)
-        with ExitStack() as stack:
-            portal = stack.enter_context(start_blocking_portal(name="penstock-trl-flow"))
-            self._ended, _ = portal.start_task(run.run)
-            self._portal, self._run, self._stack = portal, run, stack.pop_all()
+        version = self._transfer.version
+        run = FlowRun(flow, items, self._queue, trainer="TRL", rest=rest, saved=self._saved, version=version)
+        self._thread = FlowThread(run, "penstock-trl-flow")
+        return self._thread
 
     def _publish(self) -> None:
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
         self._transfer.send_weights((name, parameter.detach()) for name, parameter in model.named_parameters())
 
-    def _next(self) -> TrajectoryGroup:
-        assert self._run is not None and self._portal is not None  # noqa: S101, PT018 (started before)
-        run, portal = self._run, self._portal
+    def _next(self, thread: FlowThread) -> TrajectoryGroup:
         while True:
             try:
                 group: TrajectoryGroup = self._queue.get(timeout=POLL_S)
             except queue.Empty:
-                run.check(STALE_AFTER_S, lambda: portal.call(run.pipeline.statistics))
+                thread.check(STALE_AFTER_S)
             else:
                 return group
 
     def _taken(self, group: TrajectoryGroup, trajectories: Trajectories) -> None:  # noqa: ARG002 (it is kept by _Generation)
-        if self._run is not None:
-            self._run.wake()
+        if self._thread is not None:
+            self._thread.run.wake()
 
     # -- called by the callback --------------------------------------------------------------------------------------
 
@@ -189,17 +176,16 @@ class Rollouts:
 
     def commit(self) -> None:
         """Publish the weights and commit, if a batch is used up. Called by the callback after an optimizer step."""
-        if not self._stepped or self._run is None or self._portal is None:
+        thread = self._thread
+        if not self._stepped or thread is None or not thread.running:
             return
         self._publish()
         stepped, self._stepped = self._stepped, []
-        self._portal.call(self._run.commit, stepped, self._transfer.version)
+        thread.call(lambda: thread.run.commit(stepped, self._transfer.version))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
-        if self._run is None:
-            return {}
-        return self._run.state_dict() if self._portal is None else self._portal.call(self._run.state_dict)
+        return {} if self._thread is None else self._thread.call(self._thread.run.state_dict)
 
 
 class _Generation:

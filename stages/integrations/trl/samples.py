@@ -7,8 +7,8 @@ fields are a dict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from ...._pipeline.errors import InvalidPipeline
 from ...._schemas import InvalidRecord, Trajectory, TrajectoryGroup, TrajectoryId
 from ...._schemas.batch import oldest_versions
 from ...engines.sampling_params import TEMPERATURES
-
-Decode: TypeAlias = Callable[[Sequence[int]], str]
+from ..flow_thread.flow_run import Decode
 
 FIELDS = (
     *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs"),

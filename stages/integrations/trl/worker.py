@@ -15,12 +15,9 @@ import itertools
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
-
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from typing import Any
 
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import FlowEnded, InvalidPipeline
@@ -29,16 +26,15 @@ from ...._pipeline.runtime.flow import Flow
 from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...._schemas.numbers import whole_number
 from ...batcher import NOTHING_TO_TRAIN
+from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
+from ..flow_thread.flow_thread import FlowThread
+from ..flow_thread.sample_queue import SampleQueue, Trajectories
 from .callback import callback_of
-from .deliveries import Deliveries, Drop, Limits
-from .flow_run import FlowRun, Groups
+from .deliveries import Deliveries, Limits
 from .interface import rollout_sample
-from .sample_queue import SampleQueue, Trajectories
-from .samples import Decode, samples_of
+from .samples import samples_of
 
 log = get_logger("penstock.trl")
-
-T = TypeVar("T")
 
 UNTRAINED = Drop("filtered", NOTHING_TO_TRAIN)
 
@@ -79,11 +75,7 @@ class TRLWorker:
         self._deliveries = Deliveries()
         self._stepped: list[TrajectoryId] = []
         """Trained by optimizer steps that are not committed yet."""
-        self._run: FlowRun | None = None
-        self._portal: BlockingPortal | None = None
-        self._stack = ExitStack()
-        self._ended: Future[None] = Future()
-        """Done when the flow has ended."""
+        self._thread: FlowThread | None = None
         self._queue = SampleQueue(whole_number("capacity", capacity), self._taken)
         self.rollout_buffer: queue.Queue[Any] = self._queue
         """The samples; see TRL's `RolloutWorkerProtocol`."""
@@ -93,7 +85,7 @@ class TRLWorker:
         """The report of the flow, once training has ended: the balance of the ledger, and why it ended."""
 
     def __repr__(self) -> str:
-        state = "runs" if self._portal is not None else "ended" if self._run is not None else "not started"
+        state = "not started" if self._thread is None else "runs" if self._thread.running else "ended"
         return f"<TRLWorker: {state}, version {self._version}, {self._deliveries!r}>"
 
     def callback(self) -> Any:
@@ -110,9 +102,9 @@ class TRLWorker:
         Raises:
             RuntimeError: training has not begun.
         """
-        if self._run is None:
+        if self._thread is None:
             raise RuntimeError("expected statistics of a flow that has started, got a call before training began")
-        return self._call(self._run.pipeline.statistics)
+        return self._thread.statistics()
 
     # -- RolloutWorkerProtocol, called by TRL in its main thread -----------------------------------------------------
 
@@ -132,24 +124,15 @@ class TRLWorker:
         sample = rollout_sample()
         flow = self._flow if isinstance(self._flow, Flow) else self._flow()
         items = partial(self._samples, sample, itertools.count())
-        run = FlowRun(flow, items, self._queue, rest=UNTRAINED, saved=self._saved, version=self._version)
-        with ExitStack() as stack:
-            portal = stack.enter_context(start_blocking_portal(name="penstock-trl-flow"))
-            self._ended, _ = portal.start_task(run.run)
-            self._portal, self._run, self._stack = portal, run, stack.pop_all()
+        run = FlowRun(flow, items, self._queue, trainer="TRL", rest=UNTRAINED, saved=self._saved, version=self._version)
+        self._thread = FlowThread(run, "penstock-trl-flow")
 
     def stop(self) -> None:
         """Stop the flow and everything that it started; set `report`. Called by TRL when training has ended."""
-        if self._portal is None or self._run is None:
+        if self._thread is None or not self._thread.running:
             return
         self.commit()
-        try:
-            self._portal.call(self._run.stop)
-            self._ended.result()
-        finally:
-            self._portal = None
-            self._stack.close()
-            self.report = self._run.pipeline.report
+        self.report = self._thread.stop()
 
     def update_model_version(self, model_version: int) -> None:
         """Commit what was trained since the last version, and let the flow begin what is sampled with this one."""
@@ -164,9 +147,9 @@ class TRLWorker:
             FlowEnded: the flow has sent its last group, or was stopped.
             FlowStalled: it has sent nothing for `stale_after_s`.
         """
-        if self._run is None or self._portal is None:
+        if self._thread is None or not self._thread.running:
             raise FlowEnded("TRL waits for samples, and its worker does not run: a worker runs in one train() only")
-        self._run.check(stale_after_s, self.statistics)
+        self._thread.check(stale_after_s)
 
     # -- called by the callback and by the queue, in the main thread -------------------------------------------------
 
@@ -190,17 +173,17 @@ class TRLWorker:
 
     def commit(self) -> None:
         """Commit what TRL's optimizer steps have trained, at its present version. Called by the callback."""
-        run = self._run
-        if run is None:
+        thread = self._thread
+        if thread is None:
             return
         stepped, self._stepped = self._stepped, []
-        if metrics := self._call(lambda: run.commit(stepped, self._version)):
+        if metrics := thread.call(lambda: thread.run.commit(stepped, self._version)):
             with suppress(queue.Full):
                 self.metrics_queue.put_nowait(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
-        return {} if self._run is None else self._call(self._run.state_dict)
+        return {} if self._thread is None else self._thread.call(self._thread.run.state_dict)
 
     def _samples(
         self, make: Callable[..., Any], numbers: Iterator[int], group: TrajectoryGroup, decode: Decode | None
@@ -211,14 +194,10 @@ class TRLWorker:
 
     def _taken(self, sample: Any, trajectories: Trajectories) -> None:
         """Note a sample that TRL has taken, and end it if TRL drops it next. Called by the queue."""
-        run, limits = self._run, self._limits
-        assert run is not None and limits is not None  # noqa: S101, PT018 (the flow sent it)
-        run.wake()
+        thread, limits = self._thread, self._limits
+        assert thread is not None and limits is not None  # noqa: S101, PT018 (the flow sent it)
+        thread.run.wake()
         if (dropped := limits.drop(sample, self._version)) is None:
             self._deliveries.take(sample, *trajectories)
         else:
-            self._call(lambda: run.end(trajectories, *dropped))
-
-    def _call(self, function: Callable[[], T]) -> T:
-        """Return the result of `function`, called on the event loop while it runs."""
-        return function() if self._portal is None else self._portal.call(function)
+            thread.call(lambda: thread.run.end(trajectories, *dropped))

@@ -11,7 +11,7 @@ import pytest
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryId
-from penstock._stages.integrations.trl.sample_queue import SampleQueue, Trajectories
+from penstock._stages.integrations.flow_thread.sample_queue import SampleQueue, Trajectories
 
 FIRST, SECOND = (TrajectoryId("env", "0", 0),), (TrajectoryId("env", "0", 1),)
 

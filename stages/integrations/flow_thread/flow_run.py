@@ -1,15 +1,15 @@
-"""`FlowRun`: a flow that runs beside a trainer of TRL, on an event loop in a thread, and feeds a queue.
+"""`FlowRun`: a flow that runs beside a trainer that is not penstock's, and feeds a queue that this takes from.
 
-The ledger belongs to that loop. Its steps are the versions of the trainer's weights.
+The ledger belongs to the event loop of the flow. Its steps are the versions of the trainer's weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import anyio
 from anyio import TASK_STATUS_IGNORED
@@ -17,6 +17,7 @@ from anyio.abc import TaskStatus
 
 from ...._pipeline.accounting.committed_prompts import CommittedPrompts
 from ...._pipeline.accounting.ledger import Ledger
+from ...._pipeline.accounting.shared_counters import EndState
 from ...._pipeline.accounting.telemetry import Metrics, get_logger
 from ...._pipeline.channels.channel import ReceiveChannel
 from ...._pipeline.durability.resumption import ResumePoint, Stateful
@@ -27,15 +28,23 @@ from ...._pipeline.graph.statistics import PipelineStatistics
 from ...._pipeline.runtime.flow import Flow, Pipeline
 from ...._pipeline.util.waiting import Waiters
 from ...._schemas import TrajectoryGroup, TrajectoryId
-from .deliveries import Drop
 from .sample_queue import SampleQueue, Trajectories
-from .samples import Decode
 
-log = get_logger("penstock.trl")
+log = get_logger("penstock.flow")
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+"""Tokens to text."""
 
 Groups: TypeAlias = Flow[TrajectoryGroup]
 
 Items: TypeAlias = Callable[[TrajectoryGroup, Decode | None], Iterable[tuple[Trajectories, Any]]]
+
+
+class Drop(NamedTuple):
+    """The end of trajectories that the trainer drops, or is not given."""
+
+    state: EndState
+    reason: str
 
 
 class FlowRun:
@@ -47,6 +56,7 @@ class FlowRun:
         items: Items,
         samples: SampleQueue,
         *,
+        trainer: str,
         rest: Drop,
         saved: Mapping[str, Any] | None,
         version: int,
@@ -55,8 +65,9 @@ class FlowRun:
 
         Args:
             flow: sends groups.
-            items: returns what TRL is given of a group, each with its trajectories.
+            items: returns what the trainer is given of a group, each with its trajectories.
             samples: takes these.
+            trainer: the name of the framework, in metrics and errors.
             rest: the end of trajectories that are in none of them.
             saved: the state of a checkpoint, or None.
             version: of the trainer's weights.
@@ -66,6 +77,7 @@ class FlowRun:
         """
         self._items = items
         self._samples = samples
+        self._trainer = trainer
         self._rest = rest
         self._ledger = Ledger()
         self._metrics = Metrics()
@@ -83,7 +95,7 @@ class FlowRun:
         }
         flow = self._resumed(flow, saved, version)
         self._decode = _decoder(flow)
-        self.pipeline: Pipeline = flow.sink(_Sink(self))
+        self.pipeline: Pipeline = flow.sink(_Sink(self, trainer))
         self.pipeline.check()
         self.failure: BaseException | None = None
         """The error that ended the flow."""
@@ -141,7 +153,7 @@ class FlowRun:
         self.sent += 1
 
     def check(self, stale_after_s: float, waits: Callable[[], PipelineStatistics]) -> None:
-        """Raise if nothing will come; called in the main thread while the queue is empty.
+        """Raise if nothing will come; called in the trainer's thread while the queue is empty.
 
         Raises:
             PenstockError: the error that ended the flow.
@@ -152,8 +164,8 @@ class FlowRun:
             raise self.failure
         if self.ended:
             raise FlowEnded(
-                f"TRL waits for more samples than the {self.sent} that the flow has sent, which has ended: give it "
-                f"more prompts (SourceEnv(groups=None), PromptDataset(epochs=None)), or train fewer steps (max_steps)"
+                f"{self._trainer} waits for more samples than the {self.sent} that the flow has sent, which has ended: "
+                f"give it more prompts (SourceEnv(groups=None), PromptDataset(epochs=None)), or train fewer steps"
             )
         sent, since = self._progress
         if self.sent != sent:
@@ -163,13 +175,13 @@ class FlowRun:
             raise FlowStalled(f"expected a sample within {stale_after_s:g} s, got none in {waited_s:.0f} s ({stages})")
 
     def wake(self) -> None:
-        """Let the sink look for room. Called in the main thread."""
+        """Let the sink look for room. Called in the trainer's thread."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._room.wake_all)
 
     def end(self, trajectories: Trajectories, state: Any, reason: str) -> None:
-        """Count the end of trajectories that TRL drops; those of a run that is over were counted as lost."""
+        """Count the end of trajectories that the trainer drops; those of a run that is over were counted as lost."""
         self._ledger.end([each for each in trajectories if self._ledger.is_open(each)], state, reason)
 
     def commit(self, trained: list[TrajectoryId], version: int) -> dict[str, float]:
@@ -193,14 +205,15 @@ class FlowRun:
 
 
 class _Sink:
-    """The end of the flow, which feeds TRL's queue."""
+    """The end of the flow, which feeds the trainer's queue."""
 
-    def __init__(self, run: FlowRun) -> None:
+    def __init__(self, run: FlowRun, name: str) -> None:
         self._run = run
+        self._name = name
 
     def stage_info(self) -> StageInfo:
         """State the name: it is in metrics and errors."""
-        return StageInfo(name="TRL")
+        return StageInfo(name=self._name)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         """Run the sink; see `Sink`."""

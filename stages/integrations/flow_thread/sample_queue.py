@@ -1,4 +1,4 @@
-"""`SampleQueue`: the bounded queue between the flow's event loop and TRL's trainer, which takes samples with `get`."""
+"""`SampleQueue`: the bounded queue between the flow's event loop and a trainer, which takes samples with `get`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class _Queued(NamedTuple):
 
 
 class SampleQueue(queue.Queue[Any]):
-    """A queue of what TRL is given. The event loop offers; one other thread gets.
+    """A queue of what the trainer is given. The event loop offers; one other thread gets.
 
-    Once it is closed and empty, `get` raises `queue.Empty` without waiting: TRL then asks for the worker's health.
+    Once it is closed and empty, `get` raises `queue.Empty` without waiting: the trainer then asks for its health.
     """
 
     def __init__(self, capacity: int, on_get: OnGet) -> None:
