@@ -78,7 +78,7 @@ async def test_a_models_tensors_are_the_memory_that_was_published() -> None:
 
 
 async def test_a_model_that_is_views_takes_no_memory_of_its_own() -> None:
-    width = 2048  # a matrix of 16 MiB
+    width = 4096  # a matrix of 64 MiB: memory for more than 32 MiB is never that of an earlier test (mallopt(3))
     with torch.device("meta"):
         viewed, copied = nn.Linear(width, width), nn.Linear(width, width).to_empty(device="cpu")
     weights = {name: torch.ones(tensor.shape) for name, tensor in viewed.state_dict().items()}
@@ -96,7 +96,7 @@ async def test_a_model_that_is_views_takes_no_memory_of_its_own() -> None:
 
     assert total == width * (width + 1)
     assert by_views < 4 * MIB
-    assert by_copies > 15 * MIB, "else the measure measures nothing"
+    assert by_copies > 60 * MIB, "else the measure measures nothing"
 
 
 async def test_a_model_that_is_views_takes_no_gradients() -> None:

@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[3]
 STEADY = {"monotonic", "perf_counter", "sleep", "timedelta"}
 """Permitted names of `time` and `datetime`: clocks that never jump, and durations."""
 
+GIVEN = {("integrations/trl/worker.py", "time")}
+"""Read for another program: TRL subtracts it from its own `time.time()`, for a metric alone."""
+
 YEAR_S = 365 * 24 * 3600.0
 
 
@@ -38,9 +41,12 @@ def clocks_of(source: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("folder", ["pipeline", "stages", "schemas"])
 def test_only_clocks_that_never_jump_are_read(folder: str) -> None:
-    read = {(path.name, clock) for path in (ROOT / folder).rglob("*.py") for clock in clocks_of(path.read_text())}
+    top = ROOT / folder
+    read = {
+        (path.relative_to(top).as_posix(), clock) for path in top.rglob("*.py") for clock in clocks_of(path.read_text())
+    }
 
-    assert {(name, clock) for name, clock in read if clock not in STEADY} == set()
+    assert {(name, clock) for name, clock in read if clock not in STEADY} - GIVEN == set()
 
 
 @pytest.mark.parametrize(
