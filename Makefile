@@ -5,6 +5,7 @@
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make test-trackers   TensorBoard and W&B themselves, offline; installs them first (0.2 GB)
 #   make test-prime-rl PRIME_RL=../prime-rl   prime-rl's loader and loss, whose checkout is there; installs 0.2 GB first
+#   make test-roll ROLL=../roll   ROLL's pipeline on a CPU, whose checkout is there; installs 0.3 GB first
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
@@ -26,12 +27,13 @@ WITH_ATROPOS := $(VENV)/atropos
 TRACKERS := $(VENV)/trackers
 TRL := $(VENV)/trl
 WITH_PRIME_RL := $(VENV)/prime-rl
+WITH_ROLL := $(VENV)/roll
 DOCS := $(VENV)/docs
 
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-prime-rl check docs chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-prime-rl test-roll check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -84,6 +86,23 @@ test-prime-rl: $(READY)
 $(WITH_PRIME_RL)/ready: scripts/prime_rl/requirements.txt | $(READY)
 	rm -rf $(WITH_PRIME_RL)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(WITH_PRIME_RL) --requirement $<
+	touch $@
+
+COMMIT_OF_ROLL := 8eb27cc2dc34c4d1310b169d9b86d339004d811a
+
+# ROLL's checkout has a package `tests`, as penstock has: a link to its package `roll` alone is on the path. Its
+# warnings, and those of Ray, are no errors.
+test-roll: $(READY)
+	scripts/check_checkout.sh test-roll ROLL https://github.com/alibaba/ROLL $(COMMIT_OF_ROLL) "$(ROLL)"
+	$(MAKE) $(WITH_ROLL)/ready
+	ln -sfn $(abspath $(ROLL))/roll $(WITH_ROLL)/roll
+	PYTHONPATH=$(CURDIR)/$(WITH_ROLL) $(BIN)/python -m pytest -W default -o faulthandler_timeout=0 tests/roll_real/against_roll.py
+
+# gem refuses Python 3.12.1 and later by its metadata alone. The wheel of TransferQueue has folders that are not its own.
+$(WITH_ROLL)/ready: scripts/roll/requirements.txt | $(READY)
+	rm -rf $(WITH_ROLL)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --ignore-requires-python --target $(WITH_ROLL) --requirement $<
+	rm -rf $(addprefix $(WITH_ROLL)/,tests scripts recipe tutorial)
 	touch $@
 
 COMMIT_OF_ATROPOS := 296a0bc55760e43b9c0743c052f8d6c2732606d1

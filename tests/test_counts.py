@@ -141,6 +141,7 @@ RESULTS |= {
     "ResumePoint",
     "RewardComponent",
     "RewardInput",
+    "RollJob",
     "RolloutResult",
 }
 RESULTS |= {

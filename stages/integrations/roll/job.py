@@ -1,0 +1,59 @@
+"""`RollJob`: what ROLL's configuration says to the function that makes a flow for one of its tags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...engines.policies import Policy
+from ...engines.pretrained_tokenizer import PretrainedTokenizer
+from ...engines.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RollJob:
+    """The values of ROLL's configuration that a flow needs, and ROLL's own inference workers.
+
+    def flow(job: RollJob) -> Flow[TrajectoryGroup]:
+        env = SourceEnv(make_env, job.policy, job.tokenizer, sampling=job.sampling, **job.pace)
+        return source(env)
+    """
+
+    tag: str
+    """The key in `custom_envs`."""
+    policy: Policy
+    """Samples by ROLL's inference workers, whose weights ROLL updates; for a source `on=here()`."""
+    model: str
+    """The folder of the model, ROLL's `pretrain`."""
+    sampling: SamplingParams
+    """ROLL's `generating_args`, with `max_tokens_per_step` of the tag."""
+    max_length: int
+    """ROLL's `sequence_length`: longer sequences are rejected."""
+    group_size: int
+    """Rollouts of each group; groups of another size are rejected."""
+    max_lag: int
+    """ROLL's `async_generation_ratio`."""
+    step_groups: int | None
+    """Groups of this tag in an optimizer step; None where ROLL takes as many as come."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The tag's `env_config`."""
+
+    @property
+    def tokenizer(self) -> PretrainedTokenizer:
+        """Return the tokenizer of the model.
+
+        Raises:
+            InvalidConfig: `model` is no folder with a tokenizer.
+        """
+        return PretrainedTokenizer(self.model)
+
+    @property
+    def pace(self) -> dict[str, Any]:
+        """Return the arguments of SourceEnv that keep groups as young as ROLL wants them, and as long."""
+        return {
+            "group_size": self.group_size,
+            "max_length": self.max_length,
+            "max_lag": self.max_lag,
+            "step_groups": self.step_groups,
+        }

@@ -1,0 +1,210 @@
+"""`TagFlow`: the flow of one tag of ROLL's configuration, which feeds all its groups of environments.
+
+    threads of ROLL's worker, one a group                       the flow's thread
+    next() ◀── SampleQueue (bounded) ◀── sink ◀── flow, on an event loop of its own
+    put()  ──▶ ROLL's GroupQueue
+    begin_step(N): what has left the queue since N − 1 was trained ──▶ Ledger.commit at version N
+
+The ledger's steps are ROLL's: before step N its weights have N optimizer steps.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from ...._pipeline.accounting.telemetry import get_logger
+from ...._pipeline.graph.statistics import PipelineStatistics, Report
+from ...._schemas import TrajectoryGroup
+from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
+from ..flow_thread.flow_thread import FlowThread
+from ..flow_thread.sample_queue import SampleQueue, Trajectories
+from .episodes import Episode, Episodes
+from .group_queue import Put
+from .rollouts import fits
+from .step_files import StepFiles
+
+log = get_logger("penstock.roll")
+
+CAPACITY = 2
+"""Groups that wait for ROLL: one being sent, one being taken."""
+
+POLL_S = 1.0
+"""Seconds between looks at the flow's health, and at whether ROLL has stopped the worker."""
+
+
+class Sampled(NamedTuple):
+    """A group of the flow for ROLL's queue."""
+
+    group: TrajectoryGroup
+    trajectories: Trajectories
+
+
+class Bounds(NamedTuple):
+    """The values of ROLL's configuration by which it takes or drops groups."""
+
+    group_size: int
+    sequence_length: int
+    async_generation_ratio: int
+    hung_timeout: float
+    """Seconds without a group after which ROLL is told that none will come."""
+
+
+class TagFlow:
+    """Runs a flow for the groups of environments of one tag, from ROLL's first step to its end."""
+
+    def __init__(
+        self,
+        tag: str,
+        make_flow: Callable[[], Groups],
+        bounds: Bounds,
+        files: StepFiles,
+        held: Callable[[], set[Episode]],
+    ) -> None:
+        """Prepare; nothing is started before ROLL's first step.
+
+        Args:
+            tag: the key in `custom_envs`.
+            make_flow: returns the flow.
+            bounds: of ROLL's configuration.
+            files: keep the state of each step.
+            held: returns the episodes that ROLL's queue holds.
+        """
+        self._tag = tag
+        self._make_flow = make_flow
+        self._bounds = bounds
+        self._files = files
+        self._held = held
+        self._lock = threading.Lock()
+        """Held while a group is put, and while a step begins: a group that ROLL has taken is known as such."""
+        self._episodes = Episodes(bounds.async_generation_ratio)
+        self._thread: FlowThread | None = None
+        self._queue = SampleQueue(CAPACITY, self._taken)
+        self._metrics: dict[str, float] = {}
+        """Of the last step, until a rollout carries them to ROLL."""
+        self.step: int = -1
+        """ROLL's step."""
+        self.report: Report | None = None
+        """The report of the flow, once ROLL has stopped it."""
+
+    def __repr__(self) -> str:
+        state = "not started" if self._thread is None else "runs" if self._thread.running else "ended"
+        return f"<TagFlow {self._tag}: {state}, {self._episodes!r}>"
+
+    def statistics(self) -> PipelineStatistics:
+        """Return what every stage of the flow waits for now.
+
+        Raises:
+            RuntimeError: ROLL has not begun its first step.
+        """
+        if self._thread is None:
+            raise RuntimeError("expected statistics of a flow that has started, got a call before ROLL's first step")
+        return self._thread.statistics()
+
+    # -- called by ROLL, which waits ---------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Commit what ROLL has trained, and let the flow begin what is sampled with the weights of `step`.
+
+        Raises:
+            InvalidPipeline: the flow cannot work.
+            Exception: raised by the function that makes the flow.
+        """
+        with self._lock:
+            if step == self.step:
+                return  # each environment is told
+            thread = self._thread
+            if thread is None:
+                self._start(step)
+            else:
+                self._commit(thread, step)
+            self.step = step
+
+    def stop(self) -> None:
+        """Commit what ROLL has trained in its last step, and stop the flow and everything that it started."""
+        with self._lock:
+            thread = self._thread
+            if thread is None or not thread.running:
+                return
+            try:
+                self._commit(thread, self.step + 1)
+            finally:
+                self.report = thread.stop()
+            if self.report is not None:
+                self._files.save_balance(self.report.balance)
+                log.info("flow_stopped", tag=self._tag, **self.report.balance.ended)
+
+    def _start(self, step: int) -> None:
+        saved = None
+        if step:
+            saved = self._files.load(step - 1)
+        else:
+            self._files.clear()
+        rest = Drop(
+            "rejected",
+            f"ROLL: expected group_size={self._bounds.group_size} rollouts that train, of at most "
+            f"sequence_length={self._bounds.sequence_length} tokens",
+        )
+        run = FlowRun(self._make_flow(), self._items, self._queue, trainer="ROLL", rest=rest, saved=saved, version=step)
+        self._thread = FlowThread(run, f"penstock-roll-{self._tag}")
+        self._episodes.advance(step, ())
+
+    def _commit(self, thread: FlowThread, step: int) -> None:
+        trained, dropped = self._episodes.advance(step, self._held())
+        ratio = self._bounds.async_generation_ratio
+        reason = f"dropped by ROLL: older than async_generation_ratio={ratio}"
+        thread.call(lambda: thread.run.end(tuple(dropped), "stale", reason))
+        self._metrics |= thread.call(lambda: thread.run.commit(trained, step))
+        self._files.save(step - 1, thread.call(thread.run.state_dict))
+
+    # -- called by the threads of ROLL's worker ----------------------------------------------------------------------
+
+    def next(self, wanted: Callable[[], bool]) -> Sampled | None:
+        """Wait for the next group, and return it; None once it is not `wanted` any more.
+
+        Raises:
+            PenstockError: the error that ended the flow.
+            FlowEnded: the flow has sent its last group.
+            FlowStalled: it has sent nothing for ROLL's `env_monitor.hung_timeout`.
+        """
+        thread = self._thread
+        assert thread is not None  # noqa: S101 (ROLL gives out episodes after its first step has begun)
+        while wanted() and thread.running:
+            try:
+                sampled: Sampled = self._queue.get(timeout=POLL_S)
+            except queue.Empty:
+                thread.check(self._bounds.hung_timeout)
+            else:
+                return sampled
+        return None
+
+    def put(self, episode: Episode, sampled: Sampled, send: Callable[[int, dict[str, float]], Put]) -> Put:
+        """Put a group into ROLL's queue by `send`, which gets the step and metrics, and note what became of it."""
+        with self._lock:
+            answer, created = send(self.step, self._metrics)
+            if answer == "taken":
+                self._metrics = {}
+                self._episodes.put(episode, sampled.trajectories, created)
+            elif answer == "older":
+                self._end(sampled, "stale", "sampled before ROLL created its group: older than async_generation_ratio")
+            elif answer == "filtered":
+                self._end(sampled, "filtered", "dropped by ROLL's group_filter_cls")
+        return Put(answer, created)
+
+    def _end(self, sampled: Sampled, state: str, reason: str) -> None:
+        thread = self._thread
+        assert thread is not None  # noqa: S101 (it has sent the group)
+        thread.call(lambda: thread.run.end(sampled.trajectories, state, reason))
+
+    def _items(self, group: TrajectoryGroup, decode: Decode | None) -> Iterator[tuple[Trajectories, Sampled]]:
+        """Yield the group, if ROLL can train it; on the event loop."""
+        del decode
+        if fits(group, self._bounds.group_size, self._bounds.sequence_length):
+            trajectories = tuple(group.ids)
+            yield trajectories, Sampled(group.owned(), trajectories)
+
+    def _taken(self, sampled: Any, trajectories: Trajectories) -> None:  # noqa: ARG002 (of the queue)
+        if self._thread is not None:
+            self._thread.run.wake()
