@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -243,7 +244,8 @@ def test_a_resumed_flow_knows_what_was_trained(make: Make, roll: Roll, tmp_path:
     roll.put(first, taken(first))
     roll.make_batch(1)
     first.stop()
-    assert {path.name for path in tmp_path.iterdir()} == {"0.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"0.json", "balance.json"}
+    assert json.loads((tmp_path / "balance.json").read_text())["ended"]["trained"] == SIZE
 
     second = make(Groups(2))
     second.begin_step(1)
