@@ -56,7 +56,8 @@ LONGEST_TRACEBACK = 32_000
 """Characters: the events of a worker fit its pipe, so that sending one never blocks."""
 
 REPORT_INTERVAL_S = 0.1
-"""Least seconds between two reports, which are sent with a record or after a failed rollout."""
+"""Least seconds between two reports, which are sent with a record, after a failed rollout and, in a middle stage,
+after any end: the parent may be waiting for those trajectories."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -72,9 +73,9 @@ class _ReportingLedger(Ledger):
     def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
         """Count the end of trajectories, and add it to the next report."""
         kept = what if isinstance(what, TrajectoryGroup) else list(what)
-        super().end(kept, state, reason)
         for group, mask in masks_by_group(kept):
             self.endings.append(Ending(group, list(iter_bits(mask)), state, reason))
+        super().end(kept, state, reason)  # it never raises, for it admits what it does not know; its listeners report
 
 
 # -- beginning and end ---------------------------------------------------------------------------------------------
@@ -216,14 +217,16 @@ async def _run_connected(stage: Any, config: WorkerConfig, context: Context, cou
         admits_to = None if config.channels.inbox_kind else context.ledger
         outbox = CountingSendChannel(sender.clone(), EdgeCounter(admits_to, on_sent=report.flush_if_due))
         try:
-            with context.ledger.on_failure(report.flush_if_due):
+            ledger = context.ledger
+            ends = ledger.on_end if config.channels.inbox_kind else ledger.on_failure
+            with ends(report.flush_soon):
                 await _run_stage(stage, config, context, outbox)
         except Exception as error:
             if not consists_of(error, sender.failure):
                 raise
             # The stage after this one has ended and closed the channel: this one is done too.
         finally:
-            report.flush()
+            report.close()
             await outbox.close_all()
 
 
@@ -263,15 +266,35 @@ class _ReportSender:
         self._sender = sender
         self._context = context
         self._last = 0.0
+        self._later: asyncio.TimerHandle | None = None
+        """The report that will be sent when it is due."""
         self._reasons: dict[str, dict[str, int]] = {}
         """The reasons of the last report."""
 
     def flush_if_due(self) -> None:
-        """Send a report after a record or a failed rollout, unless one was sent within `REPORT_INTERVAL_S`."""
-        now = time.monotonic()
-        if now - self._last >= REPORT_INTERVAL_S:
-            self._last = now
+        """Send a report, unless one was sent within `REPORT_INTERVAL_S`."""
+        if self._due_in_s <= 0:
+            self._last = time.monotonic()
             self.flush()
+
+    def flush_soon(self) -> None:
+        """Send a report when one is due: no record may follow."""
+        if self._later is None:
+            self._later = asyncio.get_running_loop().call_later(max(0.0, self._due_in_s), self._flush_later)
+
+    def _flush_later(self) -> None:
+        self._later, self._last = None, time.monotonic()
+        self.flush()
+
+    @property
+    def _due_in_s(self) -> float:
+        return self._last + REPORT_INTERVAL_S - time.monotonic()
+
+    def close(self) -> None:
+        """Send the last report."""
+        if self._later is not None:
+            self._later.cancel()
+        self.flush()
 
     def flush(self) -> None:
         """Send a report of everything since the last one, if there is anything."""
