@@ -19,38 +19,31 @@ from functools import partial
 from typing import Any, TypeVar
 
 import anyio
-import msgspec
 import numpy as np
 from anyio.abc import TaskGroup
-from numpy.typing import NDArray
 
-from .._pipeline.accounting.shared_counters import EndState
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import SendChannel
 from .._pipeline.durability.resumption import ResumePoint
 from .._pipeline.errors import InvalidConfig
-from .._pipeline.graph.context import Context, Worker, current, drop
+from .._pipeline.graph.context import Context, Worker, current
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_first
-from .._pipeline.util.repeated_errors import RepeatedErrors
-from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
+from .._schemas import GroupId, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .chat.chat_format import ChatFormat
 from .engines.policies import Completion, Engine, Policy, Tokenizer
 from .engines.sampling_params import TEMPERATURES, SamplingParams
-from .environments import Environment, EnvironmentFailed, PromptRejected, RolloutFn, RolloutResult, TaskFn, open_tasks
+from .environments import Environment, RolloutResult, TaskFn, open_tasks
 from .evaluation.evaluation import Evaluation
 from .evaluation.evaluator import Evaluator, OpenedPolicy
+from .group_sampler import GroupSampler
 from .lag_limiter import LagLimiter
-from .rollout_columns import columns_of, sampled_anything, tokens_of
+from .rollout_columns import tokens_of
 
 log = get_logger("penstock.source_env")
 
 R = TypeVar("R")
-
-
-class _NothingSampled(Exception):
-    """A rollout in which the policy sampled no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +299,6 @@ def instance_id(number: int, worker: Worker) -> str:
     return f"{worker.restart}.{number}" if worker.restart else str(number)
 
 
-def number_of(instance_id: str) -> int:
-    """Return the number of a prompt of this name."""
-    return int(instance_id.rpartition(".")[2])
-
-
 class _RolloutScheduler:
     """The rollouts of one run of a SourceEnv."""
 
@@ -318,17 +306,14 @@ class _RolloutScheduler:
         self, source: SourceEnv, begin: TaskFn, engine: Engine, outbox: SendChannel[TrajectoryGroup], context: Context
     ) -> None:
         self._source = source
-        self._begin_task = begin
-        self._engine = engine
+        self._sampler = GroupSampler(source, begin, engine, context, anyio.CapacityLimiter(source.concurrency))
         self._outbox = outbox
         self._context = context
         self._env = source.env_name
         self._groups = anyio.Semaphore(max(1, source.concurrency // source.group_size))
         """One permit for each group that is being sampled, or waits to be sent."""
-        self._rollouts = anyio.CapacityLimiter(source.concurrency)
         per_step = source.per_step(context.worker)
         self._lag_limiter = LagLimiter(context.ledger, source.group_size, source.max_lag, per_step=per_step)
-        self._dropped = RepeatedErrors(log, "rollout_dropped")
         self._evaluator: Evaluator | None = None
         if (evaluation := source.evaluation) is not None:
             make_source = partial(source.evaluated, engine, context.worker)
@@ -358,14 +343,17 @@ class _RolloutScheduler:
         self._context.ledger.admit(group, range(self._source.group_size))
         return group
 
+    def _ids(self, group: GroupId) -> list[TrajectoryId]:
+        return [TrajectoryId(*group, repetition) for repetition in range(self._source.group_size)]
+
     async def _group(self, group: GroupId, number: int) -> None:
         """Sample a group and send it, holding its permit until it is sent."""
         try:
             with self._lag_limiter.sampling():
-                began = anyio.current_time()
-                rollouts = await self._rolled_out(group, await self._begun(group, number))
+                began, ids = anyio.current_time(), self._ids(group)
+                rollouts = await self._sampler.rolled_out(ids, await self._sampler.begun(ids, number))
             if rollouts:
-                await self._outbox.send(self._sampled(group, number, rollouts, began))
+                await self._outbox.send(self._sampler.sampled(group, number, rollouts, began))
         finally:
             self._groups.release()
 
@@ -376,13 +364,14 @@ class _RolloutScheduler:
         numbers = iter(self._source.numbers(self._context.worker))
         while wave := await self._wave(numbers):
             began = anyio.current_time()
-            begun = await _all([partial(self._begun, *each) for each in wave])
-            rolled_out = await _all(
-                [partial(self._rolled_out, group, rollout) for (group, _), rollout in zip(wave, begun, strict=True)]
+            ids = [self._ids(group) for group, _ in wave]
+            begun = await _all(
+                [partial(self._sampler.begun, each, number) for each, (_, number) in zip(ids, wave, strict=True)]
             )
+            rolled_out = await _all([partial(self._sampler.rolled_out, *each) for each in zip(ids, begun, strict=True)])
             for (group, number), rollouts in zip(wave, rolled_out, strict=True):
                 if rollouts:
-                    await self._outbox.send(self._sampled(group, number, rollouts, began))
+                    await self._outbox.send(self._sampler.sampled(group, number, rollouts, began))
 
     async def _wave(self, numbers: Iterator[int]) -> list[tuple[GroupId, int]]:
         """Return the next prompts, as many as the lag limit allows; none if there are no more."""
@@ -396,116 +385,3 @@ class _RolloutScheduler:
             if self._lag_limiter.full:
                 break
         return wave
-
-    # -- one group -----------------------------------------------------------------------------------------------------
-
-    async def _rolled_out(self, group: GroupId, rollout: RolloutFn | None) -> dict[int, RolloutResult]:
-        """Return the rollouts of one prompt that succeed, by repetition."""
-        rollouts: dict[int, RolloutResult] = {}
-        if rollout is not None:
-            async with anyio.create_task_group() as repetitions:
-                for repetition in range(self._source.group_size):
-                    repetitions.start_soon(self._attempt, rollout, TrajectoryId(*group, repetition), rollouts)
-        return dict(sorted(rollouts.items()))
-
-    def _sampled(
-        self, group: GroupId, number: int, rollouts: dict[int, RolloutResult], began: float
-    ) -> TrajectoryGroup:
-        """Return the group of the rollouts that succeeded, and record its metrics."""
-        self._context.metrics.mean("timing_s/rollout", anyio.current_time() - began)
-        sampled = self._assembled(group, number, rollouts)
-        self._observe(sampled, rollouts.values())
-        return sampled
-
-    async def _begun(self, group: GroupId, number: int) -> RolloutFn | None:
-        ids = [TrajectoryId(*group, repetition) for repetition in range(self._source.group_size)]
-        with anyio.move_on_after(self._source.rollout_timeout_s):
-            try:
-                return await self._begin_task(number)
-            except EnvironmentFailed as error:
-                self._drop(ids, "failed", error)
-                return None
-            except PromptRejected as error:
-                drop(ids, "rejected", str(error))  # not logged: it is the user's own bound
-                return None
-        self._drop(ids, "failed", self._timed_out)
-        return None
-
-    async def _attempt(self, rollout: RolloutFn, trajectory: TrajectoryId, rollouts: dict[int, RolloutResult]) -> None:
-        """Do one rollout; put it into `rollouts` if it succeeds, drop it otherwise."""
-        async with self._rollouts:
-            with anyio.move_on_after(self._source.rollout_timeout_s) as timeout:
-                try:
-                    generate = partial(self._generate, trajectory)
-                    rollouts[trajectory.repetition_id] = await rollout(trajectory.repetition_id, generate)
-                except EnvironmentFailed as error:
-                    self._drop([trajectory], "failed", error)
-        if timeout.cancelled_caught:
-            self._drop([trajectory], "failed", self._timed_out)
-        elif trajectory.repetition_id in rollouts and not sampled_anything(rollouts[trajectory.repetition_id]):
-            del rollouts[trajectory.repetition_id]
-            self._drop([trajectory], "rejected", _NothingSampled("nothing was sampled"))
-        elif trajectory.repetition_id in rollouts:
-            self._context.ledger.succeed()
-
-    async def _generate(
-        self, trajectory: TrajectoryId, turns: Sequence[NDArray[np.int32] | Completion]
-    ) -> Completion | None:
-        """Return the policy's completion of `turns`; None where `max_length` leaves no token."""
-        prompt = np.concatenate([tokens_of(turn) for turn in turns])
-        sampling = self._sampling(trajectory, sum(isinstance(turn, Completion) for turn in turns))
-        if self._source.max_length is not None:
-            allowance = self._source.max_length - len(prompt)
-            if allowance < 1:
-                return None
-            if allowance < sampling.max_completion_tokens:
-                sampling = msgspec.structs.replace(sampling, max_completion_tokens=allowance)
-        (completion,) = await self._engine.generate([prompt], sampling)
-        return completion
-
-    def _sampling(self, trajectory: TrajectoryId, turn: int) -> SamplingParams:
-        """Return the parameters of a turn of a rollout, with a seed of its own if there is a seed."""
-        sampling = self._source.turn_sampling(turn)
-        return sampling.seeded_for(number_of(trajectory.instance_id), trajectory.repetition_id, turn)
-
-    @property
-    def _timed_out(self) -> TimeoutError:
-        return TimeoutError(f"rollout took longer than {self._source.rollout_timeout_s:g} s")
-
-    def _drop(self, ids: list[TrajectoryId], state: EndState, why: Exception) -> None:
-        drop(ids, state, str(why))
-        self._dropped.record(
-            why.__cause__ or why,
-            env=self._env,
-            instance_id=ids[0].instance_id,
-            rollouts=len(ids),
-            state=state,
-            reason=str(why),
-        )
-
-    # -- records -------------------------------------------------------------------------------------------------------
-
-    def _assembled(self, group: GroupId, number: int, rollouts: dict[int, RolloutResult]) -> TrajectoryGroup:
-        """Return the group of the rollouts that succeeded, by repetition."""
-        succeeded = list(rollouts.values())
-        source = self._source
-        return TrajectoryGroup.build(
-            env=group.env,
-            instance_id=group.instance_id,
-            rewards=np.array([rollout.reward for rollout in succeeded], np.float32),
-            stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
-            repetition_ids=np.array(list(rollouts), np.int64),
-            meta={**succeeded[0].meta, "task": number, **source.recorded, **source.temperatures(rollouts)},
-            **columns_of(succeeded, turn_rewards=source.turn_rewards),
-        )
-
-    def _observe(self, group: TrajectoryGroup, rollouts: Iterable[RolloutResult]) -> None:
-        metrics = self._context.metrics
-        completion_lengths = group.completion_lengths()
-        metrics.total("rollout/trajectories", len(group))
-        if all(rollout.scored for rollout in rollouts):
-            metrics.mean("rollout/reward", group.rewards)
-        metrics.mean("rollout/response_length", completion_lengths)
-        metrics.mean("rollout/prompt_length", [len(tokens_of(rollout.turns[0])) for rollout in rollouts])
-        metrics.mean("rollout/turns", [sum(isinstance(t, Completion) for t in rollout.turns) for rollout in rollouts])
-        metrics.mean("rollout/cut_ratio", group.stop_reasons == StopReason.LENGTH)
