@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import anyio
 from anyio import TASK_STATUS_IGNORED
@@ -28,7 +28,7 @@ from ...._pipeline.graph.statistics import PipelineStatistics
 from ...._pipeline.runtime.flow import Flow, Pipeline
 from ...._pipeline.util.waiting import Waiters
 from ...._schemas import TrajectoryGroup, TrajectoryId
-from .sample_queue import SampleQueue, Trajectories
+from .sample_queue import Trajectories
 
 log = get_logger("penstock.flow")
 
@@ -38,6 +38,18 @@ Decode: TypeAlias = Callable[[Sequence[int]], str]
 Groups: TypeAlias = Flow[TrajectoryGroup]
 
 Items: TypeAlias = Callable[[TrajectoryGroup, Decode | None], Iterable[tuple[Trajectories, Any]]]
+
+
+class Samples(Protocol):
+    """Receives what the trainer is given, on the event loop of the flow: a `SampleQueue`, for one."""
+
+    def offer(self, sample: Any, trajectories: Trajectories, /) -> bool:
+        """Take a sample of these trajectories, and return True; return False where there is no room now."""
+        ...
+
+    def close(self) -> None:
+        """Note that no further sample will come."""
+        ...
 
 
 class Drop(NamedTuple):
@@ -54,7 +66,7 @@ class FlowRun:
         self,
         flow: Groups,
         items: Items,
-        samples: SampleQueue,
+        samples: Samples,
         *,
         trainer: str,
         rest: Drop,

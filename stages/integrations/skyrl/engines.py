@@ -1,0 +1,57 @@
+"""A client of no inference engines, for SkyRL's trainers: nothing is paused, put to sleep or sent weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engines.policies import GenerationIsOutside
+from .interface import name_of
+
+NOTHING_TO_DO = (
+    *("wake_up", "sleep", "sleep_for_weight_sync", "wake_for_weight_sync", "pause_generation", "resume_generation"),
+    *("reset_prefix_cache", "finish_session", "teardown", "aclose", "update_named_weights", "load_lora_adapter"),
+)
+"""Coroutine methods that act on engines."""
+
+
+def no_engines(model_name: str) -> Any:
+    """Return an `InferenceEngineInterface` without engines. Whatever would generate raises `GenerationIsOutside`.
+
+    Raises:
+        MissingExtra: SkyRL is not installed.
+        MissingInterface: it has no such interface.
+    """
+    interface = name_of("backends.skyrl_train.inference_servers.base", "InferenceEngineInterface")
+    methods: dict[str, Any] = dict.fromkeys(interface.__abstractmethods__, _generates)  # also those of later versions
+    methods |= dict.fromkeys(NOTHING_TO_DO, _does_nothing)
+    methods |= {
+        "model_name": property(lambda _: model_name),
+        "get_endpoint_url": _has_no_url,
+        "get_world_size": _has_no_ranks,
+        "is_sleeping": _is_awake,
+        "increment_weight_version": lambda _: None,
+        "__repr__": lambda _: "<no inference engines: penstock generates>",
+    }
+    return type("NoEngines", (interface,), methods)()
+
+
+async def _does_nothing(*_: object, **__: object) -> None:
+    pass
+
+
+async def _is_awake(_: object) -> bool:
+    return False
+
+
+async def _has_no_ranks(_: object) -> tuple[int, int]:
+    return 0, 0
+
+
+async def _generates(*_: object, **__: object) -> None:
+    raise GenerationIsOutside(
+        "SkyRL asked an inference engine: expected its generator to be asked, for penstock generates"
+    )
+
+
+def _has_no_url(_: object) -> str:
+    raise GenerationIsOutside("SkyRL asked for the URL of its inference engines, and has none, for penstock generates")

@@ -1,0 +1,433 @@
+"""`PenstockGenerator`: a flow as the generator of SkyRL's trainers; their `GeneratorInterface`.
+
+    SkyRL's event loop                                       the flow's thread
+    generate(prompts) ──▶ Requests ──▶ SampleRequests, in processes ──▶ your stages ──▶ sink
+            ▲                 ▲  the ledger: those that ended are sampled again             │
+            └── 16 columns ───┴────────────── rows, matched by prompt and repetition ◀──────┘
+    optimizer step done, weights wanted ──▶ publisher; Ledger.commit
+
+The trainer that `bound` makes of SkyRL's tells what a step trained, and starts and ends the flow. The ledger counts
+steps as SkyRL's weights do: version n is that of n optimizer steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...._pipeline.accounting.telemetry import get_logger
+from ...._pipeline.errors import FlowEnded, FlowStalled, InvalidPipeline
+from ...._pipeline.graph.statistics import PipelineStatistics, Report
+from ...._pipeline.runtime.flow import Flow
+from ...._schemas import InvalidConfig, TrajectoryGroup, TrajectoryId
+from ...data.plain_values import plain_row
+from ...sink_trainer import WeightSink
+from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
+from ..flow_thread.flow_thread import FlowThread
+from ..flow_thread.sample_queue import Trajectories
+from .deliveries import Deliveries, keys_of
+from .interface import name_of
+from .requests import Request, Requests
+from .samples import Asked, Rules, columns_of, lags_of
+from .sampling_params import sampling_of
+from .weights import Weights
+
+log = get_logger("penstock.skyrl")
+
+STALE_AFTER_S = 900.0
+"""Seconds without a trajectory after which SkyRL no longer waits: three times the bound on a rollout."""
+
+POLL_S = 5.0
+"""Seconds between looks at the clock while SkyRL waits."""
+
+NOT_AWAITED = Drop("rejected", "SkyRL does not wait for it")
+
+EVALUATED = Drop("filtered", "evaluation by SkyRL")
+
+DROPPED = Drop("filtered", "dropped by SkyRL")
+
+UNTRAINED = Drop("filtered", "nothing to train")
+
+REFUSED = {
+    "step_wise_trajectories": "rows for each step",
+    "vision_language_generator": "images",
+}
+"""What a GeneratorConfig can ask for, and penstock does not have."""
+
+
+class PenstockGenerator:
+    """Answers SkyRL's trainers with the trajectories of a flow.
+
+        def generator(cfg, tokenizer):
+            env = SourceEnv(SkyRLPrompts, policy, PretrainedTokenizer(cfg.trainer.policy.model.path))
+            rewards = RewardBridge.from_yaml("reward.yaml")
+            flow = lambda requests: source(requests).then(SampleRequests(env), on=processes(4)).then(rewards)
+            return PenstockGenerator(flow, cfg, tokenizer)
+
+    Name such a function in `penstock.generator=module:generator`, with
+    `trainer.override_entrypoint=penstock.integrations.skyrl`.
+    """
+
+    def __init__(
+        self,
+        flow: Callable[[Requests], Groups],
+        cfg: Any,
+        tokenizer: Any,
+        *,
+        publisher: AbstractAsyncContextManager[WeightSink] | None = None,
+    ) -> None:
+        """Prepare; nothing is started before SkyRL trains.
+
+        Args:
+            flow: returns the flow, up to groups with rewards, that begins with the source that it is given. Called when
+                training begins and `publisher` is open: a policy can then be given its URL.
+            cfg: SkyRL's configuration.
+            tokenizer: SkyRL's.
+            publisher: of the policy's weights, not open yet: a WeightPublisher, a WeightFolder, or any other async
+                context manager that yields one. Without it the samplers get weights in a way of their own.
+
+        Raises:
+            InvalidConfig: the configuration asks for something that penstock does not have.
+        """
+        _refuse_unsupported(cfg.generator)
+        self._flow = flow
+        self._cfg = cfg
+        self._tokenizer = tokenizer
+        self._weights = None if publisher is None else Weights(publisher)
+        self._requests = Requests()
+        self._deliveries = Deliveries()
+        self._rules = Rules(
+            logprobs=cfg.generator.sampling_params.logprobs is not None,
+            zero_reward_on_non_stop=bool(cfg.generator.zero_reward_on_non_stop),
+            apply_overlong_filtering=bool(cfg.generator.apply_overlong_filtering),
+        )
+        self._thread: FlowThread | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._version = 0
+        """Optimizer steps done; also the version of the weights."""
+        self._bound = False
+        self._fully_async = False
+        self._failure: asyncio.Future[None] | None = None
+        """Fails when the flow does; None while no fully asynchronous trainer waits."""
+        self._error: Exception | None = None
+        self._arrived = time.monotonic()
+        """When a trajectory came last."""
+        self.report: Report | None = None
+        """The report of the flow, once training has ended: the balance of the ledger, and why it ended."""
+
+    def __repr__(self) -> str:
+        state = "not started" if self._thread is None else "runs" if self._thread.running else "ended"
+        return f"<PenstockGenerator: {state}, version {self._version}, {self._requests!r}, {self._deliveries!r}>"
+
+    def statistics(self) -> PipelineStatistics:
+        """Return what every stage of the flow waits for now; that of the end once training has ended.
+
+        Raises:
+            RuntimeError: training has not begun.
+        """
+        if self._thread is None:
+            raise RuntimeError("expected statistics of a flow that has started, got a call before training began")
+        return self._thread.statistics()
+
+    # -- SkyRL's GeneratorInterface ------------------------------------------------------------------------------------
+
+    async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return trajectories for the input batch, a row for each of its rows, in their order. Called by SkyRL.
+
+        In a fully asynchronous trainer, which would end its process at an exception, errors are raised by the trainer's
+        own loop instead, and this waits until it is cancelled.
+
+        Raises:
+            InvalidPipeline: the trainer is not one that `penstock.integrations.skyrl` has made.
+            PenstockError: the error that ended the flow.
+            FlowEnded: the flow has sent its last group.
+            FlowStalled: it has sent nothing for 15 minutes.
+        """
+        try:
+            return await self._generate(input_batch)
+        except Exception as error:
+            if not self._fully_async or _is_evaluation(input_batch):
+                raise
+            self._fail(error)
+        await asyncio.get_running_loop().create_future()  # until the trainer's loop has raised, and cancels this
+        raise AssertionError("unreachable")
+
+    async def _generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._bound or self._thread is None:
+            raise InvalidPipeline(
+                "SkyRL: expected a trainer that commits what it trains, got another: use "
+                "trainer.override_entrypoint=penstock.integrations.skyrl, or generator.trainer(RayPPOTrainer)(…)"
+            )
+        asked, requests = self._asked(input_batch)
+        self._thread.call(partial(self._requests.ask, requests))
+        try:
+            await self._answered(requests)
+        except BaseException:
+            self._withdraw(requests)
+            raise
+        return self._output(input_batch, asked, requests)
+
+    def _asked(self, input_batch: Mapping[str, Any]) -> tuple[list[Asked], list[Request]]:
+        """Return the rows of SkyRL's input, and a request for each prompt in it."""
+        prompts, ids = input_batch["prompts"], input_batch.get("trajectory_ids")
+        names = [(str(place), 0) for place in range(len(prompts))] if ids is None else keys_of(ids)
+        if len(set(names)) < len(names):
+            raise InvalidPipeline(f"SkyRL: expected every trajectory_id once in a batch, got {len(names)} with copies")
+        repetitions: dict[str, list[int]] = {}
+        first: dict[str, int] = {}
+        for place, (instance_id, repetition) in enumerate(names):
+            repetitions.setdefault(instance_id, []).append(repetition)
+            first.setdefault(instance_id, place)
+        sampling = sampling_of(input_batch.get("sampling_params") or {})
+        requests = {
+            each: Request(each, self._tokens(prompts[at]), tuple(repetitions[each]), sampling, _meta(input_batch, at))
+            for each, at in first.items()
+        }
+        return [Asked(requests[instance_id], repetition) for instance_id, repetition in names], [*requests.values()]
+
+    def _tokens(self, messages: Any) -> Any:
+        """Return the tokens of a prompt, as SkyRL's own generator makes them (skyrl_gym_generator.py:387)."""
+        kwargs = dict(self._cfg.generator.chat_template_kwargs or {})
+        ids = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
+        )
+        return np.array(ids, np.int32)
+
+    async def _answered(self, requests: Sequence[Request]) -> None:
+        waiting = {asyncio.wrap_future(request.answered) for request in requests}
+        began = time.monotonic()
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            waited_s = time.monotonic() - max(began, self._arrived)
+            if waiting and waited_s > STALE_AFTER_S:
+                stages = "; ".join(f"{each.name}: {each.waiting_for or 'works'}" for each in self.statistics().stages)
+                raise FlowStalled(
+                    f"expected a trajectory within {STALE_AFTER_S:g} s, got none in {waited_s:.0f} s ({stages})"
+                )
+
+    def _withdraw(self, requests: Sequence[Request]) -> None:
+        if (thread := self._thread) is not None:
+            arrived = thread.call(partial(self._requests.withdraw, requests))
+            self._end(arrived, NOT_AWAITED)
+
+    def _output(
+        self, input_batch: Mapping[str, Any], asked: Sequence[Asked], requests: Sequence[Request]
+    ) -> dict[str, Any]:
+        self._arrived = time.monotonic()
+        output = columns_of(asked, self._rules, self._filler)
+        output["trajectory_ids"] = input_batch.get("trajectory_ids")
+        metrics = name_of("train.generators.utils", "get_rollout_metrics")
+        output["rollout_metrics"] = {
+            **metrics(output["response_ids"], output["rewards"], loss_masks=output["loss_masks"]),
+            **self._metrics(asked, requests),
+        }
+        if _is_evaluation(input_batch):
+            self._end([each for request in requests for each in request.ids], EVALUATED)
+        else:
+            self._give(asked)
+        return output
+
+    @property
+    def _filler(self) -> int:
+        """The token of a response that does not train."""
+        return int(
+            self._tokenizer.eos_token_id if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
+        )
+
+    def _metrics(self, asked: Sequence[Asked], requests: Sequence[Request]) -> dict[str, float]:
+        """Return metrics by names from which SkyRL knows how to merge those of several groups (generators/utils.py)."""
+        lags = lags_of(asked, self._version)
+        found = {"generate/lag_mean": float(np.mean(lags)), "generate/lag_max": float(max(lags))} if lags else {}
+        return found | {
+            "generate/resampled": float(sum(request.resampled for request in requests)),
+            "generate/given_up": float(len(asked) - len(lags)),
+        }
+
+    def _give(self, asked: Sequence[Asked]) -> None:
+        earlier: list[TrajectoryId] = []
+        for each in asked:
+            if (row := each.request.rows[each.repetition]) is not None:
+                key = each.request.instance_id, each.repetition
+                if (dropped := self._deliveries.give(key, row.trajectory.id)) is not None:
+                    earlier.append(dropped)
+        self._end(earlier, DROPPED)
+
+    def _end(self, trajectories: Sequence[TrajectoryId], drop: Drop) -> None:
+        if trajectories and (thread := self._thread) is not None:
+            thread.call(lambda: thread.run.end(tuple(trajectories), *drop))
+
+    # -- a fully asynchronous trainer's errors -------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(self._error)
+
+    async def unless_failed(self, collecting: Any) -> Any:
+        """Return what `collecting` returns, or raise the error of `generate` if that comes first.
+
+        Called by the trainer's loop, which waits for groups here.
+        """
+        if self._error is not None:
+            collecting.close()
+            raise self._error
+        failure = self._failure = asyncio.get_running_loop().create_future()
+        task = asyncio.ensure_future(collecting)
+        try:
+            await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            failure.result()
+        finally:
+            self._failure = None
+            for each in (task, failure):
+                each.cancel()
+            with suppress(Exception, asyncio.CancelledError):
+                await asyncio.gather(task, failure, return_exceptions=True)
+
+    # -- the trainer's side --------------------------------------------------------------------------------------------
+
+    def trainer(self, base: type) -> type:
+        """Return `base`, a trainer of SkyRL, with methods that commit what it trains.
+
+        Raises:
+            MissingExtra: SkyRL is not installed.
+            MissingInterface: it lacks a method.
+        """
+        from .trainer import bound  # noqa: PLC0415 (it has this generator's type)
+
+        self._bound = True
+        return bound(base, self)
+
+    def begin(self, *, fully_async: bool) -> None:
+        """Open the publisher. Called by the trainer before it loads a checkpoint."""
+        self._fully_async = fully_async
+        if self._weights is not None:
+            self._weights.open()
+
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Note the state of the checkpoint that the trainer resumes."""
+        if saved is None:
+            log.warning("resumed_without_ledger", consequence="the balance begins with this run")
+        self._saved = saved
+
+    def weights_wanted(self, dispatch: Any, version: int) -> None:
+        """Publish the weights of the trainer's workers, and commit what they have trained; start the flow. Blocks.
+
+        Called by the trainer before the first step, and after every one.
+        """
+        if self._weights is not None:
+            folder = Path(self._cfg.trainer.export_path) / f"penstock_weights_{version}"
+            self._weights.publish(dispatch, self._tokenizer, folder.absolute(), version)
+        if self._thread is None:
+            self._version = version
+            self._thread = self._start()
+        else:
+            self.commit(version)
+
+    def _start(self) -> FlowThread:
+        flow = self._flow(self._requests)
+        if not isinstance(flow, Flow) or flow.nodes[0].stage is not self._requests:
+            raise InvalidPipeline(
+                f"SkyRL: expected a flow that begins with source(requests), the source that its function is given, got "
+                f"{flow!r}"
+            )
+        run = FlowRun(
+            flow,
+            self._awaited,
+            self._requests,
+            trainer="SkyRL",
+            rest=NOT_AWAITED,
+            saved=self._saved,
+            version=self._version,
+        )
+        self._requests.why_closed = lambda: (
+            run.failure or FlowEnded("SkyRL waits for trajectories of a flow that has ended")
+        )
+        return FlowThread(run, "penstock-skyrl-flow")
+
+    def _awaited(self, group: TrajectoryGroup, decode: Decode | None) -> Iterator[tuple[Trajectories, TrajectoryGroup]]:
+        """Return what SkyRL waits for; on the event loop of the flow."""
+        self._arrived = time.monotonic()
+        return self._requests.awaited(group, decode)
+
+    def batch(self, generator_output: Mapping[str, Any]) -> None:
+        """Note the rows that SkyRL trains next. Called by the trainer."""
+        ids = generator_output.get("trajectory_ids")
+        if ids is None:
+            raise InvalidPipeline(
+                "SkyRL: expected trajectory_ids with what it trains, got none: nothing can be committed"
+            )
+        self._deliveries.batch(keys_of(ids), [any(mask) for mask in generator_output["loss_masks"]])
+
+    def dropped(self, generator_outputs: Sequence[Mapping[str, Any]]) -> None:
+        """Note groups that SkyRL has dropped. Called by the trainer."""
+        keys = [key for each in generator_outputs for key in keys_of(each.get("trajectory_ids") or ())]
+        self._end(self._deliveries.drop(keys), DROPPED)
+
+    def commit(self, version: int) -> None:
+        """Commit what the optimizer step trained that made the weights of `version`. Called by the trainer."""
+        thread = self._thread
+        self._version = version
+        if thread is None:
+            return
+        trained, untrained = self._deliveries.step()
+        if not self._fully_async and trained:
+            self._end(self._deliveries.drop_rest(), DROPPED)
+        self._end(untrained, UNTRAINED)
+        if trained:
+            thread.call(lambda: thread.run.commit(trained, version))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
+        return {} if self._thread is None else self._thread.call(self._thread.run.state_dict)
+
+    def end(self) -> None:
+        """Stop the flow and everything that it started, and close the publisher; set `report`. Blocks."""
+        try:
+            if self._thread is not None and self._thread.running:
+                self.report = self._thread.stop()
+        finally:
+            if self._weights is not None:
+                self._weights.close()
+
+
+def _meta(input_batch: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """Return the `meta` of a request: what rewards read, under the names that a `PromptDataset` gives it."""
+    extras = input_batch.get("env_extras")
+    row = plain_row(extras[place] if extras is not None else {})
+    env_class = input_batch["env_classes"][place]
+    messages = json.loads(json.dumps(input_batch["prompts"][place]))
+    return {"row": row, "messages": messages, "data_source": row.get("data_source") or env_class}
+
+
+def _is_evaluation(input_batch: Mapping[str, Any]) -> bool:
+    metadata = input_batch.get("batch_metadata")
+    return metadata is not None and metadata.training_phase == "eval"
+
+
+def _refuse_unsupported(generator: Any) -> None:
+    for name, what in REFUSED.items():
+        if getattr(generator, name, False):
+            raise InvalidConfig(f"generator.{name}: expected false, because penstock has no {what}, got true")
+    if getattr(generator.chat_template, "name_or_path", None):
+        raise InvalidConfig(
+            f"generator.chat_template: expected the tokenizer's own, because tokens are kept as they were sampled, got "
+            f"{generator.chat_template.name_or_path!r}"
+        )
+    engines = generator.inference_engine
+    for name in ("enable_return_routed_experts", "enable_return_sample_support_set"):
+        if getattr(engines, name, False):
+            raise InvalidConfig(
+                f"generator.inference_engine.{name}: expected false, got true: penstock records neither"
+            )

@@ -1,0 +1,137 @@
+"""Trajectories as the columns of SkyRL's `GeneratorOutput`: a row for each that it asked for, in the order of its rows.
+
+Read off skyrl 0.4.0: train/generators/base.py:46-81 (the keys) and train/utils/trainer_utils.py:673-767 (what is
+validated). Knows no SkyRL: the output is a dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...._pipeline.errors import InvalidPipeline
+from ...._schemas import InvalidRecord, StopReason
+from .requests import Request, Row
+
+KEYS = (
+    *("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_metrics"),
+    *("rollout_logprobs", "trajectory_ids", "trajectory_generation_times", "trajectory_time_splits"),
+    *("rollout_expert_indices", "rollout_sample_support", "is_last_step", "env_metrics"),
+    *("pixel_values", "image_grid_thw"),
+)
+"""The keys of a GeneratorOutput."""
+
+UNTRAINED_REASON = StopReason.ERROR
+"""The stop reason of a row whose repetition was given up."""
+
+
+class Rules(NamedTuple):
+    """What SkyRL's configuration asks of its generator."""
+
+    logprobs: bool = True
+    """`sampling_params.logprobs` is not None."""
+    zero_reward_on_non_stop: bool = False
+    apply_overlong_filtering: bool = False
+
+
+class Asked(NamedTuple):
+    """One row of SkyRL's input."""
+
+    request: Request
+    repetition: int
+
+
+def columns_of(asked: Sequence[Asked], rules: Rules, filler: int) -> dict[str, Any]:
+    """Return the output of these rows, all keys but `rollout_metrics` and `trajectory_ids`.
+
+    A repetition that was given up has a row that does not train: `filler` as its response, and the mean reward of the
+    others of its prompt, which leaves their mean as it is.
+
+    Raises:
+        InvalidPipeline: SkyRL wants log-probabilities, and a trajectory has none.
+        InvalidRecord: some trajectories have rewards for tokens, and others have none.
+    """
+    rows = [_columns(each, rules) if _row(each) is not None else _untrained(each, filler) for each in asked]
+    if len({isinstance(row["rewards"], list) for row in rows if row["given"]}) > 1:
+        raise InvalidRecord("expected token_rewards in all groups, or in none, got some with and some without")
+    if any(isinstance(row["rewards"], list) for row in rows):
+        for row in rows:
+            row["rewards"] = row["rewards"] if isinstance(row["rewards"], list) else [row["rewards"]]
+    columns: dict[str, Any] = dict.fromkeys(KEYS)
+    for name in ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "env_metrics"):
+        columns[name] = [row[name] for row in rows]
+    if rules.logprobs:
+        columns["rollout_logprobs"] = [row["rollout_logprobs"] for row in rows]
+    return columns
+
+
+def lags_of(asked: Iterable[Asked], version: int) -> list[int]:
+    """Return, for each sampled row, the optimizer steps between the weights that sampled it and `version`."""
+    rows = [row for each in asked if (row := _row(each)) is not None]
+    return [version - int(row.trajectory.policy_versions.min()) for row in rows]
+
+
+def _row(asked: Asked) -> Row | None:
+    return asked.request.rows[asked.repetition]
+
+
+def _columns(asked: Asked, rules: Rules) -> dict[str, Any]:
+    row = _row(asked)
+    assert row is not None  # noqa: S101 (checked by the caller)
+    trajectory = row.trajectory
+    start = _prompt_length(row, asked.request)
+    masks: list[int] = trajectory.loss_mask[start:].astype(int).tolist()
+    rewards: Any = trajectory.reward
+    if trajectory.token_rewards is not None:
+        rewards = trajectory.token_rewards[start:].tolist()
+    if rules.logprobs and trajectory.behavior_logprobs is None:
+        raise InvalidPipeline(
+            "SkyRL: expected groups with log-probabilities, for generator.sampling_params.logprobs is set, got none: "
+            "sample with a policy that has them"
+        )
+    whole = trajectory.stop_reason == StopReason.STOP
+    if rules.zero_reward_on_non_stop and not whole:
+        rewards = [0.0] * len(masks) if isinstance(rewards, list) else 0.0
+    if rules.apply_overlong_filtering and not whole:
+        masks = [0] * len(masks)
+    return {
+        "given": True,
+        "prompt_token_ids": trajectory.tokens[:start].tolist(),
+        "response_ids": trajectory.tokens[start:].tolist(),
+        "rewards": rewards,
+        "loss_masks": masks,
+        "stop_reasons": trajectory.stop_reason.name.lower(),
+        "rollout_logprobs": None
+        if trajectory.behavior_logprobs is None
+        else trajectory.behavior_logprobs[start:].tolist(),
+        "env_metrics": dict(row.parts),
+    }
+
+
+def _prompt_length(row: Row, request: Request) -> int:
+    """Return the tokens before the response, which is never empty: SkyRL's trainer would fail at an empty one.
+
+    1. SkyRL's prompt, where the trajectory begins with it.
+    2. That of the environment: what precedes the first token that trains.
+    3. Where none trains, because a stage has masked them all, all tokens but the last.
+    """
+    tokens, asked = row.trajectory.tokens, request.prompt
+    if len(tokens) > len(asked) and np.array_equal(tokens[: len(asked)], asked):
+        return len(asked)
+    return min(row.trajectory.prompt_length, len(tokens) - 1)
+
+
+def _untrained(asked: Asked, filler: int) -> dict[str, Any]:
+    others = [row.trajectory.reward for row in asked.request.rows.values() if row is not None]
+    return {
+        "given": False,
+        "prompt_token_ids": asked.request.prompt.tolist(),
+        "response_ids": [filler],
+        "rewards": float(np.mean(others)) if others else 0.0,
+        "loss_masks": [0],
+        "stop_reasons": UNTRAINED_REASON.name.lower(),
+        "rollout_logprobs": [0.0],
+        "env_metrics": {},
+    }

@@ -1,0 +1,127 @@
+"""Trainers of SkyRL that tell a `PenstockGenerator` what they train, and send weights to its publisher."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .interface import check_trainer, name_of
+
+if TYPE_CHECKING:
+    from .generator import PenstockGenerator
+
+LEDGER = "penstock.json"
+"""The file with the ledger, in the folder of a checkpoint of SkyRL."""
+
+
+class Dispatch:
+    """SkyRL's dispatch to its workers, but for the weights, which go to the publisher instead of inference engines."""
+
+    def __init__(self, dispatch: Any, publish: Callable[[], None]) -> None:
+        self._dispatch = dispatch
+        self._publish = publish
+        self._took_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dispatch, name)
+
+    async def save_weights_for_sampler(self, model_id: str | None = None) -> None:  # noqa: ARG002 (SkyRL's signature)
+        """Publish the weights of the last step, and commit it. Called by SkyRL before the first step and after each."""
+        began = time.monotonic()
+        await asyncio.to_thread(self._publish)
+        self._took_s = time.monotonic() - began
+
+    def get_timing_metrics(self) -> dict[str, float]:
+        """Return the seconds that the last weights took."""
+        return {"sync_weights_only_transfer": self._took_s}
+
+
+def bound(base: Any, generator: PenstockGenerator) -> type:
+    """Return `base` with methods that report to `generator`.
+
+    Raises:
+        MissingExtra: SkyRL is not installed.
+        MissingInterface: `base` lacks a method.
+    """
+    is_async = check_trainer(base)
+    found = _with_checkpoints(_committing(base, generator, is_async=is_async), generator)
+    return _asynchronous(found, generator) if is_async else found
+
+
+def _committing(base: Any, generator: PenstockGenerator, *, is_async: bool) -> Any:
+    class Committing(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
+        """A trainer of SkyRL that starts the flow, reports what it trains, and sends its weights to the publisher."""
+
+        dispatch: Any
+        global_step: int
+
+        async def train(self) -> None:
+            generator.begin(fully_async=is_async)
+            try:
+                await super().train()
+            finally:
+                generator.end()
+
+        def init_weight_sync_state(self) -> None:
+            if self.dispatch is None:
+                super().init_weight_sync_state()  # a simulated trainer makes it here
+            if not isinstance(self.dispatch, Dispatch):
+                workers = self.dispatch
+                self.dispatch = Dispatch(workers, lambda: generator.weights_wanted(workers, self.global_step))
+
+        def convert_to_training_input(self, generator_output: Any, uids: Any) -> Any:
+            generator.batch(generator_output)
+            return super().convert_to_training_input(generator_output, uids)
+
+    return Committing
+
+
+def _with_checkpoints(base: Any, generator: PenstockGenerator) -> Any:
+    io = name_of("backends.skyrl_train.utils.io", "io")
+
+    def ledger_in(folder: object) -> str:
+        return f"{folder}/{LEDGER}"  # the folder may be a URL
+
+    class WithCheckpoints(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
+        """One whose checkpoints have the ledger."""
+
+        def save_checkpoints(self) -> Any:
+            generator.commit(self.global_step)  # the synchronous trainer saves before it wants the weights sent
+            folder = f"{self.cfg.trainer.ckpt_path}/global_step_{self.global_step}"
+            io.makedirs(folder, exist_ok=True)
+            with io.open_file(ledger_in(folder), "w") as file:  # before SkyRL writes that the checkpoint is whole
+                json.dump(generator.state_dict(), file)
+            return super().save_checkpoints()
+
+        def load_checkpoints(self) -> Any:
+            loaded = super().load_checkpoints()
+            if loaded[0]:
+                saved = None
+                if io.exists(ledger_in(loaded[1])):
+                    with io.open_file(ledger_in(loaded[1]), "r") as file:
+                        saved = json.load(file)
+                generator.resume(saved)
+            return loaded
+
+    return WithCheckpoints
+
+
+def _asynchronous(base: Any, generator: PenstockGenerator) -> type:
+    class Asynchronous(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
+        """A fully asynchronous one: its loop raises the errors of the generator."""
+
+        async def _collect_generation_mini_batch(self, *args: Any, **kwargs: Any) -> Any:
+            return await generator.unless_failed(super()._collect_generation_mini_batch(*args, **kwargs))
+
+        def convert_generation_group_mini_batch_to_training_input(
+            self, cur_generation_group_mini_batch: Any, dropped_groups: Any = None
+        ) -> Any:
+            generator.dropped([group.generator_output for group in dropped_groups or ()])
+            return super().convert_generation_group_mini_batch_to_training_input(
+                cur_generation_group_mini_batch, dropped_groups
+            )
+
+    return Asynchronous

@@ -1,0 +1,87 @@
+"""The generator and the entry point say what is wrong before anything starts, and need no SkyRL for it."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+from tests.skyrl.contract import OUTPUT
+from tests.skyrl.flows import sampled
+
+from penstock import source
+from penstock._stages.integrations.skyrl.entry import split
+from penstock._stages.integrations.skyrl.samples import KEYS
+from penstock.errors import InvalidConfig, InvalidPipeline, MissingExtra
+from penstock.integrations.skyrl import PenstockGenerator
+
+NAMED = "penstock.generator=run:generator"
+
+
+def config(**generator: Any) -> Any:
+    options = {
+        "sampling_params": SimpleNamespace(logprobs=1),
+        "zero_reward_on_non_stop": False,
+        "apply_overlong_filtering": False,
+        "chat_template": SimpleNamespace(name_or_path=None),
+        "inference_engine": SimpleNamespace(enable_return_routed_experts=False),
+    }
+    return SimpleNamespace(generator=SimpleNamespace(**options | generator))
+
+
+def generator(**options: Any) -> PenstockGenerator:
+    return PenstockGenerator(lambda requests: source(requests).then(sampled()), config(**options), tokenizer=None)
+
+
+def test_the_generator_has_the_keys_of_skyrl() -> None:
+    assert set(KEYS) == OUTPUT
+    assert len(KEYS) == 16
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("step_wise_trajectories", True, "rows for each step"),
+        ("vision_language_generator", True, "images"),
+        ("chat_template", SimpleNamespace(name_or_path="qwen3_without_thinking"), "the tokenizer's own"),
+        ("inference_engine", SimpleNamespace(enable_return_routed_experts=True), "records neither"),
+    ],
+)
+def test_what_penstock_does_not_have_is_refused_when_the_generator_is_made(
+    option: str, value: Any, message: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        generator(**{option: value})
+
+
+def test_a_trainer_that_does_not_commit_is_refused_at_its_first_batch() -> None:
+    with pytest.raises(InvalidPipeline, match=r"generator\.trainer\(RayPPOTrainer\)"):
+        anyio.run(generator().generate, {"prompts": []})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("skyrl") is not None, reason="SkyRL is installed")
+def test_without_skyrl_the_command_that_installs_it_is_named() -> None:
+    with pytest.raises(MissingExtra, match=r"pip install 'penstock\[skyrl\]'"):
+        generator().trainer(object)
+
+
+def test_a_generator_that_was_not_started_has_neither_statistics_nor_a_report() -> None:
+    made = generator()
+
+    made.end()
+
+    assert made.report is None
+    assert repr(made).startswith("<PenstockGenerator: not started, version 0")
+    with pytest.raises(RuntimeError, match="before training began"):
+        made.statistics()
+
+
+def test_the_entry_point_takes_its_own_arguments_and_leaves_skyrls() -> None:
+    entry = "trainer.override_entrypoint=penstock.integrations.skyrl"
+
+    assert split([entry, "trainer.epochs=1", NAMED]) == ("run:generator", ["trainer.epochs=1"])
+    for arguments in ([entry], [NAMED, NAMED]):
+        with pytest.raises(InvalidConfig, match=r"expected one argument penstock\.generator=module:function"):
+            split(arguments)

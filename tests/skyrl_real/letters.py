@@ -1,0 +1,110 @@
+"""A tiny Qwen2 whose tokens are letters, and prompts that are answered best by one of them: what SkyRL trains."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock import Flow, RewardBridge, SourceEnv, TrajectoryGroup, here, processes, source
+from penstock.integrations.skyrl import PenstockGenerator, SampleRequests, SkyRLPrompts
+from penstock.models import HFModel
+from penstock.policies import PretrainedTokenizer, SamplingParams
+from penstock.rewards import trl_reward
+from penstock.torch import TorchPolicy
+from penstock.weights import WeightPublisher
+
+LETTERS = "#abcdefghijklmnopqrstuvwxyz :"
+COMPLETION = 6
+GROUP = 4
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% if message['role'] != 'assistant' %} {% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+)
+
+
+def write_model(folder: Path) -> Path:
+    """Write a model with random weights and a tokenizer, whose end of text is #, into `folder`; return it."""
+    import torch  # noqa: PLC0415 (a worker does not need it at once)
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
+
+    letters = {letter: number for number, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token=LETTERS[-1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=tokenizer, eos_token=LETTERS[0], pad_token=LETTERS[0])
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(LETTERS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=0,
+        pad_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_prompts(path: Path, count: int = 64) -> Path:
+    """Write SkyRL's data set of `count` prompts of three letters, which all ask for the letter e."""
+    rows = []
+    for number in range(count):
+        text = "".join(LETTERS[1 + (number // 26**place) % 26] for place in range(3))
+        reward = {"method": "rule", "ground_truth": "e"}
+        rows.append({"prompt": [{"role": "user", "content": text}], "env_class": "letters", "reward_spec": reward})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def share(completion: str, reward_spec: dict[str, str]) -> float:
+    """Return the share of the letter that the row asks for, among those that fit."""
+    return completion.count(reward_spec["ground_truth"]) / COMPLETION
+
+
+def shares(completions: list[list[dict[str, str]]], reward_spec: list[dict[str, str]], **_: Any) -> list[float]:
+    """Return `share` for each completion, a list of one message: a reward function of TRL's shape."""
+    return [share(said["content"], spec) for (said,), spec in zip(completions, reward_spec, strict=True)]
+
+
+def publisher_of(folder: str) -> WeightPublisher:
+    """Return a publisher of a model like that in `folder`; takes no memory for one."""
+    return WeightPublisher(HFModel.empty(folder).state_dict())
+
+
+def flow_of(
+    requests: Any, folder: str, url: str | None, workers: int = 0, restarts: int = 2, **options: Any
+) -> Flow[TrajectoryGroup]:
+    """Return a flow that answers SkyRL's requests, here or in `workers` processes."""
+    tokenizer = PretrainedTokenizer(folder)
+    make_model = partial(HFModel.empty if url else HFModel, folder)
+    policy = TorchPolicy(make_model, eos_id=tokenizer.eos_id, weights=url)
+    options = {"sampling": SamplingParams(seed=0)} | options
+    env = SourceEnv(SkyRLPrompts, policy, tokenizer, **options)
+    placed = processes(workers, restarts=restarts) if workers else here()
+    rewards = RewardBridge(tokenizer=tokenizer, functions=[trl_reward(shares)])
+    return source(requests).then(SampleRequests(env), on=placed).then(rewards)
+
+
+def generator(cfg: Any, tokenizer: Any, **options: Any) -> PenstockGenerator:
+    """Return the generator of an experiment whose weights are published."""
+    folder = cfg.trainer.policy.model.path
+    publisher = publisher_of(folder)
+    return PenstockGenerator(
+        lambda requests: flow_of(requests, folder, publisher.url, **options), cfg, tokenizer, publisher=publisher
+    )
+
+
+def in_two_processes(cfg: Any, tokenizer: Any) -> PenstockGenerator:
+    """Return the generator whose samplers are two processes."""
+    return generator(cfg, tokenizer, workers=2)
