@@ -8,6 +8,7 @@
 #   make test-roll ROLL=../roll   ROLL's pipeline on a CPU, whose checkout is there; installs 0.3 GB first
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
+#   make test-verl       verl's own trainer, on a CPU; installs verl, Ray and what they need first (410 MB)
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
 #   make chaos [SEED=3 MINUTES=10]   random kills, stops and cuts, with nothing lost, doubled, hung or left over
@@ -26,6 +27,7 @@ VLLM := $(VENV)/vllm
 WITH_ATROPOS := $(VENV)/atropos
 TRACKERS := $(VENV)/trackers
 TRL := $(VENV)/trl
+VERL := $(VENV)/verl
 WITH_PRIME_RL := $(VENV)/prime-rl
 WITH_ROLL := $(VENV)/roll
 DOCS := $(VENV)/docs
@@ -33,7 +35,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-prime-rl test-roll check docs chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-verl test-prime-rl test-roll check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -73,6 +75,14 @@ test-trl: $(READY) $(TRL)/ready
 $(TRL)/ready: scripts/trl/requirements.txt | $(READY)
 	rm -rf $(TRL)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(TRL) --requirement $<
+	touch $@
+
+test-verl: $(READY) $(VERL)/ready
+	PYTHONPATH=$(CURDIR)/$(VERL) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/verl_real/against_verl.py
+
+$(VERL)/ready: scripts/verl/requirements.txt | $(READY)
+	rm -rf $(VERL)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(VERL) --requirement $<
 	touch $@
 
 COMMIT_OF_PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64

@@ -13,7 +13,7 @@ from penstock import errors
 
 EXTRAS = (
     *("torch", "safetensors", "xxhash", "aiohttp", "tokenizers", "starlette", "uvicorn", "httptools", "matplotlib"),
-    *("datasets", "pyarrow", "tensorboardX", "wandb", "trl", "transformers", "requests"),
+    *("datasets", "pyarrow", "tensorboardX", "wandb", "trl", "verl", "transformers", "requests"),
 )
 """Packages that only extras install."""
 

@@ -15,8 +15,8 @@ import numpy as np
 from ...._pipeline.errors import InvalidPipeline
 from ...._schemas import InvalidRecord, Trajectory, TrajectoryGroup, TrajectoryId
 from ...._schemas.batch import oldest_versions
-from ...engines.sampling_params import TEMPERATURES
 from ..flow_thread.flow_run import Decode
+from ..flow_thread.sampling import check_temperature
 
 FIELDS = (
     *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs"),
@@ -77,13 +77,7 @@ def check(group: TrajectoryGroup, temperature: float | None) -> None:
         raise InvalidPipeline(
             "TRL: expected groups with log-probabilities, got none: sample with a policy that has them"
         )
-    sampled = group.meta.get("temperature")
-    if TEMPERATURES in group.meta or (None not in (sampled, temperature) and sampled != temperature):
-        found = "temperatures that differ between turns" if TEMPERATURES in group.meta else sampled
-        raise InvalidRecord(
-            f"{group.env}/{group.instance_id}: expected log-probabilities at the temperature of TRL's configuration, "
-            f"{temperature}, got {found}: sample with SamplingParams(temperature={temperature})"
-        )
+    check_temperature(group, temperature, "TRL")
 
 
 def _advantage(row: Trajectory) -> float:

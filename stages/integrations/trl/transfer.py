@@ -6,14 +6,12 @@ the weights before it names their version, the first time before the first step,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
-
-from ...engines.engine_publisher import KnowsTies
 from ...sink_trainer import WeightSink
+from ..flow_thread.weight_transfer import WeightTransfer
 
 
 class TRLTransfer:
@@ -26,13 +24,11 @@ class TRLTransfer:
             publisher: a WeightPublisher or a WeightFolder, not open yet; or any other async context manager that yields
                 one, such as a function with `@asynccontextmanager` that opens engines and yields an EnginePublisher.
         """
-        self._opening = publisher
-        self._stack = ExitStack()
-        self._open: tuple[BlockingPortal, WeightSink] | None = None
+        self._transfer = WeightTransfer(publisher, "penstock-trl-weights")
         self._version = 0
 
     def __repr__(self) -> str:
-        return f"<TRLTransfer by {self._opening!r}: version {self._version}>"
+        return f"<TRLTransfer by {self._transfer!r}: version {self._version}>"
 
     @property
     def version(self) -> int:
@@ -46,10 +42,7 @@ class TRLTransfer:
             Exception: raised by the publisher when it is opened.
         """
         self._version = 0
-        with ExitStack() as stack:
-            portal = stack.enter_context(start_blocking_portal(name="penstock-trl-weights"))
-            self._open = portal, stack.enter_context(portal.wrap_async_context_manager(self._opening))
-            self._stack = stack.pop_all()
+        self._transfer.open()
 
     def pause(self) -> None:
         """Do nothing: the publisher never mixes two versions, and sampling goes on while it copies the next one."""
@@ -61,10 +54,9 @@ class TRLTransfer:
             WeightsMismatch: the tensors are not those that the publisher was made for.
             RuntimeError: TRL has not begun to train.
         """
-        if self._open is None:
+        if not self._transfer.is_open:
             raise RuntimeError("expected init_weight_transfer before send_weights, as TRL calls them")
-        portal, publisher = self._open
-        portal.call(publisher.publish, with_ties(dict(iterator), publisher), self._version + 1)
+        self._transfer.send(dict(iterator), self._version + 1)
         self._version += 1
 
     def resume(self) -> None:
@@ -72,11 +64,4 @@ class TRLTransfer:
 
     def destroy(self) -> None:
         """Close the publisher, and end its thread. Called by TRL when training has ended."""
-        self._open = None
-        self._stack.close()
-
-
-def with_ties(tensors: dict[str, Any], publisher: object) -> Mapping[str, Any]:
-    """Return the tensors, with the tied ones under each of their names: TRL sends every parameter once."""
-    ties = publisher.ties if isinstance(publisher, KnowsTies) else {}
-    return tensors | {name: tensors[first] for name, first in ties.items() if first in tensors}
+        self._transfer.close()

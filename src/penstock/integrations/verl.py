@@ -1,0 +1,7 @@
+"""Flows of penstock in the trainer of verl. Imports verl only where one trains; needs the extra `verl` there."""
+
+from __future__ import annotations
+
+from .._stages.integrations.verl import PenstockCheckpoint, PenstockLoopManager
+
+__all__ = ["PenstockCheckpoint", "PenstockLoopManager"]

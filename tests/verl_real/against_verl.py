@@ -1,0 +1,351 @@
+"""verl's own objects take what penstock sends. `make test-verl` runs this file."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.pages import program
+from tests.verl.contract import FIELDS, TAG
+from tests.verl_real.asking import Asking, written_by_verl
+from tests.verl_real.conftest import MakeConfig, MakeManager
+from tests.verl_real.flows import group_of, groups
+from tests.verl_real.framework import (
+    PPOTrainer,
+    checkpoint_engine,
+    import_utils,
+    llm_server,
+    losses,
+    padding_utils,
+    tu,
+    utils,
+)
+from tests.verl_real.framework import (
+    config as verl_config,
+)
+from tests.verl_real.training import Sender, train
+
+from penstock._pipeline.accounting.committed_prompts import CommittedPrompts
+from penstock.errors import FlowEnded, InvalidPipeline, StageFailed
+from penstock.integrations.verl import PenstockLoopManager
+
+ROOT = Path(__file__).parent.parent.parent
+
+FILTERED = "algorithm.filter_groups.enable=True"
+SAMPLED = "algorithm.rollout_correction.bypass_mode=True"
+"""verl then takes the log-probabilities of the sampling as those of the weights that it trains."""
+ASYNC = ["trainer.v1.trainer_mode=colocate_async"]
+
+
+def balance_of(manager: PenstockLoopManager) -> Any:
+    manager.close()
+    assert manager.report is not None
+    assert manager.report.balance.balanced
+    assert manager.report.balance.in_flight == 0
+    return manager.report.balance
+
+
+def rows(tq: Any, keys: list[str]) -> list[dict[str, Any]]:
+    data = tq.kv_batch_get(keys=keys, partition_id="train")
+    return [{name: data[name][place] for name in data.keys()} for place in range(len(keys))]  # noqa: SIM118 (no dict)
+
+
+def test_the_configuration_is_accepted_by_verl(make_config: MakeConfig) -> None:
+    config = make_config()
+
+    needs = {"use_reference_policy": utils.need_reference_policy(config), "use_critic": utils.need_critic(config)}
+    verl_config.validate_config(config, **needs)
+
+
+def test_rows_are_those_that_verl_makes_of_the_same_rollouts(transfer_queue: Any, make_manager: MakeManager) -> None:
+    group = group_of(3, [1.0, 0.25], policy_versions=[4, 4])
+    manager = make_manager([group])
+    asking = Asking(manager._config._config, manager)
+    asking.global_steps = 5
+    (uid,) = asking.ask(1)
+    ours, _ = asking.sample(1)
+    theirs = written_by_verl(group, "theirs", 5)
+    tags = transfer_queue.kv_list("train")["train"]
+
+    assert [tags[key] for key in ours.keys] == [tags[key] for key in theirs]
+    assert ours.tags == [tags[key] for key in theirs]
+    assert set(tags[theirs[0]]) == set(TAG)
+    for found, wanted in zip(rows(transfer_queue, ours.keys), rows(transfer_queue, theirs), strict=True):
+        assert set(found) == set(wanted) == set(FIELDS)
+        for name, column in wanted.items():
+            if isinstance(column, torch.Tensor):
+                assert found[name].dtype == column.dtype, name
+                assert found[name].tolist() == column.tolist(), name
+            elif name == "extra_fields":
+                assert found[name].items() >= column.items()
+            elif name == "uid":
+                assert (found[name], column) == (uid, "theirs")
+            else:
+                assert found[name] == column, name
+
+
+def test_what_verl_samples_is_committed_when_its_step_is_done(make_manager: MakeManager) -> None:
+    manager = make_manager(list(groups(8)))
+    asking = Asking(manager._config._config, manager)
+    for _ in range(2):
+        asking.ask(2)
+        batch, _ = asking.sample(2)
+        assert len(batch.keys) == 4
+        asking.step_done(batch)
+
+    balance = balance_of(manager)
+    assert balance.ended["trained"] == 2 * 4
+    assert balance.reasons["lost"].keys() == {"in flight when the run ended"}
+    assert manager.report is not None
+    assert manager.report.steps == 2
+
+
+def test_groups_without_a_difference_are_refilled_one_for_one(make_manager: MakeManager) -> None:
+    flat = [group_of(number, [0.5, 0.5]) for number in (0, 2)]
+    manager = make_manager([flat[0], group_of(1, [1.0, 0.0]), flat[1], group_of(3, [0.0, 1.0])], *ASYNC, FILTERED)
+    asking = Asking(manager._config._config, manager)
+
+    asking.ask(2)
+    batch, metrics = asking.sample(2)
+    asking.step_done(batch)
+
+    assert sum(asking.refilled) == metrics["training/filter_groups/evicted_samples"] == 2
+    balance = balance_of(manager)
+    assert balance.reasons["filtered"] == {"dropped by verl: no difference in reward": 4}
+    assert balance.ended["trained"] == 4
+
+
+def test_stale_groups_are_refilled_one_for_one(make_manager: MakeManager) -> None:
+    given = [group_of(number, [1.0, 0.0], policy_versions=[version] * 2) for number, version in enumerate([0, 3, 4])]
+    manager = make_manager(given, *ASYNC, "trainer.v1.sampler.max_off_policy_threshold=3")
+    asking = Asking(manager._config._config, manager)
+    asking.global_steps = 5
+
+    asking.ask(2)
+    batch, metrics = asking.sample(2)
+    asking.step_done(batch)
+
+    assert asking.refilled == [1]
+    assert metrics["training/off_policy/evicted_samples"] == 1
+    assert metrics["training/off_policy/evicted_samples_staleness/max"] == 5  # weights of before step 1, at step 5
+    balance = balance_of(manager)
+    reason = "dropped by verl: older than trainer.v1.sampler.max_off_policy_threshold=3"
+    assert balance.reasons["stale"] == {reason: 2}
+    assert balance.ended["trained"] == 4
+
+
+def test_a_group_in_which_nothing_trains_is_refilled_within_the_flow(make_manager: MakeManager) -> None:
+    empty = group_of(0, [1.0, 0.0], loss_mask=[[0] * 8] * 2)
+    manager = make_manager([empty, group_of(1, [1.0, 0.0])])
+    asking = Asking(manager._config._config, manager)
+
+    asking.ask(1)
+    batch, _ = asking.sample(1)
+    asking.step_done(batch)
+
+    balance = balance_of(manager)
+    assert balance.reasons["filtered"] == {"nothing to train": 2}
+    assert balance.ended["trained"] == 2
+
+
+def test_the_error_of_a_flow_ends_the_training(make_manager: MakeManager) -> None:
+    manager = make_manager([], *ASYNC, flow="failing")
+    asking = Asking(manager._config._config, manager)
+
+    with pytest.raises(StageFailed, match="the server of the environments is gone"):
+        asking.take(2)
+
+    assert "penstock-verl-delivery" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_flow_that_ends_before_the_training_is_told(make_manager: MakeManager) -> None:
+    manager = make_manager(list(groups(1)), *ASYNC, flow="ending")
+    asking = Asking(manager._config._config, manager)
+    asking.ask(2)
+
+    with pytest.raises(FlowEnded, match="than the 1 that the flow has sent"):
+        asking.sample(2)
+
+
+def test_a_trainer_that_validates_is_refused(make_manager: MakeManager) -> None:
+    with pytest.raises(InvalidPipeline, match=r"trainer\.val_before_train=False"):
+        make_manager([], "trainer.val_before_train=True")
+
+
+def test_the_manager_ends_when_verl_closes_its_queue(
+    transfer_queue: Any, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    monkeypatch.setattr(transfer_queue, "close", lambda: closed.append(manager.report is not None))
+    before = transfer_queue.kv_clear, transfer_queue.close
+    manager: PenstockLoopManager = make_manager(list(groups(2)))
+
+    transfer_queue.close()
+    manager.close()
+
+    assert closed == [True]
+    assert (transfer_queue.kv_clear, transfer_queue.close) == before
+    assert repr(manager).startswith("<PenstockLoopManager: ended")
+    assert not {"penstock-verl-flow", "penstock-verl-delivery"} & {thread.name for thread in threading.enumerate()}
+
+
+BY_TOKEN = [[0, 0, 1.0, 0.5, 0, 0, -0.25, 2.0], [0, 0, -1.0, -0.5, 0, 0, 0.25, -2.0]]
+
+
+def test_advantages_of_tokens_are_those_that_verl_trains_with(transfer_queue: Any, make_manager: MakeManager) -> None:
+    group = group_of(0, [1.0, 0.0], advantages=BY_TOKEN)
+    given = [group, group_of(1, [0.5, 0.25], advantages=BY_TOKEN)]
+    manager = make_manager(given, "algorithm.adv_estimator=penstock", SAMPLED)
+    asking = Asking(manager._config._config, manager)
+    asking.ask(2)
+    batch, _ = asking.sample(2)
+    batch.reorder([3, 0, 2, 1])  # verl balances ranks
+    batch = padding_utils.upsample_batch_to_divisible_size(
+        batch, 5, eos_token_id=0
+    )  # and fills batches with rows of its own
+
+    PPOTrainer._compute_advantage(asking, batch, {})
+
+    found = transfer_queue.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["advantages", "returns"])
+    wanted = [BY_TOKEN[int(key.split("_")[1])][2:] for key in batch.keys[:4]] + [[0.0]]
+    assert [column.tolist() for column in found["advantages"]] == wanted
+    assert [column.tolist() for column in found["returns"]] == wanted
+
+
+def test_tokens_in_the_middle_that_do_not_train_have_no_part_in_verls_loss(
+    transfer_queue: Any, make_manager: MakeManager
+) -> None:
+    manager = make_manager(list(groups(2)), SAMPLED)
+    asking = Asking(manager._config._config, manager)
+    asking.ask(2)
+    batch, _ = asking.sample(2)
+    PPOTrainer._compute_old_log_prob(asking, batch, {})
+    PPOTrainer._compute_advantage(asking, batch, {})
+    data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id="train")
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=16, global_batch_size=4)
+    sampled = [torch.tensor([0.0, *column.tolist(), 0.0], requires_grad=True) for column in data["rollout_log_probs"]]
+    logprobs = torch.nested.as_nested_tensor(sampled, layout=torch.jagged)
+
+    actor = verl_config.omega_conf_to_dataclass(asking.config.actor_rollout_ref.actor)
+    loss, _ = losses.ppo_loss(actor, {"log_probs": logprobs}, data)
+    loss.backward()
+
+    # A token is predicted by the one before it. Prompt: 0, 1; sampled: 2, 3 and 6, 7; observed: 4, 5.
+    gradients = [row.grad for row in sampled if row.grad is not None]
+    assert [(gradient != 0).int().tolist() for gradient in gradients] == [[0, 1, 1, 0, 0, 1, 1, 0]] * 4
+
+
+ON_POLICY = ["+actor_rollout_ref.rollout.custom.options={max_lag: 0, step_groups: 4}", "trainer.total_epochs=100"]
+
+
+def test_verls_trainer_trains_and_the_reward_rises(make_training: MakeConfig) -> None:
+    config = make_training(*ON_POLICY, "trainer.total_training_steps=40")
+
+    trainer, manager, logged = train(config)
+
+    rewards = [line["critic/score/mean"] for line in logged]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
+    assert trainer.actor_rollout_wg.sent == list(range(41))
+    assert {line["training/off_policy/trajectory_staleness_worst/max"] for line in logged} == {0}
+    assert max(line["training/rollout_probs_diff_max"] for line in logged) < 1e-4  # sampled by the weights that train
+    assert balance_of(manager).ended["trained"] == 40 * 16
+    assert manager.report is not None
+    assert manager.report.steps == 40
+
+
+def test_an_asynchronous_trainer_trains_what_its_bound_of_age_permits(make_training: MakeConfig) -> None:
+    lines = ["trainer.v1.sampler.max_off_policy_threshold=2", "trainer.total_epochs=100"]
+    config = make_training(*ASYNC, *lines, "trainer.total_training_steps=20")
+
+    _, manager, logged = train(config)
+
+    balance = balance_of(manager)
+    assert balance.ended["trained"] == 20 * 16
+    evicted = sum(line.get("training/off_policy/evicted_samples", 0) for line in logged)
+    assert balance.ended["stale"] == 4 * evicted
+    assert max(line["training/off_policy/trajectory_staleness_worst/max"] for line in logged) <= 1
+
+
+def test_a_resumed_training_trains_no_trajectory_twice(make_training: MakeConfig, tmp_path: Path) -> None:
+    lines = [*ON_POLICY, "trainer.resume_mode=auto", "trainer.save_freq=4", CHECKPOINT]
+    trained = []
+    for steps in (6, 9):
+        _, manager, _ = train(make_training(*lines, f"trainer.total_training_steps={steps}"))
+        trained.append(balance_of(manager).ended["trained"])
+        (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+
+    assert trained == [6 * 16, 5 * 16]
+    before, after = (committed_in(tmp_path / "checkpoints" / f"global_step_{step}") for step in (4, 9))
+    assert sum(mask.bit_count() for mask in before.values()) == 4 * 16
+    assert sum(mask.bit_count() for mask in after.values()) == 9 * 16  # none of them twice
+
+
+def test_verls_checkpoint_engine_publishes_for_a_trainer_with_devices_of_its_own(
+    transfer_queue: Any,  # noqa: ARG001 (starts Ray)
+    make_config: MakeConfig,
+    tmp_path: Path,
+) -> None:
+    kwargs = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.penstock"
+    engine = "actor_rollout_ref.rollout.checkpoint_engine"
+    config = make_config(
+        "actor_rollout_ref.hybrid_engine=False",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        f"{engine}.backend=penstock",
+        f"{engine}.custom_backend_module=penstock.integrations.verl_backend",
+        f"{kwargs}.publisher=tests.verl_real.flows:folder",
+        f"{kwargs}.folder={tmp_path}/weights",
+    )
+    import_utils.import_external_libs(config.actor_rollout_ref.model.external_lib)
+    servers = llm_server.LLMServerManager.create(config=config)
+    sender = Sender(config.actor_rollout_ref.rollout.checkpoint_engine, {"bias": torch.tensor([0.0, 1.0])})
+    manager = checkpoint_engine.CheckpointEngineManager(
+        config=verl_config.omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine),
+        actor_wg=sender,
+        replicas=servers.get_replicas(),
+    )
+
+    manager.update_weights(0)
+    sender.tensors = {"bias": torch.tensor([2.0, 3.0])}
+    manager.update_weights(4)
+
+    sender.engine._publishing._transfer.close()
+    written = {path.parent.name: load_file(path)["bias"].tolist() for path in tmp_path.rglob("*.safetensors")}
+    assert written == {"step-00000000": [0.0, 1.0], "step-00000004": [2.0, 3.0]}
+
+
+CHECKPOINT = "trainer.checkpoint_callback_class=penstock.integrations.verl.PenstockCheckpoint"
+
+
+def committed_in(checkpoint: Path) -> CommittedPrompts:
+    return CommittedPrompts.of_state(json.loads((checkpoint / "penstock.json").read_text())["committed"])
+
+
+def test_the_code_of_the_page_trains(
+    make_training: MakeConfig, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(model)
+    Path("my_flow.py").write_text(program(ROOT / "docs" / "verl.md"))
+    Path("sums.py").write_text(
+        "def close(completions, **columns):\n    return [text.count('e') for text in completions]\n"
+    )
+    Path("train.jsonl").write_text("".join(json.dumps({"question": first + "bc"}) + "\n" for first in "abcdefgh"))
+    config = make_training(
+        CHECKPOINT,
+        "actor_rollout_ref.model.path=model",
+        "data.max_response_length=6",
+        "trainer.total_training_steps=2",
+        publisher=["+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.penstock.publisher=my_flow:publisher"],
+        flow="my_flow:flow",
+    )
+
+    _, manager, _ = train(config)
+
+    assert balance_of(manager).ended["trained"] == 2 * 16
