@@ -17,7 +17,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from ...._pipeline.errors import WeightsDamaged
 from ...._pipeline.util.extras import extra
 from ...sink_trainer import WeightSink
-from ..trl.transfer import with_ties
+from ..flow_thread.weight_transfer import with_ties
 
 
 class Weights:
