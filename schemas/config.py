@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -95,12 +95,12 @@ def parse_config(schema: type[C], values: Mapping[str, Any], *, root: str = "con
 
     Raises:
         InvalidConfig: the values do not fit `schema`; the message has the path, the expected value and the actual one,
-            and for an unknown key the nearest known one.
+            and for an unknown key or name the nearest known one.
     """
     try:
         return msgspec.convert(values, schema)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise InvalidConfig(f"{root}: {error}{_nearest_key(schema, str(error))}") from None
+        raise InvalidConfig(f"{root}: {_explained(schema, values, str(error))}") from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -110,26 +110,57 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {public[close[0]]!r}?" if close else ""
 
 
-_UNKNOWN_KEY = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`( - at `\$(?P<path>[^`]*)`)?$")
+_MESSAGE = re.compile(r"(?P<what>.*?)(?P<at> - at `\$(?P<path>[^`]*)`)?", re.DOTALL)
+
+_UNKNOWN_KEY = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`")
 
 
-def _nearest_key(schema: type[Config], message: str) -> str:
-    """Return the nearest key for the unknown one that a message of msgspec names; empty for any other message."""
-    found = _UNKNOWN_KEY.match(message)
+def _explained(schema: type[Config], values: Any, message: str) -> str:
+    """Return a message of msgspec with the actual value, the known names and the nearest of them, where it has none."""
+    found = _MESSAGE.fullmatch(message)
     if found is None:
-        return ""
-    schemas: set[Any] = {schema}
-    for key in re.findall(r"\.(\w+)", found["path"] or ""):
-        schemas = {inner for each in schemas for inner in _schemas_within(get_type_hints(each).get(key))}
-    return nearest(found["key"], sorted({field for each in schemas for field in each.__struct_fields__}))
+        return message
+    what, at, path = found["what"], found["at"] or "", found["path"] or ""
+    if unknown := _UNKNOWN_KEY.fullmatch(what):
+        keys = {key for each in _configs(_annotations(schema, path)) for key in each.__struct_fields__}
+        return message + nearest(unknown["key"], sorted(keys))
+    if ", got " in what or "[...]" in path:
+        return message
+    if what.startswith("Invalid enum value"):
+        value = _value_at(values, path)
+        known = [text for each in _annotations(schema, path) if get_origin(each) is Literal for text in get_args(each)]
+        return f"Expected one of {', '.join(known)}, got {value!r}{at}{nearest(value, known)}"
+    if what.startswith("Expected"):
+        return f"{what}, got {_value_at(values, path)!r}{at}"
+    return message
 
 
-def _schemas_within(annotation: Any) -> Iterator[type[Config]]:
-    """Yield the configurations in a type, such as those of a union or of a tuple."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
-        yield annotation
+def _annotations(schema: type[Config], path: str) -> list[Any]:
+    """Return the types that a value at `path` may have, such as those of a union or of a tuple."""
+    found = [schema]
+    for key in re.findall(r"\.(\w+)", path):
+        hints = [get_type_hints(each) for each in _configs(found)]
+        found = [inner for each in hints if key in each for inner in _within(each[key])]
+    return found
+
+
+def _within(annotation: Any) -> Iterator[Any]:
+    """Yield a type and all types in it."""
+    yield annotation
     for inner in get_args(annotation):
-        yield from _schemas_within(inner)
+        yield from _within(inner)
+
+
+def _configs(annotations: Iterable[Any]) -> Iterator[type[Config]]:
+    for each in annotations:
+        if isinstance(each, type) and issubclass(each, Config):
+            yield each
+
+
+def _value_at(values: Any, path: str) -> Any:
+    for key, place in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        values = values[key] if key else values[int(place)]
+    return values
 
 
 def check_url(url: str, field: str) -> None:

@@ -72,6 +72,27 @@ def test_an_unknown_key_is_reported_with_the_nearest_known_one(values: Any, end:
     assert refusal(values).endswith(end)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"format_markers": [{"marker": "a", "reward": 1, "counted": "onec"}]},
+            "Expected one of once, each, got 'onec' - at `$.format_markers[0].counted`; did you mean 'once'?",
+        ),
+        (
+            {"extra": {"marker": "a", "reward": 1, "counted": "zzz"}},
+            "Expected one of once, each, got 'zzz' - at `$.extra.counted`",
+        ),
+        ({"workers": 0}, "Expected `int` >= 1, got 0 - at `$.workers`"),
+    ],
+    ids=str,
+)
+def test_a_value_out_of_bounds_is_reported_with_itself_and_a_name_with_the_known_ones(
+    values: Any, message: str
+) -> None:
+    assert refusal(values) == f"reward: {message}"
+
+
 def test_a_whole_number_serves_where_a_float_is_expected() -> None:
     config = parse_config(Reward, {"clip": [0, 1]})
 

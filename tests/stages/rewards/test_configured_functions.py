@@ -87,7 +87,7 @@ def test_options_of_the_configuration_replace_those_of_a_component() -> None:
         ({"function": "my_reward:length", "concurrency": 0}, r"reward\.functions\[1\]: RewardFunction\.concurrency"),
         (
             {"function": "my_reward:length", "kind": "trll"},
-            r"Invalid enum value 'trll' - at `\$\.functions\[1\]\.kind`",
+            r"Expected one of trl, verl, completion, got 'trll' - at `\$\.functions\[1\]\.kind`",
         ),
         ({"function": "my_reward:length", "wait": 1}, r"unknown field `wait` - at `\$\.functions\[1\]`"),
     ],
