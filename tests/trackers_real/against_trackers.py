@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
 from tests.pipeline.view.watched import STEPS, small_run
 
@@ -85,6 +87,7 @@ async def test_wandb_writes_the_metrics_the_samples_and_the_hyper_parameters_off
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
 
     await small_run().run(trackers=[WandB("penstock-test")], config=CONFIG)
+    await anyio.to_thread.run_sync(importlib.import_module("wandb").teardown)  # its own program has ended, and written
 
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     read = records(file)
