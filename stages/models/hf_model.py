@@ -20,6 +20,7 @@ from typing import Any, Self
 import anyio.to_thread
 import msgspec
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..._pipeline.errors import InvalidConfig
@@ -104,8 +105,8 @@ class HFModel(nn.Module):
             lora: adapters that train instead of the parameters.
 
         Raises:
-            InvalidConfig: the folder has no model, or one that this kernel does not compute, or one whose packed
-                sequences influence each other.
+            InvalidConfig: the folder has no model or a broken one, or one that this kernel does not compute, or one
+                whose packed sequences influence each other; or adapters name no layer of it.
             MissingExtra: transformers or peft is not installed.
         """
         path, saved = Path(folder).absolute(), None
@@ -113,9 +114,18 @@ class HFModel(nn.Module):
             saved = path / ADAPTERS
             lora, path = adapters_of.lora_of(path)
         _check(path, attention)
-        with quiet_transformers("HFModel") as transformers:
-            module = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype or torch.float32, attn_implementation=attention, local_files_only=True
+        with quiet_transformers("HFModel") as transformers, _refusals_of(path):
+            module, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype or torch.float32,
+                attn_implementation=attention,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        if missing := sorted(loaded["missing_keys"]):
+            raise InvalidConfig(
+                f"{path}: expected all weights of a {type(module).__name__}, got none of {', '.join(missing[:5])} "
+                f"({len(missing)} are missing), which transformers would draw at random: save the model again"
             )
         if gradient_checkpointing:
             _checkpoint_activations(module)
@@ -133,14 +143,14 @@ class HFModel(nn.Module):
         """Make a model without weights, on the meta device, for a sampler whose weights come from a publisher.
 
         Raises:
-            InvalidConfig: the folder has no model, or one that this kernel does not compute.
+            InvalidConfig: the folder has no model or a broken one, or one that this kernel does not compute.
             MissingExtra: transformers is not installed.
         """
         path = Path(folder).absolute()
         _check(path, attention)
         transformers = import_transformers("HFModel")
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        with torch.device("meta"):
+        with torch.device("meta"), _refusals_of(path):
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
             module = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype or torch.float32, attn_implementation=attention
             )
@@ -470,8 +480,20 @@ def _check(folder: Path, attention: str) -> None:
         )
 
 
+@contextmanager
+def _refusals_of(folder: Path) -> Iterator[None]:
+    """Report as a mistake in `folder`, or in the arguments, what transformers and safetensors raise in the body."""
+    try:
+        yield
+    except (ImportError, RuntimeError, SafetensorError, ValueError) as error:
+        raise InvalidConfig(f"{folder}: expected a model that transformers can make here, got: {error}") from error
+
+
 def _json(path: Path) -> dict[str, Any]:
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path}: expected a JSON object, got {error}: save it again") from error
 
 
 def _checkpoint_activations(module: Any) -> None:

@@ -13,8 +13,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..._pipeline.errors import WeightsMismatch
+from ..._pipeline.errors import InvalidConfig, WeightsMismatch
 from ..._pipeline.util.extras import extra
+from ..._schemas.config import nearest
 from .lora_config import LoRA
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -30,6 +31,9 @@ def insert(module: nn.Module, lora: LoRA) -> None:
     """Insert adapters, which change no output yet, into `module`, and freeze all its other parameters.
 
     The adapters are float32, beside a model of any dtype.
+
+    Raises:
+        InvalidConfig: a target is no layer of the module.
     """
     with extra("train", "LoRA"):
         import peft  # noqa: PLC0415 (a model without adapters does not need it)
@@ -41,10 +45,28 @@ def insert(module: nn.Module, lora: LoRA) -> None:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    peft.inject_adapter_in_model(config, module, adapter_name=ADAPTER)
+    _check_targets(module, lora)
+    try:
+        peft.inject_adapter_in_model(config, module, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise InvalidConfig(f"LoRA.targets: expected names of layers, got {lora.targets!r}: {error}") from None
     for name, parameter in module.named_parameters():
         if _is_adapter(name):
             parameter.data = parameter.data.float()
+
+
+def _check_targets(module: nn.Module, lora: LoRA) -> None:
+    """Check that each name is one of a layer: peft ignores one that is not, beside another one that is."""
+    names = [name for name, _ in module.named_modules()]
+    for target in () if isinstance(lora.targets, str) else lora.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            known = sorted(
+                {name.rpartition(".")[2] for name, each in module.named_modules() if type(each) is nn.Linear}
+            )
+            raise InvalidConfig(
+                f"LoRA.targets: expected names of layers, such as {', '.join(known)}, got {target!r}"
+                f"{nearest(target, known)}"
+            )
 
 
 def adapters(module: nn.Module) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.models_hf.packed import logits_of_transformers, packed_rows
 from torch import Tensor
 
@@ -180,6 +181,40 @@ def test_rows_that_are_passed_as_one_have_the_same_logits(model_folder: ModelFol
 
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"no config.json: give the path of a folder \(no model is downloaded\)"):
+        HFModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", lambda content: content[:-1000], "Error while deserializing header"),
+        ("config.json", lambda content: content[:-10], "expected a JSON object, got"),
+        ("config.json", lambda content: content.replace(b'"qwen2"', b'"none"'), "model type `none`"),
+        ("config.json", lambda content: content.replace(b": 320", b": 319"), "got: "),
+    ],
+    ids=["torn weights", "torn configuration", "an unknown type", "another vocabulary"],
+)
+def test_a_broken_folder_is_refused_by_its_path(
+    file: str, content: Callable[[bytes], bytes], message: str, model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    for path in model_folder("qwen2").iterdir():
+        (tmp_path / path.name).write_bytes(content(path.read_bytes()) if path.name == file else path.read_bytes())
+
+    with pytest.raises(InvalidConfig) as refused:
+        HFModel.from_pretrained(tmp_path)
+
+    assert str(tmp_path) in str(refused.value)
+    assert message in str(refused.value)
+
+
+def test_a_folder_without_some_weights_is_refused(model_folder: ModelFolder, tmp_path: Path) -> None:
+    for path in model_folder("qwen2").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(InvalidConfig, match=r"got none of model.layers.1.mlp.up_proj.weight \(1 are missing\)"):
         HFModel.from_pretrained(tmp_path)
 
 
