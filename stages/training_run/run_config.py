@@ -26,6 +26,7 @@ from ..rewards.reward_shaping import RewardConfig
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+BelowOne: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 FunctionName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[\w.]+:[\w.]+$", description="module:function")]
@@ -37,6 +38,10 @@ LOSSES = (*BOUNDED, "sapo", "reinforce")
 
 TRACKERS = ("tensorboard", "wandb")
 """Trackers that have names of their own."""
+
+Schedule: TypeAlias = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+]
 
 ServerKind: TypeAlias = Literal["vllm", "sglang"]
 
@@ -98,12 +103,12 @@ class OptimizerConfig(Config, frozen=True):
     """AdamW and its schedule."""
 
     lr: Positive = 1e-6
-    schedule: Text = "constant_with_warmup"
-    """By transformers' name: linear, cosine, constant, …"""
+    schedule: Schedule = "constant_with_warmup"
+    """By transformers' name; those that need no further arguments."""
     warmup_steps: Natural = 0
     weight_decay: NotNegative = 0.0
     """Decay of matrices; norms and biases do not decay."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     max_grad_norm: Positive | None = 1.0
     micro_batch_tokens: Count | None = 3072
     """Tokens that the model computes at once, padding included; null for the whole batch."""
@@ -167,6 +172,8 @@ class AlgorithmConfig(Config, frozen=True):
         check_finite(kl=self.kl, entropy=self.entropy)
         if self.adaptive_kl is not None and not self.kl:
             raise ValueError("adaptive_kl: expected a positive kl beside it, the weight of the first step, got none")
+        if self.reference.share and not self.kl:
+            raise ValueError("reference: expected a positive kl beside a share, got none: nothing else reads it")
         if self.loss not in LOSSES and ":" not in self.loss:
             known = f"{', '.join(LOSSES)} or module:function"
             raise ValueError(f"loss: expected {known}, got {self.loss!r}{nearest(self.loss, LOSSES)}")

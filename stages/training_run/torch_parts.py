@@ -32,6 +32,7 @@ from ..losses.kl import KL
 from ..losses.policy import CISPO, DPPO, GSPO, SAPO, AdvantageWeighted, PPOClip
 from ..losses.terms import Aggregated, Loss, LossTerm, Term
 from ..models.hf_model import HFModel
+from ..models.lora import insert
 from ..reward_bridge import RewardBridge
 from ..samples.samples import Samples
 from ..sink_trainer import SinkTrainer, Trainer, WeightSink
@@ -53,11 +54,14 @@ class RunParts:
     """The parts of a configured run. Making it reads the tokenizer, and no weights and no rows.
 
     Raises:
-        InvalidConfig: the folder of the model has no tokenizer, or a named object does not exist.
+        InvalidConfig: the folder of the model has no tokenizer, a named object does not exist or is of another kind,
+            bounds are out of range, or torch does not find a device.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        for key in ("device", "sampler_device"):
+            _check_device(key, getattr(config.placement, key))
         self.tokenizer = PretrainedTokenizer(config.model.path)
         """The one tokenizer of data, policy, reward and trainer."""
         self.chat = ChatFormat(self.tokenizer) if config.data.chat else None
@@ -195,8 +199,11 @@ class RunParts:
         )
 
     def empty_model(self) -> HFModel:
-        """Return the model without weights and adapters, to look at."""
-        return HFModel.empty(self.config.model.path, attention=self.config.model.attention)
+        """Return the model without weights, to look at."""
+        model = HFModel.empty(self.config.model.path, attention=self.config.model.attention)
+        if self.config.model.lora is not None:
+            insert(model.module, self.config.model.lora)
+        return model
 
     def reference(self, model: HFModel) -> CausalModel | None:
         """Return the reference of the KL term, with its weights; None where the loss has none."""
@@ -272,7 +279,12 @@ class RunParts:
 def _tracker(name: str) -> Tracker:
     """Return the tracker of that name, or that of the function `name`."""
     if ":" in name:
-        made: Tracker = import_object(name, "config: trackers")()
+        made = import_object(name, "config: trackers")()
+        if not isinstance(made, Tracker):
+            raise InvalidConfig(
+                f"config: trackers: expected {name} to return an object with start, log, samples and close, "
+                f"got {made!r}"
+            )
         return made
     return TensorBoard() if name == "tensorboard" else WandB()
 
@@ -281,8 +293,7 @@ def loss_of(algorithm: AlgorithmConfig) -> Loss:
     """Return the loss.
 
     Raises:
-        InvalidConfig: it names a function that does not exist, or returns no loss.
-        ValueError: bounds out of range.
+        InvalidConfig: it names a function that does not exist, or returns no loss, or bounds are out of range.
     """
     if ":" in algorithm.loss:
         loss: Loss = import_object(algorithm.loss, "config: algorithm.loss")()
@@ -291,7 +302,10 @@ def loss_of(algorithm: AlgorithmConfig) -> Loss:
                 f"config: expected algorithm.loss to return a loss of penstock.losses, got {type(loss).__name__}"
             )
         return loss
-    term: LossTerm = _policy_term(algorithm)
+    try:
+        term: LossTerm = _policy_term(algorithm)
+    except ValueError as error:
+        raise InvalidConfig(f"config: algorithm.clip: {error}") from None
     if algorithm.adaptive_kl is not None:
         term = term + AdaptiveKL(algorithm.kl, algorithm.adaptive_kl.target, algorithm.adaptive_kl.horizon)
     elif algorithm.kl:
@@ -318,6 +332,16 @@ def _policy_term(algorithm: AlgorithmConfig) -> Term:
 def device_of(config: RunConfig) -> torch.device:
     """Return the device that trains."""
     return torch.device(config.placement.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+
+
+def _check_device(key: str, name: str) -> None:
+    try:
+        if name:
+            torch.empty(0, device=name)
+    except (AssertionError, RuntimeError) as error:
+        raise InvalidConfig(
+            f"config: placement.{key}: expected a device that torch finds here, cpu or cuda:0, got {name!r}: {error}"
+        ) from None
 
 
 def _sampled_model(config: RunConfig) -> HFModel:

@@ -147,8 +147,9 @@ def describe_run(config: RunConfig) -> str:
     content = prompt.content
     tokens = parts.tokenizer.encode(content) if isinstance(content, str) else list(content)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    train = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return (
-        f"{pipeline.describe()}\n\nmodel: {config.model.path}, {parameters:,} parameters\n\n"
+        f"{pipeline.describe()}\n\nmodel: {config.model.path}, {parameters:,} parameters, of which {train:,} train\n\n"
         f"first prompt, {len(tokens)} tokens:\n{parts.tokenizer.decode(tokens)}"
     )
 

@@ -265,6 +265,13 @@ def test_a_run_is_described_without_reading_weights(values: dict[str, Any], fold
         ("reward.functions=[{function: 'nowhere:f'}]", "expected a module that is installed or a file in"),
         ("reward.functions=[{function: 'MODULE:short'}]", "did you mean 'shorter'"),
         ("model.path=nowhere", "nowhere"),
+        ("model.attention=spda", 'Specified `attn_implementation="spda"` is not supported'),
+        ("model.lora={targets: [q_proj, v_prj]}", "got 'v_prj'; did you mean 'v_proj'?"),
+        ("model.lora={targets: q_prj}", "LoRA.targets: expected names of layers, got 'q_prj'"),
+        ("algorithm.clip=[1.5, 0.2]", "config: algorithm.clip: expected 0 < clip_low < 1"),
+        ("placement.device=gpu", "config: placement.device: expected a device that torch finds here"),
+        ("placement.sampler_device=xpu:9", "config: placement.sampler_device: expected a device"),
+        ("trackers=['builtins:dict']", "config: trackers: expected builtins:dict to return an object with start"),
     ],
 )
 def test_a_mistake_is_found_before_weights_are_read(

@@ -102,6 +102,12 @@ def test_overrides_leave_the_given_mapping_as_it_is() -> None:
         ),
         ("prepare=print", ", got 'print' - at `$.prepare`"),
         ("algorithm.advantages=grop", "got 'grop' - at `$.algorithm.advantages`; did you mean 'grpo'?"),
+        ("algorithm.optimizer.schedule=linera", "cosine_with_restarts, polynomial, inverse_sqrt, got 'linera'"),
+        (
+            "algorithm.optimizer.betas=[0.9, 1.5]",
+            "Expected `float` < 1.0, got 1.5 - at `$.algorithm.optimizer.betas[1]`",
+        ),
+        ("algorithm.reference.share=0.5", "reference: expected a positive kl beside a share, got none"),
         ("engine=vlm", "Expected one of torch, vllm, sglang, got 'vlm' - at `$.engine`; did you mean 'vllm'?"),
         ("reward.functions=[{function: 'm:f', kind: tlr}]", "Expected one of trl, verl, completion, got 'tlr'"),
         ("engine=vllm", "engine: expected server: {url: http://host:port} with engine vllm, got none"),
