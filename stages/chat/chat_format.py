@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-from ..._pipeline.errors import InvalidConfig, UnstableTemplate
+from ..._pipeline.errors import InvalidConfig, InvalidData, UnstableTemplate
 from ..._pipeline.util.extras import extra
 from ..engines.policies import Tokenizer
 
@@ -63,7 +63,7 @@ class ChatFormat:
         """Return the tokens of `messages` and of the beginning of the policy's turn.
 
         Raises:
-            jinja2.TemplateError: the template refuses these messages.
+            InvalidData: the template refuses these messages.
         """
         return list(self.tokenizer.encode(self._rendered(messages)))
 
@@ -77,7 +77,7 @@ class ChatFormat:
 
         Raises:
             UnstableTemplate: see `check_turns`.
-            jinja2.TemplateError: the template refuses these messages.
+            InvalidData: the template refuses these messages.
         """
         self.check_turns()
         turn = {"role": "assistant", "content": TURN}
@@ -157,13 +157,20 @@ class ChatFormat:
     def _rendered(self, messages: Sequence[Message]) -> str:
         """Return the text of `messages` and of the beginning of the policy's turn."""
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        ((text,), _) = _renderer()(
-            conversations=[present],
-            tools=[dict(tool) for tool in self.tools] or None,
-            chat_template=self._template,
-            add_generation_prompt=True,
-            **getattr(self.tokenizer, "special_tokens_map", {}),
-        )
+        render, template_error = _renderer()
+        try:
+            ((text,), _) = render(
+                conversations=[present],
+                tools=[dict(tool) for tool in self.tools] or None,
+                chat_template=self._template,
+                add_generation_prompt=True,
+                **getattr(self.tokenizer, "special_tokens_map", {}),
+            )
+        except template_error as error:
+            roles = ", ".join(str(message.get("role")) for message in present)
+            raise InvalidData(
+                f"{self.tokenizer!r}: expected messages that its chat template takes, got roles {roles}: {error}"
+            ) from error
         return str(text)
 
     @property
@@ -177,8 +184,9 @@ class ChatFormat:
         return found or None
 
 
-def _renderer() -> Callable[..., Any]:
+def _renderer() -> tuple[Callable[..., Any], type[Exception]]:
+    """Return the function that renders templates, and the error of a template."""
     with extra("train", "ChatFormat"):
-        from jinja2 import ext  # noqa: F401, PLC0415 (transformers renders with it)
+        from jinja2 import TemplateError, ext  # noqa: F401, PLC0415 (transformers renders with it)
         from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 (a second to import)
-    return render_jinja_template
+    return render_jinja_template, TemplateError

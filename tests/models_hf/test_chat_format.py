@@ -17,7 +17,7 @@ from tests.models_hf.chat_templates import ANOTHER_END, CHATML, LLAMA, MISTRAL, 
 
 from penstock import SourceEnv, StopReason, Worker
 from penstock.chat import ChatFormat
-from penstock.errors import InvalidConfig, UnstableTemplate
+from penstock.errors import InvalidConfig, InvalidData, UnstableTemplate
 from penstock.policies import Completion, NoOpEngine, PretrainedTokenizer, SamplingParams
 from penstock.testing import drive_source
 
@@ -189,6 +189,27 @@ def test_a_tokenizer_without_a_template_and_tools_that_are_none_are_refused(
         ChatFormat(tokenizer, tools=TOOL)  # type: ignore[arg-type]
     with pytest.raises(InvalidConfig, match="observation_role: expected user or tool, got 'bot'"):
         ChatFormat(tokenizer, observation_role="bot")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
+            "system, user: no system",
+        ),
+        ("{{ messages[0].nothing.at.all }}", "has no attribute 'nothing'"),
+        ("{% for m in messages %}{{ m.content ", "unexpected end of template"),
+    ],
+)
+def test_messages_that_a_template_refuses_are_reported_with_its_reason(
+    template: str, message: str, folder: Callable[[str], Path]
+) -> None:
+    chat = ChatFormat(PretrainedTokenizer(folder(template)))
+
+    with pytest.raises(InvalidData, match="expected messages that its chat template takes, got roles") as refused:
+        chat.prompt([{"role": "system", "content": "be brief"}, QUESTION])
+    assert message in str(refused.value)
 
 
 def test_a_chat_format_travels_to_workers(folder: Callable[[str], Path]) -> None:
