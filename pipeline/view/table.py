@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -13,11 +14,14 @@ from ..graph.statistics import EdgeStatistics, StageStatistics
 from .sample_text import heading, one_line
 from .snapshot import Snapshot, duration, number
 
+WIDE = 100
+"""Columns of a terminal from which the table has the waits in all."""
+
 
 def table(shown: Snapshot) -> RenderableType:
     """Return the state of a run."""
     head = Text.assemble((shown.steps(), "bold"), "   ", "   ".join([shown.times(), *shown.speeds()]))
-    return Group(head, _metrics(shown), _stages(shown), _totals(shown), _samples(shown))
+    return Group(head, _metrics(shown), _Stages(shown), _totals(shown), _samples(shown))
 
 
 def _metrics(shown: Snapshot) -> Table:
@@ -28,16 +32,25 @@ def _metrics(shown: Snapshot) -> Table:
     return grid
 
 
-def _stages(shown: Snapshot) -> Table:
-    """Return a row for each stage: its wait, the channel before it, and its waits for records and credit in all."""
-    rows = Table(box=None, padding=(0, 1), pad_edge=False)
-    for title in ("stage", "where", "waits for", "channel before"):
-        rows.add_column(title, no_wrap=True)
-    for title in ("passed", "records", "credit"):
-        rows.add_column(title, no_wrap=True, justify="right", min_width=len(title))
-    for stage, edge in zip(shown.statistics.stages, chain([None], shown.statistics.edges), strict=False):
-        rows.add_row(stage.name, _where(stage), _wait(stage), *_channel(edge), *_waited(stage))
-    return rows
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """A row for each stage: its wait, the channel before it, and in a wide terminal its waits in all."""
+
+    shown: Snapshot
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the rows. The cause of a wait is the cell that a narrow terminal shortens."""
+        waits = ("records", "credit") if options.max_width >= WIDE else ()
+        rows = Table(box=None, padding=(0, 1), pad_edge=False)
+        for title in ("stage", "where", "waits for", "channel before"):
+            rows.add_column(title, no_wrap=title != "waits for")
+        for title in ("passed", *waits):
+            rows.add_column(title, no_wrap=True, justify="right", min_width=len(title))
+        statistics = self.shown.statistics
+        for stage, edge in zip(statistics.stages, chain([None], statistics.edges), strict=False):
+            waited = _waited(stage)[: len(waits)]
+            rows.add_row(stage.name, _where(stage), _one_line(_wait(stage)), *_channel(edge), *waited)
+        yield rows
 
 
 def _where(stage: StageStatistics) -> str:
@@ -64,6 +77,8 @@ def _channel(edge: EdgeStatistics | None) -> tuple[RenderableType, str]:
         return "", ""
     channel = edge.channel
     fill = Table.grid(padding=(0, 1))
+    fill.add_column()
+    fill.add_column(no_wrap=True)
     bar = ProgressBar(total=1, completed=channel.fill, width=5)
     fill.add_row(bar, f"{channel.items}/{channel.capacity} {channel.transport}")
     return fill, f"{edge.trajectories:,}"
@@ -80,10 +95,16 @@ def _samples(shown: Snapshot) -> Table:
     """Return the best and the worst of the last samples, each text in one line."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis")
+    grid.add_column()
     for sample in shown.progress.samples:
         style = "green" if sample.kind == "best" else "red"
-        grid.add_row(Text(f"{sample.kind} of step {sample.step}", style=style), heading(sample))
-        grid.add_row("  prompt", Text(one_line(sample.prompt), style="dim"))
-        grid.add_row("  completion", Text(one_line(sample.completion)))
+        grid.add_row(Text(f"{sample.kind} of step {sample.step}", style=style), _one_line(Text(heading(sample))))
+        grid.add_row("  prompt", _one_line(Text(one_line(sample.prompt), style="dim")))
+        grid.add_row("  completion", _one_line(Text(one_line(sample.completion))))
     return grid
+
+
+def _one_line(text: Text) -> Text:
+    """Have a cell cut where its column is narrower, in a column that rich makes narrower before the others."""
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text

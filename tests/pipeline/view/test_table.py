@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -99,6 +100,20 @@ def test_a_narrow_terminal_shortens_rows_and_wraps_none() -> None:
 
     assert len([row for row in rows if row.startswith(("So", "Si"))]) == 2
     assert max(map(len, rows)) <= 60
+
+
+def test_a_terminal_of_80_columns_shows_what_each_stage_waits_for_and_the_channel_before_it() -> None:
+    console = Console(file=io.StringIO(), width=80, record=True)
+    stages = [stage("SourceEnv"), stage("AdvantageNormalizer", "records from RewardBridge")]
+    edge = EdgeStatistics(upstream="a", downstream="b", trajectories=1_234_567, channel=CHANNEL)
+    console.print(table(replace(snapshot(), statistics=PipelineStatistics(stages=tuple(stages), edges=(edge,)))))
+
+    rows = console.export_text().splitlines()
+    (header,) = [row for row in rows if row.startswith("stage")]
+    (row,) = [row for row in rows if row.startswith("AdvantageNormalizer")]
+    assert header.split() == ["stage", "where", "waits", "for", "channel", "before", "passed"]
+    assert "records from Reward" in row
+    assert row.endswith("16/64 shm  1,234,567")
 
 
 def test_times_have_the_unit_that_suits_them() -> None:
