@@ -49,6 +49,10 @@ CONCURRENCY = 256
 HELD_OUT_TIMEOUT_S = 24 * 3600.0
 """Bound on the evaluation before and after training, for which no other stage waits."""
 
+START_TIMEOUT_S = 600.0
+"""Bound on the start of a sampling process, which imports torch and transformers: minutes from a cold network disk, or
+beside many others."""
+
 
 class RunParts:
     """The parts of a configured run. Making it reads the tokenizer, and no weights and no rows.
@@ -268,7 +272,7 @@ class RunParts:
             samples=Samples(self.tokenizer, every=config.samples.every, count=config.samples.count),
         )
         compared = (
-            source(self.source(policy), on=processes(config.placement.samplers))
+            source(self.source(policy), on=processes(config.placement.samplers, start_timeout_s=START_TIMEOUT_S))
             .then(self.rewards)
             .then(AdvantageNormalizer(algorithm.advantages, batch_groups=gathered, preset=algorithm.preset))
         )

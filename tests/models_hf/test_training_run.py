@@ -19,6 +19,8 @@ import transformers
 from safetensors.torch import load_file
 
 from penstock import AdvantageNormalizer, Batcher, Pipeline, RewardBridge, SinkTrainer, SourceEnv, processes, source
+from penstock._pipeline.graph.placement import Processes
+from penstock._stages.training_run.torch_parts import RunParts
 from penstock.chat import ChatFormat
 from penstock.data import PromptDataset
 from penstock.errors import PenstockError
@@ -241,6 +243,16 @@ def test_completions_that_were_cut_are_masked_behind_the_comparison(values: dict
     described = describe_run(load_run_config(values, ["algorithm.mask_truncated=true"]))
 
     assert described.index("AdvantageNormalizer") < described.index("TruncationMask") < described.index("Batcher")
+
+
+def test_a_sampling_process_which_imports_much_has_minutes_to_start(values: dict[str, Any]) -> None:
+    parts = RunParts(load_run_config(values))
+
+    pipeline = parts.pipeline(parts.policy(None), parts.trainer(parts.empty_model(), reference=None), None)
+
+    (sampling, *_) = pipeline.nodes
+    assert isinstance(sampling.on, Processes)
+    assert sampling.on.start_timeout_s == 600
 
 
 def test_a_run_is_described_without_reading_weights(values: dict[str, Any], folder: Path) -> None:
