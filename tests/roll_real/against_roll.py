@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tests.failsafe import FAILSAFE_S
@@ -30,6 +33,9 @@ FLOW = {"env_manager_cls": "penstock.integrations.roll.FlowEnvManager"}
 GIVEN = {**FLOW, "flow": "tests.roll_real.given:flow"}
 LATER = {**GIVEN, "env_config": {"version": 9}}
 """The same groups, sampled by the weights of a later step than any test reaches: of any age that ROLL takes."""
+
+PIPELINE_S = 1200.0
+"""Bound on a run of ROLL's pipeline."""
 
 ray: Any = import_module("ray")
 
@@ -318,13 +324,11 @@ def test_a_configuration_that_a_flow_does_not_support_is_refused(
 
 def test_rolls_pipeline_trains_a_flow_and_its_reward_rises(model: Path, tmp_path: Path) -> None:
     steps = 30
-    pipeline = import_module("tests.roll_real.on_a_cpu").CpuPipeline
     tag = {**FLOW, "flow": "tests.roll_real.flows:letters"}
 
-    trained = pipeline(config_of(model, tmp_path, tag=tag, max_steps=steps))
-    trained.run()
+    lines = run_pipeline(model, tmp_path, tag=tag, max_steps=steps)
 
-    rewards = [line["rollout/score/mean"] for line in trained.logged]
+    rewards = [line["rollout/score/mean"] for line in lines]
     assert len(rewards) == steps
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
     balance = json.loads((tmp_path / "penstock/letters/balance.json").read_text())
@@ -334,3 +338,99 @@ def test_rolls_pipeline_trains_a_flow_and_its_reward_rises(model: Path, tmp_path
     assert not balance["ended"]["stale"]  # the source was paced as ROLL counts
     saved = json.loads((tmp_path / f"penstock/letters/{steps - 1}.json").read_text())
     assert len(CommittedPrompts.of_state(saved["committed"])) == steps * BATCH // GROUP
+
+
+def pipeline_of(model: Path, output: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start ROLL's pipeline in a process of its own."""
+    arguments = json.dumps({"model": str(model), "output": str(output), **options})
+    errors = (output / "errors.txt").open("wb")
+    return subprocess.Popen([sys.executable, "-m", "tests.roll_real.piped", arguments], cwd=output, stderr=errors)
+
+
+def logged(output: Path) -> list[dict[str, Any]]:
+    """Return what a pipeline has logged so far, a value for each step."""
+    path = output / "logged.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def run_pipeline(model: Path, output: Path, **options: Any) -> list[dict[str, Any]]:
+    """Run ROLL's pipeline to its end, and return what it logged."""
+    process = pipeline_of(model, output, **options)
+    assert process.wait(PIPELINE_S) == 0, (output / "errors.txt").read_text()[-4000:]
+    return logged(output)
+
+
+SHAPED = {
+    "env_manager_cls": "penstock.integrations.roll.ShapedEnvManager",
+    "env_config": {"env": "tests.roll_real.flows:Letters"},
+    "agent_system_template": "",
+    "agent_template": "{observation}",
+}
+"""ROLL's own env manager, with an environment of penstock."""
+
+
+def test_rolls_own_env_manager_samples_an_environment_of_penstock_with_shaped_rewards(
+    model: Path, tmp_path: Path
+) -> None:
+    tag = {**SHAPED, "reward": {"length_bounty": {"reward": -0.125, "cap": 1}}}
+
+    lines = run_pipeline(model, tmp_path, tag=tag, max_steps=3)
+
+    assert len(lines) == 3
+    for line in lines:
+        # ROLL's mean counts two rollouts once where an environment was faster than the others of its group
+        parts = line["env/letters/rewards/score"] + line["env/letters/rewards/length_bounty"]
+        assert line["rollout/score/min"] <= parts <= line["rollout/score/max"]
+        assert line["rollout/score/mean"] < 0  # the environment's own scores never are
+        assert line["env/letters/rewards/length_bounty"] == pytest.approx(
+            -0.125 * line["env/response_length"], abs=1e-6
+        )
+
+
+def test_a_run_of_roll_that_resumes_trains_no_prompt_twice(model: Path, tmp_path: Path) -> None:
+    tag = {**FLOW, "flow": "tests.roll_real.flows:letters"}
+    run_pipeline(model, tmp_path, tag=tag, max_steps=4)
+    (checkpoint,) = tmp_path.glob("checkpoints/*/checkpoint-2")
+
+    resumed = run_pipeline(model, tmp_path, tag=tag, max_steps=6, resume_from_checkpoint=str(checkpoint))
+
+    assert [line["step"] for line in resumed] == [3, 4, 5]
+    trained = CommittedPrompts.of_state(json.loads((tmp_path / "penstock/letters/5.json").read_text())["committed"])
+    assert len(trained) == 6 * BATCH // GROUP  # each step's prompts are others
+    balance = json.loads((tmp_path / "penstock/letters/balance.json").read_text())
+    assert balance["ended"]["trained"] == 3 * BATCH
+
+
+def test_if_rolls_worker_is_killed_its_step_fails_and_nothing_of_the_flow_is_left(model: Path, tmp_path: Path) -> None:
+    tag = {**FLOW, "flow": "tests.roll_real.flows:in_processes", "resources": {"num_cpus": 1}}
+    pipeline = pipeline_of(model, tmp_path, tag=tag)
+    while not logged(tmp_path):
+        with suppress(subprocess.TimeoutExpired):
+            assert pipeline.wait(0.1) is None, (tmp_path / "errors.txt").read_text()[-4000:]
+    processes = psutil.Process(pipeline.pid).children(recursive=True)
+    (worker,) = [each for each in processes if "ray::EnvironmentWorker" in " ".join(each.cmdline()) and each.children()]
+    samplers = worker.children(recursive=True)
+
+    worker.kill()
+
+    assert pipeline.wait(PIPELINE_S) != 0
+    assert "ActorDiedError" in (tmp_path / "errors.txt").read_text()
+    assert psutil.wait_procs(samplers, FAILSAFE_S)[1] == []
+
+
+def test_a_process_of_the_flow_that_is_killed_is_replaced(model: Path, tmp_path: Path) -> None:
+    tag = {**FLOW, "flow": "tests.roll_real.flows:in_processes", "resources": {"CPU": 1}}
+    before = {each.pid for each in psutil.Process().children()}
+    with roll(config_of(model, tmp_path, tag=tag)) as running:
+        running.begin_step(0)
+        running.batch(0)
+        started = [each for each in psutil.Process().children() if each.pid not in before]
+        sampler = next(each for each in started if "resource_tracker" not in " ".join(each.cmdline()))
+
+        sampler.kill()
+
+        for step in (1, 2):
+            running.begin_step(step)
+            assert len(running.batch(step)) == BATCH
+
+    assert sum(running.ended()["trained"].values()) == 3 * BATCH

@@ -43,12 +43,13 @@ def given(number: int, version: int = 0) -> TrajectoryGroup:
 
 @dataclass(frozen=True)
 class Given:
-    """Sends the groups, sampled by the weights of step 0, or of the step that `job` names."""
+    """Sends the groups, sampled by the weights of step 0 or of another one."""
 
     version: int = 0
+    count: int = GIVEN
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        for number in range(GIVEN):
+        for number in range(self.count):
             await outbox.send(given(number, self.version))
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .._stages.integrations.roll import FlowEnvManager, RollJob
+from .._stages.integrations.roll import FlowEnvManager, RollJob, ShapedEnvManager
 
-__all__ = ["FlowEnvManager", "RollJob"]
+__all__ = ["FlowEnvManager", "RollJob", "ShapedEnvManager"]

@@ -1,6 +1,7 @@
-"""ROLL: a flow in the place of its environments, whose groups go into its queue."""
+"""ROLL: a flow in the place of its environments, whose groups go into its queue; or penstock's environments in them."""
 
 from .env_manager import FlowEnvManager
 from .job import RollJob
+from .shaped_env_manager import ShapedEnvManager
 
-__all__ = ["FlowEnvManager", "RollJob"]
+__all__ = ["FlowEnvManager", "RollJob", "ShapedEnvManager"]

@@ -22,6 +22,8 @@ from .data_proto import data_proto
 from .episodes import Episode
 from .group_queue import GroupQueue, Put, held_episodes
 from .job import RollJob
+from .plain import plain
+from .resources import amount_of, check_fit
 from .rollouts import EnvNames, columns_of, metrics_of, names_of, oldest_version, reward_parts_of
 from .router_policy import RouterPolicy, sampling_of
 from .step_files import StepFiles
@@ -42,6 +44,10 @@ class FlowEnvManager:
         env_manager_cls: penstock.integrations.roll.FlowEnvManager
         flow: my_run:flow
         max_tokens_per_step: 512
+        reward: {clip: [-1, 1]}
+        resources: {num_cpus: 4}
+
+    `reward` and `resources` may be absent.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class FlowEnvManager:
 
         Raises:
             InvalidPipeline: ROLL is configured in a way that a flow does not support.
-            InvalidConfig: `flow` names nothing, or `reward` does not fit.
+            InvalidConfig: `flow` names nothing, `reward` does not fit, or the node has less than `resources`.
         """
         self._check(worker_config, pipeline_config, env_config, mode)
         self._worker_config = worker_config
@@ -113,6 +119,7 @@ class FlowEnvManager:
         ratio = config.async_generation_ratio
         groups = worker.num_groups_partition[list(worker.tags).index(tag)]
         fixed = ratio == int(ratio) and config.rollout_batch_size > 0
+        resources, root = plain(env.get("resources", {})), f"custom_envs.{tag}.resources"
         policy = RouterPolicy(
             proxy=_LazyProxy(generate_scheduler, worker.llm_proxy, tokenizer),
             generation=generation,
@@ -129,16 +136,18 @@ class FlowEnvManager:
             group_size=worker.group_size,
             max_lag=int(ratio),
             step_groups=groups * worker.max_traj_per_env if fixed else None,
-            options=dict(env.get("config", {})),
+            options=plain(env.get("config", {})),
+            cpus=int(amount_of(resources, "CPU", root)),
+            gpus=int(amount_of(resources, "GPU", root)),
         )
+        check_fit(resources, _node(), root)
         function = import_object(env["flow"], f"custom_envs.{tag}.flow")
         reward = env.get("reward")
+        bridge = None if reward is None else RewardBridge.from_config(plain(reward), tokenizer=job.tokenizer)
 
         def make_flow() -> Groups:
             made: Groups = function(job)
-            if reward is None:
-                return made
-            return made.then(RewardBridge.from_config(_plain(reward), tokenizer=job.tokenizer))
+            return made if bridge is None else made.then(bridge)
 
         bounds = Bounds(worker.group_size, config.sequence_length, ratio, config.env_monitor.hung_timeout)
         files = StepFiles(Path(config.output_dir, "penstock", tag), config.save_steps)
@@ -198,6 +207,13 @@ class FlowEnvManager:
         return self.flow.put(episode, sampled, send)
 
 
+def _node() -> Mapping[str, Any]:
+    """Return the resources of the node on which this process runs, as Ray counts them."""
+    ray = import_module("ray")
+    here = ray.get_runtime_context().get_node_id()
+    return next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
+
+
 class _LazyProxy:
     """ROLL's `llm_proxy`, made when the first completion is sampled: a flow with another policy needs none."""
 
@@ -212,12 +228,3 @@ class _LazyProxy:
                 create = import_module("roll.pipeline.agentic.llm_proxy").create_llm_proxy
                 self._made = create(*self._arguments, env=None)
         return self._made.generate(**request)
-
-
-def _plain(config: Any) -> Any:
-    """Return the containers of ROLL's configuration as those of Python."""
-    if isinstance(config, Mapping):
-        return {str(key): _plain(value) for key, value in config.items()}
-    if isinstance(config, str) or not hasattr(config, "__iter__"):
-        return config
-    return [_plain(value) for value in config]

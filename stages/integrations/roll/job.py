@@ -36,6 +36,10 @@ class RollJob:
     """ROLL's `async_generation_ratio`."""
     step_groups: int | None
     """Groups of this tag in an optimizer step; None where ROLL takes as many as come."""
+    cpus: int = 0
+    """The tag's `resources`, `CPU` or `num_cpus`: for `on=processes(job.cpus)` of a flow with another policy."""
+    gpus: int = 0
+    """The same, `GPU` or `num_gpus`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The tag's `env_config`."""
 

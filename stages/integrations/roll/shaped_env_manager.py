@@ -1,0 +1,61 @@
+"""`ShapedEnvManager`: ROLL's own `TrajEnvManager`, with environments of penstock and its reward bridge.
+
+ROLL imports what `custom_envs.<tag>.env_manager_cls` names, and calls it for each environment: that is where
+`env_type: penstock` is registered with gem, in the process that makes the environments.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from ...engines.pretrained_tokenizer import PretrainedTokenizer
+from ...reward_bridge import RewardBridge
+from .gem_environment import GemEnvironment, register
+from .plain import plain
+from .shaping import shape
+
+
+def ShapedEnvManager(**arguments: Any) -> Any:  # noqa: N802 (named where ROLL names a class)
+    """Return ROLL's `TrajEnvManager`, which ROLL samples with as always; called by ROLL.
+
+    custom_envs:
+      sums:
+        env_type: penstock
+        env_manager_cls: penstock.integrations.roll.ShapedEnvManager
+        env_config: {env: "my_run:Sums"}
+        reward: {length_bounty: {reward: -0.01, cap: 0.5}, clip: [-1, 1]}
+
+    Args:
+        arguments: those of ROLL's.
+
+    Raises:
+        InvalidConfig: `reward` does not fit.
+    """
+    register()
+    return _shaped_class()(**arguments)
+
+
+@cache
+def _shaped_class() -> Any:
+    base: Any = import_module("roll.pipeline.agentic.env_manager.traj_env_manager").TrajEnvManager
+
+    class Shaped(base):  # type: ignore[misc]
+        """ROLL's env manager; shapes an episode before ROLL makes a rollout of it."""
+
+        def __init__(self, *, worker_config: Any, tokenizer: Any, env_config: Any, **others: Any) -> None:
+            super().__init__(worker_config=worker_config, tokenizer=tokenizer, env_config=env_config, **others)
+            if isinstance(self.env, GemEnvironment):
+                self.env.ends = (tokenizer.eos_token, tokenizer.pad_token)
+            self._bridge: RewardBridge | None = None
+            if (reward := env_config.get("reward")) is not None:
+                read = PretrainedTokenizer(worker_config.model_args.model_name_or_path)
+                self._bridge = RewardBridge.from_config(plain(reward), tokenizer=read)
+
+        def formulate_rollouts(self, rollout_cache: Any) -> Any:
+            if self._bridge is not None:
+                shape(rollout_cache.history, rollout_cache.tag, self._bridge)
+            return super().formulate_rollouts(rollout_cache)
+
+    return Shaped
