@@ -8,6 +8,7 @@
 #   make test-roll ROLL=../roll   ROLL's pipeline on a CPU, whose checkout is there; installs 0.3 GB first
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
+#   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
 #   make test-verl       verl's own trainer, on a CPU; installs verl, Ray and what they need first (410 MB)
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
@@ -27,6 +28,8 @@ VLLM := $(VENV)/vllm
 WITH_ATROPOS := $(VENV)/atropos
 TRACKERS := $(VENV)/trackers
 TRL := $(VENV)/trl
+WITH_SKYRL := $(VENV)/skyrl
+SKYRL_PYTHON ?= python3.12
 VERL := $(VENV)/verl
 WITH_PRIME_RL := $(VENV)/prime-rl
 WITH_ROLL := $(VENV)/roll
@@ -35,7 +38,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-verl test-prime-rl test-roll check docs chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-verl test-skyrl test-prime-rl test-roll check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -75,6 +78,13 @@ test-trl: $(READY) $(TRL)/ready
 $(TRL)/ready: scripts/trl/requirements.txt | $(READY)
 	rm -rf $(TRL)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(TRL) --requirement $<
+	touch $@
+
+test-skyrl: $(READY) $(WITH_SKYRL)/ready
+	$(WITH_SKYRL)/bin/python -m pytest -o faulthandler_timeout=0 tests/skyrl_real/against_skyrl.py
+
+$(WITH_SKYRL)/ready: scripts/make_skyrl_venv.sh scripts/skyrl/requirements.txt | $(READY)
+	SKYRL_PYTHON="$(SKYRL_PYTHON)" scripts/make_skyrl_venv.sh $(WITH_SKYRL)
 	touch $@
 
 test-verl: $(READY) $(VERL)/ready

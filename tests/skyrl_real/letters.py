@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock import Flow, RewardBridge, SourceEnv, TrajectoryGroup, here, processes, source
+from penstock import (
+    Flow,
+    ReceiveChannel,
+    RewardBridge,
+    SendChannel,
+    SourceEnv,
+    TrajectoryGroup,
+    drop,
+    here,
+    processes,
+    source,
+)
 from penstock.integrations.skyrl import PenstockGenerator, SampleRequests, SkyRLPrompts
 from penstock.models import HFModel
-from penstock.policies import PretrainedTokenizer, SamplingParams
+from penstock.policies import NoOpPolicy, PretrainedTokenizer, SamplingParams
 from penstock.rewards import trl_reward
 from penstock.torch import TorchPolicy
 from penstock.weights import WeightPublisher
@@ -87,7 +101,7 @@ def flow_of(
 ) -> Flow[TrajectoryGroup]:
     """Return a flow that answers SkyRL's requests, here or in `workers` processes."""
     tokenizer = PretrainedTokenizer(folder)
-    make_model = partial(HFModel.empty if url else HFModel, folder)
+    make_model = partial(HFModel.empty if url else HFModel.from_pretrained, folder)
     policy = TorchPolicy(make_model, eos_id=tokenizer.eos_id, weights=url)
     options = {"sampling": SamplingParams(seed=0)} | options
     env = SourceEnv(SkyRLPrompts, policy, tokenizer, **options)
@@ -108,3 +122,57 @@ def generator(cfg: Any, tokenizer: Any, **options: Any) -> PenstockGenerator:
 def in_two_processes(cfg: Any, tokenizer: Any) -> PenstockGenerator:
     """Return the generator whose samplers are two processes."""
     return generator(cfg, tokenizer, workers=2)
+
+
+def without_weights(cfg: Any, tokenizer: Any) -> PenstockGenerator:
+    """Return a generator whose samplers keep the weights that they begin with."""
+    folder = cfg.trainer.policy.model.path
+    return PenstockGenerator(lambda requests: flow_of(requests, folder, None, workers=2), cfg, tokenizer)
+
+
+class Dies:
+    """An environment whose process is killed by its first rollout."""
+
+    async def rollout(self, task: int, repetition: int) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError(task, repetition)
+
+
+class Fails:
+    """An environment that always raises."""
+
+    async def rollout(self, task: int, repetition: int) -> Any:  # noqa: ARG002 (of the protocol)
+        raise ValueError("no such letter")
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A stage that receives one group, and ends the stream."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:  # noqa: ARG002
+        async for group in inbox:
+            drop(group, "filtered", "the end")
+            return
+
+
+def in_one_process_that_dies(cfg: Any, tokenizer: Any) -> PenstockGenerator:
+    """Return a generator whose only sampler dies, and may not be restarted."""
+    sampling = SampleRequests(SourceEnv(Dies, NoOpPolicy()))
+    return PenstockGenerator(
+        lambda requests: source(requests).then(sampling, on=processes(1, restarts=0)), cfg, tokenizer
+    )
+
+
+def that_always_fails(cfg: Any, tokenizer: Any) -> PenstockGenerator:
+    """Return a generator whose environment always raises."""
+    sampling = SampleRequests(SourceEnv(Fails, NoOpPolicy()))
+    return PenstockGenerator(lambda requests: source(requests).then(sampling), cfg, tokenizer)
+
+
+def that_ends(cfg: Any, tokenizer: Any) -> PenstockGenerator:
+    """Return a generator whose flow ends."""
+    return PenstockGenerator(lambda requests: source(requests).then(Ends()), cfg, tokenizer)
+
+
+def nothing(cfg: Any, tokenizer: Any) -> None:
+    """Return no generator."""

@@ -70,8 +70,8 @@ class CPUDispatch:
             rollout_logprobs=chunk["rollout_logprobs"],
         )
         loss.backward()
-        self.losses.append(float(loss))
-        return WorkerOutput(loss_fn_outputs=[], metrics={"policy_loss": float(loss), **metrics})
+        self.losses.append(loss.item())
+        return WorkerOutput(loss_fn_outputs=[], metrics={"policy_loss": loss.item(), **metrics})
 
     def optim_step(self, model: str) -> float:
         assert model == "policy"
@@ -79,7 +79,7 @@ class CPUDispatch:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.at_step(len(self.losses))
-        return float(norm)
+        return norm.item()
 
     def save_hf_model(self, model: str, export_dir: str, tokenizer: Any) -> None:
         assert model == "policy"

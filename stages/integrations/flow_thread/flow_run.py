@@ -188,9 +188,13 @@ class FlowRun:
 
     def wake(self) -> None:
         """Let the sink look for room. Called in the trainer's thread."""
+        self.post(self._room.wake_all)
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Have `function` called on the event loop of the flow, if that runs, without waiting. Called in any thread."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._room.wake_all)
+                self._loop.call_soon_threadsafe(function)
 
     def end(self, trajectories: Trajectories, state: Any, reason: str) -> None:
         """Count the end of trajectories that the trainer drops; those of a run that is over were counted as lost."""

@@ -167,7 +167,7 @@ class PenstockGenerator:
                 "trainer.override_entrypoint=penstock.integrations.skyrl, or generator.trainer(RayPPOTrainer)(…)"
             )
         asked, requests = self._asked(input_batch)
-        self._thread.call(partial(self._requests.ask, requests))
+        self._thread.run.post(partial(self._requests.ask, requests))
         try:
             await self._answered(requests)
         except BaseException:
@@ -210,15 +210,16 @@ class PenstockGenerator:
                 future.result()
             waited_s = time.monotonic() - max(began, self._arrived)
             if waiting and waited_s > STALE_AFTER_S:
-                stages = "; ".join(f"{each.name}: {each.waiting_for or 'works'}" for each in self.statistics().stages)
+                statistics = await asyncio.to_thread(self.statistics)
+                stages = "; ".join(f"{each.name}: {each.waiting_for or 'works'}" for each in statistics.stages)
                 raise FlowStalled(
                     f"expected a trajectory within {STALE_AFTER_S:g} s, got none in {waited_s:.0f} s ({stages})"
                 )
 
     def _withdraw(self, requests: Sequence[Request]) -> None:
         if (thread := self._thread) is not None:
-            arrived = thread.call(partial(self._requests.withdraw, requests))
-            self._end(arrived, NOT_AWAITED)
+            run = thread.run
+            run.post(lambda: run.end(tuple(self._requests.withdraw(requests)), *NOT_AWAITED))
 
     def _output(
         self, input_batch: Mapping[str, Any], asked: Sequence[Asked], requests: Sequence[Request]
@@ -264,7 +265,7 @@ class PenstockGenerator:
 
     def _end(self, trajectories: Sequence[TrajectoryId], drop: Drop) -> None:
         if trajectories and (thread := self._thread) is not None:
-            thread.call(lambda: thread.run.end(tuple(trajectories), *drop))
+            thread.run.post(partial(thread.run.end, tuple(trajectories), *drop))
 
     # -- a fully asynchronous trainer's errors -------------------------------------------------------------------------
 
@@ -306,11 +307,12 @@ class PenstockGenerator:
         """
         from .trainer import bound  # noqa: PLC0415 (it has this generator's type)
 
+        name_of("train.generators.base", "GeneratorInterface").register(type(self))
         self._bound = True
         return bound(base, self)
 
     def begin(self, *, fully_async: bool) -> None:
-        """Open the publisher. Called by the trainer before it loads a checkpoint."""
+        """Open the publisher. Called by the trainer before it loads a checkpoint. Blocks."""
         self._fully_async = fully_async
         if self._weights is not None:
             self._weights.open()
@@ -376,7 +378,7 @@ class PenstockGenerator:
         self._end(self._deliveries.drop(keys), DROPPED)
 
     def commit(self, version: int) -> None:
-        """Commit what the optimizer step trained that made the weights of `version`. Called by the trainer."""
+        """Commit what the optimizer step trained that made the weights of `version`. Called by the trainer. Blocks."""
         thread = self._thread
         self._version = version
         if thread is None:

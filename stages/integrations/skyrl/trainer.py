@@ -59,11 +59,11 @@ def _committing(base: Any, generator: PenstockGenerator, *, is_async: bool) -> A
         global_step: int
 
         async def train(self) -> None:
-            generator.begin(fully_async=is_async)
+            await asyncio.to_thread(generator.begin, fully_async=is_async)
             try:
                 await super().train()
             finally:
-                generator.end()
+                await asyncio.to_thread(generator.end)
 
         def init_weight_sync_state(self) -> None:
             if self.dispatch is None:
