@@ -21,6 +21,8 @@ EXTRAS = {
     "tensorboard": ("tensorboardx",),
     "wandb": ("wandb",),
     "trl": ("requests", "trl"),
+    "skyrl": ("skyrl",),
+    "verl": ("TransferQueue", "cachetools", "fastapi", "uvicorn", "verl"),
     "gateway": ("httptools", "starlette", "uvicorn"),
 }
 """The packages of each extra, as in pyproject.toml."""
@@ -34,6 +36,8 @@ NEEDED_FOR = {
     "tensorboard": "the tracker TensorBoard",
     "wandb": "the tracker WandB",
     "trl": "flows in the trainers of TRL",
+    "skyrl": "flows in the trainers of SkyRL",
+    "verl": "flows in the trainer of verl",
     "gateway": "penstock gateway",
 }
 
