@@ -103,6 +103,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "SourceEnv": partial(PUBLIC.SourceEnv, environment, NoOpPolicy(), max_lag=4),
     "PrimeRLSink": partial(PUBLIC.PrimeRLSink, "output", ranks=1, seq_len=1),
     "PrimeRLTrainer": partial(PUBLIC.PrimeRLTrainer, "output", ranks=1, seq_len=1),
+    "DataProtoBatches": partial(PUBLIC.DataProtoBatches, environment, sequences=4, prompt_length=4, response_length=4),
     "TRLWorker": partial(PUBLIC.TRLWorker, environment),
     "Teacher": partial(PUBLIC.Teacher, Idle(), tokenizer=None, top_k=4),
     "TorchPolicy": partial(PUBLIC.TorchPolicy, TinyModel, eos_id=0),
@@ -204,6 +205,7 @@ FROM_ZERO = {
     *("OutsideServer.ready_timeout_s", "OutsideServer.stop_timeout_s", "AtroposGateway.num_steps"),
     *("AtroposClient.num_steps", "AtroposClient.starting_step", "AtroposClient.save_checkpoint_interval"),
     *("AtroposClient.first_pause_s", "AtroposClient.longest_pause_s", "AtroposClient.away_s"),
+    *("DataProtoBatches.pad_token_id", "DataProtoBatches.step"),
 }
 
 

@@ -7,18 +7,22 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.atropos.gateways import client as gateway_client
+from tests.atropos.gateways import process as gateway
 from tests.pages import program
 from tests.verl.contract import FIELDS, TAG
-from tests.verl_real.asking import Asking, written_by_verl
+from tests.verl_real.asking import Asking, padded_by_verl, written_by_verl
 from tests.verl_real.conftest import MakeConfig, MakeManager
-from tests.verl_real.flows import group_of, groups
+from tests.verl_real.flows import Given, group_of, groups
 from tests.verl_real.framework import (
     PPOTrainer,
     checkpoint_engine,
+    compute_advantage,
     import_utils,
     llm_server,
     losses,
@@ -31,9 +35,13 @@ from tests.verl_real.framework import (
 )
 from tests.verl_real.training import Sender, train
 
+import penstock._stages.integrations.atropos.http_api  # noqa: F401 (else two event loops import it at once)
+from penstock import AdvantageNormalizer, TrajectoryGroup, source
 from penstock._pipeline.accounting.committed_prompts import CommittedPrompts
 from penstock.errors import FlowEnded, InvalidPipeline, StageFailed
-from penstock.integrations.verl import PenstockLoopManager
+from penstock.integrations.atropos import AtroposClient, submit
+from penstock.integrations.verl import DataProtoBatches, PenstockLoopManager
+from penstock.torch import WeightFolder
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -349,3 +357,87 @@ def test_the_code_of_the_page_trains(
     _, manager, _ = train(config)
 
     assert balance_of(manager).ended["trained"] == 2 * 16
+
+
+SHAPE: dict[str, Any] = {"prompt_length": 4, "response_length": 8}
+
+
+def test_batches_have_the_columns_that_verl_makes_of_the_same_rollouts() -> None:
+    given = list(groups(2, advantages=[[0, 0, 1.0, 1.0, 0, 0, 1.0, 1.0], [0, 0, -1.0, -1.0, 0, 0, -1.0, -1.0]]))
+    theirs = padded_by_verl(given, **SHAPE)
+
+    with DataProtoBatches(source(Given(given)), sequences=4, **SHAPE) as polled:
+        ours = polled.next()
+
+    assert set(ours.batch.keys()) == {*theirs.batch.keys(), "advantages", "returns"}
+    for name, column in theirs.batch.items():
+        assert ours.batch[name].dtype == column.dtype, name
+        assert ours.batch[name].tolist() == column.tolist(), name
+    for name in ("__num_turns__", "turn_scores", "tool_rewards", "min_global_steps", "max_global_steps"):
+        column = theirs.non_tensor_batch[name]
+        assert (ours.non_tensor_batch[name].dtype, ours.non_tensor_batch[name].tolist()) == (
+            column.dtype,
+            column.tolist(),
+        )
+    assert ours.non_tensor_batch["uid"].tolist() == ["sums/0", "sums/0", "sums/1", "sums/1"]
+    assert ours.meta_info["global_token_num"] == [8] * 4
+    assert ours.batch["advantages"][:, 2:4].unique().tolist() == [0.0]  # masked in the middle
+    assert ours.batch["advantages"][0].tolist() == [1.0, 1.0, 0, 0, 1.0, 1.0, 0, 0]
+    scored = ours.select(batch_keys=["rm_scores", "response_mask"], non_tensor_batch_keys=["uid"])
+    scored.batch["token_level_rewards"] = scored.batch["rm_scores"]
+    advantages = compute_advantage(scored, adv_estimator="grpo").batch["advantages"]
+    assert advantages.sign().tolist() == ours.batch["advantages"].sign().tolist()
+
+
+def test_batches_of_a_gateway_are_committed_when_the_weights_are_updated(tmp_path: Path) -> None:
+    scored = {"tokens": [[5, 6, 7], [5, 6, 8]], "masks": [[-100, 6, 7], [-100, 6, 8]], "scores": [1.0, 0.0]}
+    weights = WeightFolder(tmp_path / "weights", {"bias": torch.zeros(2)})
+    with gateway() as (_, url), gateway_client(url) as status:
+        client = AtroposClient(api_url=url, batch_size=4, max_token_len=64, num_steps=3, lease_s=300)
+        flow = source(client).then(AdvantageNormalizer("grpo"))
+        with DataProtoBatches(flow, sequences=4, **SHAPE, publisher=weights) as polled:
+            anyio.run(submit, url, [scored] * 6)
+            for step in (1, 2):
+                data = polled.next()
+                assert len(data) == 4
+                with polled.updating_weights() as publish:
+                    publish([("bias", torch.full((2,), float(step)))])
+                assert weights.version == step
+            polled.next()
+            with pytest.raises(OSError, match="no device"), polled.updating_weights():
+                raise OSError("no device")
+        assert status.progress()[0] >= 2
+
+    assert polled.report is not None
+    assert polled.report.balance.balanced
+    assert polled.report.balance.ended["trained"] == 8
+    assert polled.report.balance.ended["lost"] == 4  # not updated, and so not acknowledged: the gateway has them
+    assert load_file(tmp_path / "weights" / "step-00000002" / "weights.safetensors")["bias"].tolist() == [2.0, 2.0]
+
+
+def test_sequences_that_are_too_long_are_counted_and_not_cut() -> None:
+    columns: dict[str, Any] = {"loss_mask": [[0, 0, 1, 1, 1], [0, 0, 1]], "rewards": [1.0, 0.0]}
+    given = TrajectoryGroup.build(env="sums", instance_id="0", sequences=[[5, 6, 7, 8, 9], [5, 6, 7]], **columns)
+
+    with DataProtoBatches(source(Given([given])), sequences=1, prompt_length=2, response_length=2) as polled:
+        data = polled.next()
+        with polled.updating_weights():
+            pass
+
+    assert data.batch["responses"].tolist() == [[7, 0]]
+    assert polled.report is not None
+    assert polled.report.balance.ended["trained"] == 1
+    assert polled.report.balance.reasons["rejected"] == {"longer than prompt_length=2, response_length=2": 1}
+
+
+def test_a_batch_is_of_whole_groups_and_resumes_without_those_that_were_trained() -> None:
+    with DataProtoBatches(source(Given(list(groups(4)))), sequences=3, **SHAPE) as polled:
+        assert len(polled.next()) == 4
+        with polled.updating_weights():
+            pass
+        saved = json.loads(json.dumps(polled.state_dict()))
+
+    committed = CommittedPrompts.of_state(saved["committed"])
+    assert {group.instance_id for group in committed} == {"0", "1"}
+    with pytest.raises(RuntimeError, match="within the body"):
+        polled.next()

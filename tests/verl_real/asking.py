@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from tests.verl_real.framework import PPOTrainer, agent_loop, agent_loop_tq, tq, tu
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from penstock import TrajectoryGroup
 from penstock.integrations.verl import PenstockLoopManager
@@ -58,16 +61,15 @@ class Asking:
         self.global_steps += 1
 
 
-def written_by_verl(group: TrajectoryGroup, uid: str, step: int) -> list[str]:
-    """Have verl's own agent loop worker write the rollouts of a group; return their keys."""
-    worker = object.__new__(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class)
-    worker.reward_loop_worker_handles, worker.distillation_enabled, worker.processor = None, False, None
-
-    async def write() -> None:
-        for session, row in enumerate(group):
-            start, version = row.prompt_length, int(row.policy_versions[0])
-            assert row.behavior_logprobs is not None
-            output = agent_loop.AgentLoopOutput(
+def outputs_of(group: TrajectoryGroup) -> list[Any]:
+    """Return the rollouts of a group as verl's agent loops return them."""
+    outputs = []
+    for row in group:
+        start, version = row.prompt_length, int(row.policy_versions[0])
+        assert row.behavior_logprobs is not None
+        versions = {"min_global_steps": version, "max_global_steps": version}
+        outputs.append(
+            agent_loop.AgentLoopOutput(
                 prompt_ids=row.tokens[:start].tolist(),
                 response_ids=row.tokens[start:].tolist(),
                 response_mask=row.loss_mask[start:].astype(int).tolist(),
@@ -75,14 +77,42 @@ def written_by_verl(group: TrajectoryGroup, uid: str, step: int) -> list[str]:
                 reward_score=row.reward,
                 num_turns=4,
                 metrics=agent_loop.AgentLoopMetrics(),
-                extra_fields={
-                    "min_global_steps": version,
-                    "max_global_steps": version,
-                    "turn_scores": [],
-                    "tool_rewards": [],
-                },
+                extra_fields={**versions, "turn_scores": [], "tool_rewards": []},
             )
+        )
+    return outputs
+
+
+def worker_of(worker_class: Any) -> Any:
+    """Return an agent loop worker of verl that was not started, as far as it writes rollouts."""
+    worker = object.__new__(worker_class)
+    worker.reward_loop_worker_handles, worker.distillation_enabled, worker.processor = None, False, None
+    worker.mm_processor_kwargs = {}
+    return worker
+
+
+def written_by_verl(group: TrajectoryGroup, uid: str, step: int) -> list[str]:
+    """Have verl's own agent loop worker write the rollouts of a group; return their keys."""
+    worker = worker_of(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class)
+
+    async def write() -> None:
+        for session, output in enumerate(outputs_of(group)):
             await worker._agent_loop_postprocess(output, validate=False, uid=uid, session_id=session, global_steps=step)
 
     asyncio.run(write())
     return [f"{uid}_{session}_0" for session in range(len(group))]
+
+
+def padded_by_verl(groups: list[TrajectoryGroup], prompt_length: int, response_length: int) -> Any:
+    """Return the `DataProto` that verl's own agent loop worker makes of the rollouts of groups."""
+    worker = worker_of(agent_loop.AgentLoopWorker)
+    fast: Any = PreTrainedTokenizerFast
+    worker.tokenizer = fast(tokenizer_object=Tokenizer(models.WordLevel({"#": 0})))
+    worker.tokenizer.add_special_tokens({"pad_token": "#"})
+    worker.rollout_config = SimpleNamespace(prompt_length=prompt_length, response_length=response_length)
+
+    async def pad() -> list[Any]:
+        outputs = [output for group in groups for output in outputs_of(group)]
+        return [await worker._agent_loop_postprocess(output, validate=False, raw_prompt=[]) for output in outputs]
+
+    return worker._postprocess(asyncio.run(pad()))

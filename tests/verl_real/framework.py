@@ -25,6 +25,7 @@ rollouts = of("verl.workers.rollout.base")
 tu = of("verl.utils.tensordict_utils")
 utils = of("verl.trainer.ppo.utils")
 
+compute_advantage: Any = of("verl.trainer.ppo.ray_trainer").compute_advantage
 PPOTrainer: Any = base.PPOTrainer
 PPOTrainerSync: Any = of("verl.trainer.ppo.v1.trainer_sync").PPOTrainerSync
 PPOTrainerColocateAsync: Any = of("verl.trainer.ppo.v1.trainer_colocate_async").PPOTrainerColocateAsync

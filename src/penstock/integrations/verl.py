@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .._stages.integrations.verl import PenstockCheckpoint, PenstockLoopManager
+from .._stages.integrations.verl import DataProtoBatches, PenstockCheckpoint, PenstockLoopManager
 
-__all__ = ["PenstockCheckpoint", "PenstockLoopManager"]
+__all__ = ["DataProtoBatches", "PenstockCheckpoint", "PenstockLoopManager"]

@@ -77,7 +77,7 @@ class FlowRun:
 
         Args:
             flow: sends groups.
-            items: returns what the trainer is given of a group, each with its trajectories.
+            items: returns what the trainer is given of a group, each with its trajectories; or a `Drop` of these.
             samples: takes these.
             trainer: the name of the framework, in metrics and errors.
             rest: the end of trajectories that are in none of them.
@@ -154,7 +154,10 @@ class FlowRun:
             drop([each for each in group.ids if each not in given], *self._rest)
             del group  # copied: its slot must not wait for the trainer
             for trajectories, item in found:
-                await self._put(item, trajectories)
+                if isinstance(item, Drop):
+                    drop(trajectories, *item)
+                else:
+                    await self._put(item, trajectories)
         self.ended = True
         self._samples.close()
         await anyio.sleep_forever()  # what was sent is trained meanwhile
