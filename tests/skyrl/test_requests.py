@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import FakePolicy
 from tests.skyrl.flows import DropsTheFirst, InPieces, KilledOnce, RewardsTheRow, request, rewards_of, running, sampled
 from tests.stages.failing_environments import AlwaysRaises, SucceedsOnce
 
-from penstock import processes, source
+from penstock import TrajectoryGroup, each, processes, source
 from penstock._stages.integrations.skyrl.requests import ATTEMPTS, GIVEN_UP_LIMIT
 from penstock.environments import RolloutResult
 from penstock.errors import InvalidConfig, RolloutsFailed, StageFailed
@@ -75,6 +76,18 @@ def test_a_name_that_is_no_number_is_refused_where_the_environment_has_prompts_o
         assert "got 'first'" in str(raised.value)
 
 
+def test_a_flow_that_samples_at_another_temperature_than_skyrls_fails() -> None:
+    with running(lambda asked: source(asked).then(sampled()).then(each(at_half))) as flow:
+        (asked,) = flow.ask(request("7", 0))
+
+        with pytest.raises(StageFailed, match=r"of SkyRL's configuration, 1\.0, got 0\.5"):
+            rewards_of(asked)
+
+
+async def at_half(group: TrajectoryGroup) -> TrajectoryGroup:
+    return msgspec.structs.replace(group, meta={**group.meta, "temperature": 0.5})
+
+
 def test_what_a_stage_drops_is_sampled_again_under_a_new_id() -> None:
     with running(lambda asked: source(asked).then(sampled()).then(DropsTheFirst(ATTEMPTS - 1))) as flow:
         (asked,) = flow.ask(request("7", 0, 1))
@@ -124,8 +137,8 @@ def test_when_the_flow_ends_nothing_waits_for_it() -> None:
         (asked,) = flow.ask(request("7", 0))
     flow.requests.ask([late := request("8", 0)])
 
-    for each in (asked, late):
-        assert str(each.answered.exception(FAILSAFE_S)) == "the flow has ended"
+    for asked_for in (asked, late):
+        assert str(asked_for.answered.exception(FAILSAFE_S)) == "the flow has ended"
 
 
 def test_numbers_go_on_where_a_checkpoint_ends_because_ids_are_never_reused() -> None:

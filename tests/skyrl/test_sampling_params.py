@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 from tests.skyrl.contract import VLLM_PARAMETERS
-from tests.stages.turns import of_turns
 
-from penstock._stages.integrations.skyrl.sampling_params import check_temperature, sampling_of
-from penstock.errors import InvalidConfig, InvalidRecord
+from penstock._stages.integrations.skyrl.sampling_params import sampling_of
+from penstock.errors import InvalidConfig
 from penstock.policies import SamplingParams
 
 
@@ -38,10 +37,3 @@ def test_temperature_0_is_greedy() -> None:
 def test_a_parameter_that_penstock_does_not_have_is_refused(given: dict[str, float]) -> None:
     with pytest.raises(InvalidConfig, match=f"{next(iter(given))}={next(iter(given.values()))}"):
         sampling_of(given)
-
-
-def test_a_group_at_another_temperature_than_skyrls_is_refused() -> None:
-    check_temperature(of_turns(".x", meta={"temperature": 0.5}), SamplingParams(temperature=0.5))
-    for meta in ({"temperature": 1.0}, {"temperatures": [[[2, 0.5]]]}):
-        with pytest.raises(InvalidRecord, match=r"of SkyRL's configuration, 0\.5"):
-            check_temperature(of_turns(".x", meta=meta), SamplingParams(temperature=0.5))

@@ -38,7 +38,7 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, *, width: int = 32, layers: int = 2) -> Path:
     """Write a model with random weights and a tokenizer, whose end of text is #, into `folder`; return it."""
     import torch  # noqa: PLC0415 (a worker does not need it at once)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
@@ -55,9 +55,9 @@ def write_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(LETTERS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -176,3 +176,8 @@ def that_ends(cfg: Any, tokenizer: Any) -> PenstockGenerator:
 
 def nothing(cfg: Any, tokenizer: Any) -> None:
     """Return no generator."""
+
+
+def in_one_process(cfg: Any, tokenizer: Any) -> PenstockGenerator:
+    """Return the generator whose sampler is one process."""
+    return generator(cfg, tokenizer, workers=1)

@@ -33,12 +33,13 @@ from ...sink_trainer import WeightSink
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import Trajectories
+from ..flow_thread.weight_transfer import WeightTransfer
 from .deliveries import Deliveries, keys_of
 from .interface import name_of
 from .requests import Request, Requests
 from .samples import Asked, Rules, columns_of, lags_of
 from .sampling_params import sampling_of
-from .weights import Weights
+from .weights import written
 
 log = get_logger("penstock.skyrl")
 
@@ -101,7 +102,7 @@ class PenstockGenerator:
         self._flow = flow
         self._cfg = cfg
         self._tokenizer = tokenizer
-        self._weights = None if publisher is None else Weights(publisher)
+        self._weights = None if publisher is None else WeightTransfer(publisher, "penstock-skyrl-weights")
         self._requests = Requests()
         self._deliveries = Deliveries()
         self._rules = Rules(
@@ -330,7 +331,8 @@ class PenstockGenerator:
         """
         if self._weights is not None:
             folder = Path(self._cfg.trainer.export_path) / f"penstock_weights_{version}"
-            self._weights.publish(dispatch, self._tokenizer, folder.absolute(), version)
+            with written(dispatch, self._tokenizer, folder.absolute()) as tensors:
+                self._weights.send(tensors, version)
         if self._thread is None:
             self._version = version
             self._thread = self._start()

@@ -33,7 +33,7 @@ from ...._schemas import GroupId, Trajectory, TrajectoryGroup, TrajectoryId
 from ...engines.sampling_params import SamplingParams
 from ..flow_thread.flow_run import Decode
 from ..flow_thread.sample_queue import Trajectories
-from .sampling_params import check_temperature
+from ..flow_thread.sampling import check_temperature
 
 log = get_logger("penstock.skyrl")
 
@@ -230,7 +230,7 @@ class Requests:
         part = self._sent.get(group.id)
         if part is None or part.request.answered.cancelled():
             return
-        check_temperature(group, part.request.sampling)
+        check_temperature(group, part.request.sampling.logprob_temperature, "SkyRL")
         if wanted := [each for each in group.ids if each.repetition_id in part.left]:
             yield tuple(wanted), group.owned()
 

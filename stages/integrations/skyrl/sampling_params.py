@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...._schemas import InvalidConfig, InvalidRecord, TrajectoryGroup
-from ...engines.sampling_params import TEMPERATURES, SamplingParams
+from ...._schemas import InvalidConfig
+from ...engines.sampling_params import SamplingParams
 
 SAME = {"temperature", "top_p", "min_p", "repetition_penalty", "seed"}
 """Parameters that have one name and one meaning."""
@@ -46,18 +46,3 @@ def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
     if not found.get("temperature", 1.0):
         found |= {"temperature": 1.0, "greedy": True}
     return SamplingParams(**found)
-
-
-def check_temperature(group: TrajectoryGroup, sampling: SamplingParams) -> None:
-    """Check that a group was sampled at SkyRL's temperature, which its trainer divides the logits by.
-
-    Raises:
-        InvalidRecord: it was not.
-    """
-    sampled = group.meta.get("temperature", sampling.logprob_temperature)
-    if TEMPERATURES in group.meta or sampled != sampling.logprob_temperature:
-        found = "temperatures that differ between turns" if TEMPERATURES in group.meta else sampled
-        raise InvalidRecord(
-            f"{group.env}/{group.instance_id}: expected log-probabilities at the temperature of SkyRL's configuration, "
-            f"{sampling.logprob_temperature}, got {found}"
-        )
