@@ -1,8 +1,10 @@
 """Steps of SkyRL's synchronous trainer with its own generator and with a flow, on a CPU; no test.
 
-`OMP_NUM_THREADS=1 PYTHONPATH=src:. .venv/skyrl/bin/python -m tests.skyrl_real.beside_skyrl --repeats 3`. Both sample
-with the same engine, penstock's `TorchPolicy`, for vLLM does not run here: what is compared is what lies around it. The last
-case is the fully asynchronous trainer with SkyRL's own generator, whose engine fails in the third step.
+    OMP_NUM_THREADS=1 PYTHONPATH=src:. .venv/skyrl/bin/python -m tests.skyrl_real.beside_skyrl --repeats 3
+
+Both sample with the same engine, penstock's `TorchPolicy`, for vLLM does not run here: what is compared is what lies
+around it. The last case is the fully asynchronous trainer with SkyRL's own generator, whose engine fails in the third
+step.
 """
 
 from __future__ import annotations
