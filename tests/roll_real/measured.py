@@ -8,8 +8,11 @@ is that of all processes of ROLL, the first steps excluded.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +24,8 @@ from tests.roll_real.conftest import ROOT, start_ray, write_chat_model
 
 WARM_UP = 3
 """Steps that are not counted."""
+
+RESULT = "result.json"
 
 OWN = {
     "env_manager_cls": "penstock.integrations.roll.ShapedEnvManager",
@@ -46,28 +51,33 @@ def processor_s() -> float:
     return float(sum(each.user + each.system for each in times))
 
 
-def run(model: Path, tag: dict[str, Any], steps: int) -> tuple[float, float, float]:
-    """Return (median seconds a step, longest step, CPU milliseconds a trajectory) of one run."""
+def run(model: Path, folder: Path, tag: dict[str, Any], steps: int) -> tuple[float, float, float]:
+    """Return (median seconds a step, longest step, CPU milliseconds a trajectory) of one run, in this process."""
     start_ray()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            config = config_of(model, Path(folder), tag=tag, max_steps=steps, save_steps=10_000)
-            pipeline = import_module("tests.roll_real.on_a_cpu").CpuPipeline(config)
-            used: dict[int, float] = {}
-            keep = pipeline.tracker.log
+    config = config_of(model, folder, tag=tag, max_steps=steps, save_steps=10_000)
+    pipeline = import_module("tests.roll_real.on_a_cpu").CpuPipeline(config)
+    used: dict[int, float] = {}
+    seconds: dict[int, float] = {}
 
-            def log(values: dict[str, Any], step: int) -> None:
-                used[step] = processor_s()
-                keep(values=values, step=step)
+    def log(values: dict[str, Any], step: int) -> None:
+        used[step], seconds[step] = processor_s(), values["time/step_total"]
 
-            pipeline.tracker.log = log
-            pipeline.run()
-            seconds = [line["time/step_total"] for line in pipeline.logged[WARM_UP:]]
-            trajectories = (steps - WARM_UP) * BATCH
-            spent = used[steps - 1] - used[WARM_UP - 1]
-            return statistics.median(seconds), max(seconds), spent / trajectories * 1000
-    finally:
-        import_module("ray").shutdown()
+    pipeline.tracker.log = log
+    pipeline.run()
+    counted = [seconds[step] for step in range(WARM_UP, steps)]
+    spent = used[steps - 1] - used[WARM_UP - 1]
+    return statistics.median(counted), max(counted), spent / (len(counted) * BATCH) * 1000
+
+
+def run_apart(model: Path, name: str, steps: int) -> tuple[float, float, float]:
+    """Return the same, of a run in a process of its own: ROLL keeps handles of Ray's actors in its modules."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.roll_real.measured", "--steps", str(steps)]
+        own = ["--contestant", name, "--model", str(model)]
+        with Path(folder, "errors.txt").open("wb") as errors:
+            subprocess.run([*command, *own], cwd=folder, stderr=errors, stdout=errors, check=True)
+        step, longest, processor = json.loads(Path(folder, RESULT).read_text())
+    return step, longest, processor
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -80,16 +90,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=23)
+    parser.add_argument("--contestant", choices=CONTESTANTS, help="run this one alone, in this process")
+    parser.add_argument("--model", type=Path, help="for it")
     options = parser.parse_args()
+    if options.contestant is not None:
+        found = run(options.model, Path.cwd(), CONTESTANTS[options.contestant], options.steps)
+        Path(RESULT).write_text(json.dumps(found))
+        return
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths)
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
         model = write_chat_model(Path(folder))
         results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in CONTESTANTS}
         for _ in range(options.repeats):
-            for name, tag in CONTESTANTS.items():
-                results[name].append(run(model, tag, options.steps))
+            for name in CONTESTANTS:
+                results[name].append(run_apart(model, name, options.steps))
                 print(name, *results[name][-1], flush=True)  # noqa: T201 (a run takes minutes)
         print("| sampling | s a step | longest step, s | CPU ms a trajectory |\n|---|---|---|---|")  # noqa: T201
         for name, measured in results.items():
