@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.letter_model import write_letter_model
+
 from penstock import (
     Flow,
     ReceiveChannel,
@@ -39,35 +41,8 @@ TEMPLATE = (
 
 
 def write_model(folder: Path, *, width: int = 32, layers: int = 2) -> Path:
-    """Write a model with random weights and a tokenizer, whose end of text is #, into `folder`; return it."""
-    import torch  # noqa: PLC0415 (a worker does not need it at once)
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
-
-    letters = {letter: number for number, letter in enumerate(LETTERS)}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token=LETTERS[-1]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    make: Any = PreTrainedTokenizerFast
-    fast = make(tokenizer_object=tokenizer, eos_token=LETTERS[0], pad_token=LETTERS[0])
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(LETTERS),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        eos_token_id=0,
-        pad_token_id=0,
-        bos_token_id=None,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
+    """Write a model of `LETTERS` with a chat template into `folder`; return it."""
+    return write_letter_model(folder, LETTERS, template=TEMPLATE, width=width, layers=layers)
 
 
 def write_prompts(path: Path, count: int = 64) -> Path:

@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.letter_model import write_letter_model
+
 from penstock import (
     AdvantageNormalizer,
     Flow,
@@ -26,33 +28,8 @@ GROUP = 4
 
 
 def write_model(folder: Path) -> Path:
-    """Write a model with random weights and a tokenizer, whose end of text is #, into `folder`; return it."""
-    import torch  # noqa: PLC0415 (a worker does not need it at once)
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
-
-    letters = {letter: number for number, letter in enumerate(LETTERS)}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token=LETTERS[-1]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, eos_token=LETTERS[0], pad_token=LETTERS[0]).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(LETTERS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        eos_token_id=0,
-        pad_token_id=0,
-        bos_token_id=None,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
+    """Write a model of `LETTERS` into `folder`; return it."""
+    return write_letter_model(folder, LETTERS)
 
 
 class Prompts:

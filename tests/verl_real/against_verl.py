@@ -64,6 +64,7 @@ def rows(tq: Any, keys: list[str]) -> list[dict[str, Any]]:
     return [{name: data[name][place] for name in data.keys()} for place in range(len(keys))]  # noqa: SIM118 (no dict)
 
 
+@pytest.mark.filterwarnings("ignore:Disabled critic:UserWarning")  # verl says so of every estimator but gae
 def test_the_configuration_is_accepted_by_verl(make_config: MakeConfig) -> None:
     config = make_config()
 

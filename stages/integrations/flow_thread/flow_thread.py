@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from ...._pipeline.graph.statistics import PipelineStatistics, Report
 from .flow_run import FlowRun
+from .sample_queue import SampleQueue
 
 T = TypeVar("T")
 
@@ -49,6 +51,29 @@ class FlowThread:
     def check(self, stale_after_s: float) -> None:
         """Raise if nothing will come; see `FlowRun.check`."""
         self.run.check(stale_after_s, self.statistics)
+
+    def next(
+        self,
+        samples: SampleQueue,
+        *,
+        poll_s: float,
+        stale_after_s: float,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> Any:
+        """Wait for the next item of `samples`, and return it; None once it is not `wanted` any more.
+
+        Looks every `poll_s` seconds whether anything will come.
+
+        Raises:
+            Exception: see `check`.
+        """
+        while wanted():
+            try:
+                return samples.get(timeout=poll_s)
+            except queue.Empty:
+                if wanted():
+                    self.check(stale_after_s)
+        return None
 
     def stop(self) -> Report | None:
         """Stop the flow and everything that it started; return its report."""

@@ -16,16 +16,15 @@ from typing import Any
 from weakref import finalize
 
 import msgspec
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ...._pipeline.accounting.committed_prompts import CommittedPrompts, CommittedState
 from ...._pipeline.durability.resumption import Stateful
-from ...._pipeline.errors import PeerLost, StepsOfAnotherRun, TrainerSilent, WeightsDamaged
+from ...._pipeline.errors import PeerLost, StepsOfAnotherRun, TrainerSilent
 from ...._schemas import GroupId, TrainBatch
 from ...._schemas.numbers import finite_number, whole_number
 from ...training.checkpoint import write_checkpoint
+from ..tensor_files import tensors_in
 from .micro_batches import pack_for_ranks
 from .transports import ROLLOUTS, FileTransport, Transport, ZmqTransport, stop_if_cancelled
 
@@ -171,12 +170,7 @@ class PrimeRLTrainer:
             WeightsDamaged: a file cannot be read.
         """
         folder = self._wait_for_weights(self._steps)
-        tensors: dict[str, Tensor] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            try:
-                tensors |= load_file(path)
-            except SafetensorError as error:
-                raise WeightsDamaged(f"expected weights that can be read, got {path}: {error}") from error
+        tensors = tensors_in(folder)
         if EMBEDDING in tensors:
             tensors.setdefault(HEAD, tensors[EMBEDDING])  # tied: transformers writes them once
         return tensors

@@ -10,7 +10,6 @@ The ledger's steps are ROLL's: before step N its weights have N optimizer steps.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -171,14 +170,13 @@ class TagFlow:
         """
         thread = self._thread
         assert thread is not None  # noqa: S101 (ROLL gives out episodes after its first step has begun)
-        while wanted() and thread.running:
-            try:
-                sampled: Sampled = self._queue.get(timeout=POLL_S)
-            except queue.Empty:
-                thread.check(self._bounds.hung_timeout)
-            else:
-                return sampled
-        return None
+        sampled: Sampled | None = thread.next(
+            self._queue,
+            poll_s=POLL_S,
+            stale_after_s=self._bounds.hung_timeout,
+            wanted=lambda: wanted() and thread.running,
+        )
+        return sampled
 
     def put(self, episode: Episode, sampled: Sampled, send: Callable[[int, dict[str, float]], Put]) -> Put:
         """Put a group into ROLL's queue by `send`, which gets the step and metrics, and note what became of it."""

@@ -28,6 +28,7 @@ from ...._pipeline.errors import FlowEnded, FlowStalled, InvalidPipeline
 from ...._pipeline.graph.statistics import PipelineStatistics, Report
 from ...._pipeline.runtime.flow import Flow
 from ...._schemas import InvalidConfig, TrajectoryGroup, TrajectoryId
+from ...batcher import NOTHING_TO_TRAIN
 from ...data.plain_values import plain_row
 from ...sink_trainer import WeightSink
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
@@ -55,7 +56,7 @@ EVALUATED = Drop("filtered", "evaluation by SkyRL")
 
 DROPPED = Drop("filtered", "dropped by SkyRL")
 
-UNTRAINED = Drop("filtered", "nothing to train")
+UNTRAINED = Drop("filtered", NOTHING_TO_TRAIN)
 
 REFUSED = {
     "step_wise_trajectories": "rows for each step",

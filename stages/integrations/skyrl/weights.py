@@ -31,15 +31,8 @@ def written(dispatch: Any, tokenizer: Any, folder: Path) -> Iterator[dict[str, A
 
 def _tensors_in(folder: Path) -> dict[str, Any]:
     with extra("torch", "PenstockGenerator(publisher=…)"):
-        from safetensors import SafetensorError  # noqa: PLC0415 (only where weights are published)
-        from safetensors.torch import load_file  # noqa: PLC0415 (as above)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+        from ..tensor_files import tensors_in  # noqa: PLC0415 (only where weights are published)
+    tensors = tensors_in(folder)
+    if not tensors:
         raise WeightsDamaged(f"expected safetensors of SkyRL's policy in {folder}, got {sorted(folder.glob('*'))}")
-    tensors: dict[str, Any] = {}
-    for path in files:
-        try:
-            tensors |= load_file(path)
-        except SafetensorError as error:
-            raise WeightsDamaged(f"expected weights that can be read, got {path}: {error}") from error
     return tensors

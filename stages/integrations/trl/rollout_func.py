@@ -7,7 +7,6 @@ samples the next batch with them.
 
 from __future__ import annotations
 
-import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -147,13 +146,8 @@ class Rollouts:
         self._transfer.send_weights((name, parameter.detach()) for name, parameter in model.named_parameters())
 
     def _next(self, thread: FlowThread) -> TrajectoryGroup:
-        while True:
-            try:
-                group: TrajectoryGroup = self._queue.get(timeout=POLL_S)
-            except queue.Empty:
-                thread.check(STALE_AFTER_S)
-            else:
-                return group
+        group: TrajectoryGroup = thread.next(self._queue, poll_s=POLL_S, stale_after_s=STALE_AFTER_S)
+        return group
 
     def _taken(self, group: TrajectoryGroup, trajectories: Trajectories) -> None:  # noqa: ARG002 (it is kept by _Generation)
         if self._thread is not None:

@@ -6,7 +6,6 @@ gateway returns batches that were not committed to the next client.
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from types import TracebackType
@@ -195,10 +194,5 @@ class DataProtoBatches:
         self._running().run.wake()
 
     def _next(self, thread: FlowThread) -> list[Row]:
-        while True:
-            try:
-                rows: list[Row] = self._queue.get(timeout=POLL_S)
-            except queue.Empty:
-                thread.check(STALE_AFTER_S)
-            else:
-                return rows
+        rows: list[Row] = thread.next(self._queue, poll_s=POLL_S, stale_after_s=STALE_AFTER_S)
+        return rows

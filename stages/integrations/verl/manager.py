@@ -11,7 +11,6 @@ The ledger belongs to the event loop. It counts steps as verl does, whose weight
 from __future__ import annotations
 
 import json
-import queue
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -221,15 +220,10 @@ class PenstockLoopManager:
 
     def _next(self) -> list[Row] | None:
         """Return the next group of the flow; None at the end."""
-        while not self._ending:
-            try:
-                rows: list[Row] = self._samples.get(timeout=POLL_S)
-            except queue.Empty:
-                if not self._ending:
-                    self._thread.check(STALE_AFTER_S)
-            else:
-                return rows
-        return None
+        rows: list[Row] | None = self._thread.next(
+            self._samples, poll_s=POLL_S, stale_after_s=STALE_AFTER_S, wanted=lambda: not self._ending
+        )
+        return rows
 
     def _answer(self, uid: str, step: int, rows: list[Row]) -> None:
         oldest = min(row.tag["min_global_steps"] for row in rows)
