@@ -7,10 +7,11 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..._pipeline.errors import WeightsDamaged
 from ..._pipeline.weights.weight_specs import specs_of
 
 TIED = "tied"
@@ -34,6 +35,21 @@ def read_weights(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
     with safe_open(path, framework="pt") as file:
         tied = msgspec.json.decode((file.metadata() or {}).get(TIED, "{}"), type=dict[str, str])
     return tensors | {name: tensors[first] for name, first in tied.items()}
+
+
+def read_folder(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of all safetensors files in `folder`, which another program has written, by name.
+
+    Raises:
+        WeightsDamaged: a file cannot be read.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors |= load_file(path)
+        except SafetensorError as error:
+            raise WeightsDamaged(f"expected weights that can be read, got {path}: {error}") from error
+    return tensors
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

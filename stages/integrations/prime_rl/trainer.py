@@ -24,7 +24,7 @@ from ...._pipeline.errors import PeerLost, StepsOfAnotherRun, TrainerSilent
 from ...._schemas import GroupId, TrainBatch
 from ...._schemas.numbers import finite_number, whole_number
 from ...training.checkpoint import write_checkpoint
-from ..tensor_files import tensors_in
+from ...training.torch_weights_file import read_folder
 from .micro_batches import pack_for_ranks
 from .transports import ROLLOUTS, FileTransport, Transport, ZmqTransport, stop_if_cancelled
 
@@ -170,7 +170,7 @@ class PrimeRLTrainer:
             WeightsDamaged: a file cannot be read.
         """
         folder = self._wait_for_weights(self._steps)
-        tensors = tensors_in(folder)
+        tensors = read_folder(folder)
         if EMBEDDING in tensors:
             tensors.setdefault(HEAD, tensors[EMBEDDING])  # tied: transformers writes them once
         return tensors
