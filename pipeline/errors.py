@@ -117,6 +117,10 @@ class RewardFunctionFailed(PenstockError):
     """A reward function failed so many times in a row that the run ended; `__cause__` is its last exception."""
 
 
+class NoRewards(PenstockError):
+    """So many completions in a row had no reward that the run ended; the message names the functions."""
+
+
 class RewardProcessDied(PenstockError):
     """A process that computes rewards ended by itself; the message has its exit status."""
 

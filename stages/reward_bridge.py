@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from .._pipeline.accounting.shared_counters import EndState
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
+from .._pipeline.errors import NoRewards
 from .._pipeline.graph.context import drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
-from .._pipeline.util.exception_groups import unwrap_single
+from .._pipeline.util.exception_groups import unwrap_first
 from .._schemas import TrajectoryGroup, TrajectoryId
 from .._schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer
@@ -50,6 +51,9 @@ DECODE_IN_THREAD_TOKENS = 4096
 
 UNCHANGED = RewardConfig()
 """Leaves every reward as it is."""
+
+WITHOUT_REWARD_LIMIT = 1024
+"""Completions without a reward in a row at which a run ends: 128 groups of eight."""
 
 OWN_PARTS = frozenset({"score", "format_markers", "length_bounty", "overlong", "fallback", "clip"})
 
@@ -188,7 +192,7 @@ class RewardBridge:
         """Start a group while the functions have capacity for more calls; send in order."""
         queued: deque[tuple[anyio.Event, int]] = deque()
         """For each group, set once it has left, and its number of trajectories."""
-        with unwrap_single():
+        with unwrap_first():
             async with AsyncExitStack() as stack:
                 calls = {each.name: await self._open(each, stack) for each in self.components}
                 tasks = await stack.enter_async_context(anyio.create_task_group())
@@ -216,10 +220,17 @@ class RewardBridge:
         before: anyio.Event | None,
         left: anyio.Event,
     ) -> None:
-        """Send `group` with its rewards, once the group `before` it has left."""
+        """Send `group` with its rewards, once the group `before` it has left.
+
+        Raises:
+            NoRewards: too many completions in a row had no reward.
+        """
         turns = await self._turns(group) if self._reads_text else [[] for _ in range(len(group))]
         outcomes = await self._judged(group, turns, calls)
-        keep = _kept(group, outcomes, without_value=self._only_functions and "row" in group.meta)
+        without_value = self._only_functions and "row" in group.meta
+        if without_value:
+            _check_rewarded(calls)
+        keep = _kept(group, outcomes, without_value=without_value)
         if keep.all():
             shaped = self._shaped([group], turns, _values(outcomes, keep))
         elif keep.any():
@@ -258,6 +269,14 @@ def _input(group: TrajectoryGroup, s: int, turns: Sequence[str]) -> RewardInput:
         turns=tuple(turns),
         meta=group.meta,
     )
+
+
+def _check_rewarded(calls: Mapping[str, Calls]) -> None:
+    if min(each.without_value_in_a_row for each in calls.values()) >= WITHOUT_REWARD_LIMIT:
+        raise NoRewards(
+            f"expected a reward for at least one of {WITHOUT_REWARD_LIMIT:,} completions in a row, got no number for "
+            f"any of them from {', '.join(calls)}: return a number for rows of this data, or leave them out"
+        )
 
 
 def _kept(

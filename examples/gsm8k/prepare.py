@@ -21,10 +21,14 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from penstock.chat import ChatFormat
 from penstock.data import PromptDataset
+from penstock.errors import InvalidConfig
 from penstock.policies import PretrainedTokenizer
 from penstock.runs import RunConfig
 
 __all__ = ["prepare"]
+
+DATA, MODEL = "problems.jsonl", "model"
+"""Names of the file and of the folder that are made; a path with another name is the user's own."""
 
 PROBLEMS = 6000
 NAMES = ("Ana", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo")
@@ -51,10 +55,14 @@ SLIPS = {0: 10, 1: 13, -1: 5, 2: 5}
 
 def prepare(config: RunConfig) -> None:
     """Write the problems to `config.data.path`, and the model into `config.model.path`, unless they exist."""
-    torch.set_num_threads(1)  # tensors this small gain nothing from a second thread
     data, folder = Path(config.data.path), Path(config.model.path)
-    if not data.exists():
+    if data.name == DATA and not data.exists():
         _write_problems(data)
+    if folder.name != MODEL:
+        return
+    if not data.exists():
+        raise InvalidConfig(f"config: data.path: expected the file that the tokenizer is made from, got none at {data}")
+    torch.set_num_threads(1)  # tensors this small gain nothing from a second thread
     if not folder.exists():
         torch.manual_seed(config.seed)
         unfinished = folder.with_name(f"{folder.name}.unfinished")

@@ -10,7 +10,15 @@ with extra("torch", "penstock.torch"):
     from ._stages.engines.torch_weight_folder import WeightFolder
     from ._stages.teachers.torch_teacher import TorchTeacher
     from ._stages.training.attention import Attention
-    from ._stages.training.causal_model import Cache, CausalModel, JoinableCache, KVCache, Read, positions_of
+    from ._stages.training.causal_model import (
+        Cache,
+        CausalModel,
+        HasVocabulary,
+        JoinableCache,
+        KVCache,
+        Read,
+        positions_of,
+    )
     from ._stages.training.optimizers import ReferenceUpdates, adamw
     from ._stages.training.torch_ranked_trainer import RankedTrainer
     from ._stages.training.torch_reference import TorchReference
@@ -21,6 +29,7 @@ __all__ = [
     "Cache",
     "CausalModel",
     "FolderSubscriber",
+    "HasVocabulary",
     "JoinableCache",
     "KVCache",
     "RankedTrainer",

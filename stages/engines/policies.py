@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._pipeline.errors import PenstockError
+from ..._pipeline.errors import InvalidConfig, PenstockError
 from ..._pipeline.graph.context import Worker
 from ..._schemas import StopReason
 from .sampling_params import SamplingParams
@@ -153,11 +153,18 @@ class NoOpEngine:
         """Do nothing."""
 
 
-def check_prompts(prompts: Sequence[NDArray[np.int32]]) -> None:
-    """Check the prompts of `Engine.generate`.
+def check_prompts(prompts: Sequence[NDArray[np.int32]], vocabulary: int | None = None) -> None:
+    """Check the prompts of `Engine.generate`, and their tokens if the `vocabulary` of the model is known.
 
     Raises:
         ValueError: one is empty.
+        InvalidConfig: one has a token that the model does not have.
     """
     if not all(len(prompt) for prompt in prompts):
         raise ValueError(f"expected prompts of at least one token, got lengths {[len(prompt) for prompt in prompts]}")
+    if vocabulary is not None and prompts and (highest := max(int(prompt.max()) for prompt in prompts)) >= vocabulary:
+        raise InvalidConfig(
+            f"expected prompts of tokens below {vocabulary}, the rows of the model's embedding, got token {highest}: "
+            f"the tokenizer has tokens that the model lacks; use the model's own, or save the model with a larger "
+            f"embedding (model.resize_token_embeddings)"
+        )

@@ -30,7 +30,7 @@ from ..._pipeline.graph.context import current
 from ..._pipeline.util.quiescence import others_blocked
 from ..._pipeline.weights.weights import NO_VERSION
 from ..._schemas import StopReason
-from ..training.causal_model import CausalModel
+from ..training.causal_model import CausalModel, HasVocabulary
 from .gate import GenerationGate
 from .policies import Completion, Tokenizer, check_prompts
 from .sampling_params import SamplingParams, as_seed
@@ -73,6 +73,8 @@ class TorchEngine:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self._model = model
+        self._vocabulary = model.vocabulary if isinstance(model, HasVocabulary) else None
+        """Number of the model's tokens, where it is known."""
         self._tasks = tasks
         """Runs the task that holds the subscription."""
         self._weights: Subscriber | None = None
@@ -119,10 +121,10 @@ class TorchEngine:
 
         Raises:
             ValueError: a prompt is empty.
-            InvalidConfig: there are stop strings, and no tokenizer.
+            InvalidConfig: there are stop strings, and no tokenizer, or a token that the model lacks.
             anyio.ClosedResourceError: the policy was closed before the end.
         """
-        check_prompts(prompts)
+        check_prompts(prompts, self._vocabulary)
         self._check_open()
         if not prompts:
             return []

@@ -215,6 +215,11 @@ class HFModel(nn.Module):
         states = import_transformers("HFModel").DynamicCache(config=self.module.config)
         return cache_of(states, self.module.config)
 
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of tokens that the model reads, the rows of its embedding."""
+        return int(self.module.get_input_embeddings().num_embeddings)
+
     # -- tensors, by transformers' names -------------------------------------------------------------------------------
 
     def named_modules(

@@ -123,6 +123,16 @@ class Cache(Protocol):
 
 
 @runtime_checkable
+class HasVocabulary(Protocol):
+    """A model that knows the number of its tokens, as `HFModel`: prompts with others are refused."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of tokens that it reads, the rows of its embedding."""
+        ...
+
+
+@runtime_checkable
 class JoinableCache(Cache, Protocol):
     """A cache to which rows can be added while others are being sampled, as those of `KVCache` and `HFModel`.
 

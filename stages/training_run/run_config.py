@@ -177,6 +177,11 @@ class AlgorithmConfig(Config, frozen=True):
         if self.loss not in LOSSES and ":" not in self.loss:
             known = f"{', '.join(LOSSES)} or module:function"
             raise ValueError(f"loss: expected {known}, got {self.loss!r}{nearest(self.loss, LOSSES)}")
+        if ":" in self.loss and (self.entropy or self.adaptive_kl is not None or self.aggregation != "token-mean"):
+            raise ValueError(
+                f"loss: expected neither entropy, adaptive_kl nor aggregation beside {self.loss}, which returns the "
+                f"whole loss: set them in the function"
+            )
         if self.clip is not None and self.loss not in BOUNDED:
             raise ValueError(f"clip: expected with loss {', '.join(BOUNDED)}, got loss {self.loss}")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from penstock.errors import InvalidConfig
 from penstock.runs import describe_run, load_run_config, train
 
 FOLDER = Path(__file__).parent.parent.parent / "examples" / "gsm8k"
@@ -63,13 +64,24 @@ def test_the_data_and_the_model_are_made_once_and_the_run_is_described(here: Pat
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("override", ["data.path=gsm8k/trian.jsonl", "model.path=Qwen2.5"])
+def test_nothing_is_made_at_a_path_of_the_user(override: str, here: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module("prepare"), "WARM_UP_STEPS", 1)
+
+    with pytest.raises(InvalidConfig, match=override.partition("=")[2]):
+        anyio.run(train, load_run_config("config.yaml", [override]))
+
+    assert not (here / override.partition("=")[2]).exists()
+
+
+@pytest.mark.usefixtures("here")
 def test_the_scale_of_the_matrices_changes_no_logit(monkeypatch: Any) -> None:
     prepare = module("prepare")
     monkeypatch.setattr(prepare, "WARM_UP_STEPS", 1)
     models = {}
     for scale in (1, prepare.SCALE):
         monkeypatch.setattr(prepare, "SCALE", scale)
-        config = load_run_config("config.yaml", [f"model.path=scale-{scale}"])
+        config = load_run_config("config.yaml", [f"model.path=scale-{scale}/model"])
         prepare.prepare(config)
         models[scale] = AutoModelForCausalLM.from_pretrained(config.model.path)
 

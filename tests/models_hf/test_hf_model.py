@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models_hf.packed import logits_of_transformers, packed_rows
 from torch import Tensor
 
+from penstock import Worker
 from penstock.errors import InvalidConfig
 from penstock.models import HFModel
-from penstock.torch import Attention, positions_of
+from penstock.policies import SamplingParams
+from penstock.torch import Attention, TorchPolicy, positions_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -216,6 +220,14 @@ def test_a_folder_without_some_weights_is_refused(model_folder: ModelFolder, tmp
 
     with pytest.raises(InvalidConfig, match=r"got none of model.layers.1.mlp.up_proj.weight \(1 are missing\)"):
         HFModel.from_pretrained(tmp_path)
+
+
+async def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(model_folder: ModelFolder) -> None:
+    make_model = partial(HFModel.from_pretrained, model_folder("qwen2"))
+
+    async with TorchPolicy(make_model, eos_id=0).open(Worker()) as engine:
+        with pytest.raises(InvalidConfig, match=r"tokens below 320, the rows of the model's embedding, got token 320"):
+            await engine.generate([np.array([5], np.int32), np.array([7, 320], np.int32)], SamplingParams())
 
 
 def test_a_model_whose_packed_sequences_influence_each_other_is_refused(model_folder: ModelFolder) -> None:

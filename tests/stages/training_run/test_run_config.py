@@ -97,6 +97,10 @@ def test_overrides_leave_the_given_mapping_as_it_is() -> None:
         ("algorithm.steps=many", "Expected `int`, got `str` - at `$.algorithm.steps`"),
         ("algorithm.steps=0", "Expected `int` >= 1, got 0 - at `$.algorithm.steps`"),
         (
+            "algorithm={loss: my:loss, entropy: 0.01}",
+            "loss: expected neither entropy, adaptive_kl nor aggregation beside my:loss",
+        ),
+        (
             "algorithm.loss=pppo",
             "loss: expected ppo, gspo, cispo, dppo, sapo, reinforce or module:function, got 'pppo'; did you mean",
         ),
