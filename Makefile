@@ -90,9 +90,11 @@ $(WITH_SKYRL)/ready: scripts/make_skyrl_venv.sh scripts/skyrl/requirements.txt |
 test-verl: $(READY) $(VERL)/ready
 	PYTHONPATH=$(CURDIR)/$(VERL) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/verl_real/against_verl.py
 
+# The wheel of TransferQueue has folders that are not its own.
 $(VERL)/ready: scripts/verl/requirements.txt | $(READY)
 	rm -rf $(VERL)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(VERL) --requirement $<
+	rm -rf $(addprefix $(VERL)/,tests scripts recipe tutorial)
 	touch $@
 
 COMMIT_OF_PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
@@ -118,7 +120,7 @@ test-roll: $(READY)
 	ln -sfn $(abspath $(ROLL))/roll $(WITH_ROLL)/roll
 	PYTHONPATH=$(CURDIR)/$(WITH_ROLL) $(BIN)/python -m pytest -W default -o faulthandler_timeout=0 tests/roll_real/against_roll.py
 
-# gem refuses Python 3.12.1 and later by its metadata alone. The wheel of TransferQueue has folders that are not its own.
+# gem refuses Python 3.12.1 and later by its metadata alone. For the folders, see above.
 $(WITH_ROLL)/ready: scripts/roll/requirements.txt | $(READY)
 	rm -rf $(WITH_ROLL)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --ignore-requires-python --target $(WITH_ROLL) --requirement $<

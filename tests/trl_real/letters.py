@@ -55,9 +55,10 @@ def flow_of(folder: Path, url: str, workers: int = 0, restarts: int = 2, **optio
     """Return a flow of groups with advantages, sampled here or by `workers` processes."""
     tokenizer = PretrainedTokenizer(folder)
     policy = TorchPolicy(partial(HFModel.empty, folder), eos_id=tokenizer.eos_id, weights=url)
+    prompts = options.pop("prompts", Prompts)
     options = {"max_lag": 2, "group_size": GROUP} | options
     sampling = SamplingParams(max_completion_tokens=COMPLETION)
-    env = SourceEnv(Prompts, policy, tokenizer, sampling=sampling, **options)
+    env = SourceEnv(prompts, policy, tokenizer, sampling=sampling, **options)
     return source(env, on=processes(workers, restarts=restarts) if workers else here()).then(
         AdvantageNormalizer("grpo")
     )

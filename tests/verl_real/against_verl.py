@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.atropos.gateways import client as gateway_client
 from tests.atropos.gateways import process as gateway
+from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.verl.contract import FIELDS, TAG
 from tests.verl_real.asking import Asking, padded_by_verl, written_by_verl
-from tests.verl_real.conftest import MakeConfig, MakeManager
+from tests.verl_real.conftest import MakeConfig, MakeManager, samplers, with_paths
 from tests.verl_real.flows import Given, group_of, groups
 from tests.verl_real.framework import (
     PPOTrainer,
@@ -38,7 +42,7 @@ from tests.verl_real.training import Sender, train
 import penstock._stages.integrations.atropos.http_api  # noqa: F401 (else two event loops import it at once)
 from penstock import AdvantageNormalizer, TrajectoryGroup, source
 from penstock._pipeline.accounting.committed_prompts import CommittedPrompts
-from penstock.errors import FlowEnded, InvalidPipeline, StageFailed
+from penstock.errors import FlowEnded, InvalidPipeline, StageFailed, WorkerFailed
 from penstock.integrations.atropos import AtroposClient, submit
 from penstock.integrations.verl import DataProtoBatches, PenstockLoopManager
 from penstock.torch import WeightFolder
@@ -250,6 +254,7 @@ def test_tokens_in_the_middle_that_do_not_train_have_no_part_in_verls_loss(
     assert [(gradient != 0).int().tolist() for gradient in gradients] == [[0, 1, 1, 0, 0, 1, 1, 0]] * 4
 
 
+IN_A_PROCESS = "+actor_rollout_ref.rollout.custom.options.workers=1"
 ON_POLICY = ["+actor_rollout_ref.rollout.custom.options={max_lag: 0, step_groups: 4}", "trainer.total_epochs=100"]
 
 
@@ -290,9 +295,66 @@ def test_a_resumed_training_trains_no_trajectory_twice(make_training: MakeConfig
         (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
 
     assert trained == [6 * 16, 5 * 16]
-    before, after = (committed_in(tmp_path / "checkpoints" / f"global_step_{step}") for step in (4, 9))
-    assert sum(mask.bit_count() for mask in before.values()) == 4 * 16
-    assert sum(mask.bit_count() for mask in after.values()) == 9 * 16  # none of them twice
+    assert trained_by(tmp_path, 4) == 4 * 16
+    assert trained_by(tmp_path, 9) == 9 * 16  # none of them twice
+
+
+def test_a_sampler_that_is_killed_is_replaced_and_no_trajectory_is_trained_twice(
+    make_training: MakeConfig, tmp_path: Path
+) -> None:
+    lines = [*ON_POLICY, IN_A_PROCESS, "trainer.total_training_steps=6", "trainer.save_freq=6", CHECKPOINT]
+
+    _, manager, logged = train(make_training(*lines, flow="tests.verl_real.flows:deadly"))
+
+    balance = balance_of(manager)
+    (reason,) = [reason for reason in balance.reasons["lost"] if "was killed by SIGKILL" in reason]
+    assert 0 < balance.reasons["lost"][reason] <= 16
+    assert balance.ended["trained"] == 6 * 16  # each step has what it asked for
+    assert trained_by(tmp_path, 6) == 6 * 16  # none of them twice
+    assert {line["training/off_policy/trajectory_staleness_worst/max"] for line in logged} == {0}
+    assert max(line["training/rollout_probs_diff_max"] for line in logged) < 1e-4
+    assert samplers() == []
+
+
+def test_a_sampler_that_dies_too_often_ends_the_training(make_training: MakeConfig) -> None:
+    options = "+actor_rollout_ref.rollout.custom.options={max_lag: 2, workers: 1, restarts: 0}"
+    lines = [*ASYNC, options, "trainer.total_epochs=100", "trainer.total_training_steps=1000"]
+
+    with pytest.raises(WorkerFailed, match="was killed by SIGKILL"):
+        train(make_training(*lines, flow="tests.verl_real.flows:deadly"))
+
+    assert samplers() == []
+
+
+def test_samplers_end_when_the_trainer_is_killed_and_its_successor_trains_no_trajectory_twice(
+    make_training: MakeConfig, model: Path, tmp_path: Path
+) -> None:
+    lines = [*ON_POLICY, IN_A_PROCESS, CHECKPOINT, "trainer.resume_mode=auto", "trainer.save_freq=2"]
+    config = make_training(*lines, "trainer.total_training_steps=7")
+    command = [sys.executable, "-m", "tests.verl_real.killed", str(model), str(tmp_path), *lines]
+    with (
+        (tmp_path / "errors.txt").open("w") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=with_paths()
+        ) as trainer,
+    ):
+        assert trainer.stdout is not None
+        printed = next((line for line in trainer.stdout if line.startswith("samplers ")), "")  # verl prints there too
+        assert printed, (tmp_path / "errors.txt").read_text()[-4000:]
+        started = psutil.Process(trainer.pid).children(recursive=True)
+        sampling = [process for process in started if str(process.pid) in printed.split()]
+        assert sampling
+        trainer.kill()
+
+    _, alive = psutil.wait_procs(sampling, timeout=FAILSAFE_S)
+    assert alive == []
+    for process in filter(psutil.Process.is_running, started):  # agents of Ray, which notice after a minute
+        process.kill()
+    _, manager, logged = train(config)
+
+    assert [line["step"] for line in logged] == [5, 6, 7]
+    assert balance_of(manager).ended["trained"] == 3 * 16
+    assert trained_by(tmp_path, 7) == 7 * 16  # none of them twice
 
 
 def test_verls_checkpoint_engine_publishes_for_a_trainer_with_devices_of_its_own(
@@ -332,8 +394,10 @@ def test_verls_checkpoint_engine_publishes_for_a_trainer_with_devices_of_its_own
 CHECKPOINT = "trainer.checkpoint_callback_class=penstock.integrations.verl.PenstockCheckpoint"
 
 
-def committed_in(checkpoint: Path) -> CommittedPrompts:
-    return CommittedPrompts.of_state(json.loads((checkpoint / "penstock.json").read_text())["committed"])
+def trained_by(folder: Path, step: int) -> int:
+    """Return how many trajectories the checkpoint of a step has as trained; one that was trained twice counts once."""
+    saved = json.loads((folder / f"checkpoints/global_step_{step}/penstock.json").read_text())
+    return sum(mask.bit_count() for mask in CommittedPrompts.of_state(saved["committed"]).values())
 
 
 def test_the_code_of_the_page_trains(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import torch
-from tests.trl_real.letters import flow_of
+from tests.trl_real.letters import Prompts, flow_of
 
 from penstock import Flow, SendChannel, TrajectoryGroup, current, source
 from penstock.models import HFModel
@@ -72,13 +76,36 @@ def groups(count: int, *, rewards: tuple[float, ...] = (1.0, 0.0), **columns: An
     return (group_of(number, list(rewards), **columns) for number in range(count))
 
 
-def letters(config: Any) -> Flow[TrajectoryGroup]:
+def letters(config: Any, **given: Any) -> Flow[TrajectoryGroup]:
     """Return a flow that samples letters with the weights that verl's trainer publishes."""
     rollout = config.actor_rollout_ref.rollout
     url = Path(rollout.checkpoint_engine.engine_kwargs.penstock.url_file).read_text()
-    return flow_of(
-        Path(config.actor_rollout_ref.model.path), url, group_size=rollout.n, **rollout.custom.get("options", {})
-    )
+    given = {"group_size": rollout.n, **rollout.custom.get("options", {}), **given}
+    return flow_of(Path(config.actor_rollout_ref.model.path), url, **given)
+
+
+class Deadly(Prompts):
+    """The prompts of a sampler that is killed while it scores an answer, and so has others in flight."""
+
+    def __init__(self, once: Path, answer: int) -> None:
+        """Kill the process at its `answer`-th answer, and write the file; kill none if that is there."""
+        self._once = once
+        self._answer = answer
+        self._scored = itertools.count(1)
+
+    def score_answer(self, answer: str, entry: Any) -> float:
+        if next(self._scored) == self._answer and not self._once.exists():
+            self._once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().score_answer(answer, entry)
+
+
+def deadly(config: Any) -> Flow[TrajectoryGroup]:
+    """Return such a flow, whose sampler dies in the third step of 16, or at `dies_at`."""
+    answer = config.actor_rollout_ref.rollout.custom.get("dies_at", 40)
+    penstock = config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.penstock
+    once = Path(penstock.url_file).with_name("killed")
+    return letters(config, prompts=partial(Deadly, once, answer))
 
 
 def publisher(model: str, url_file: str) -> AbstractAsyncContextManager[WeightPublisher]:

@@ -21,11 +21,14 @@ import_utils = of("verl.utils.import_utils")
 llm_server = of("verl.workers.rollout.llm_server")
 losses = of("verl.workers.utils.losses")
 padding_utils = of("verl.trainer.ppo.padding_utils")
+replicas = of("verl.workers.rollout.replica")
+reward_loop = of("verl.experimental.reward_loop.reward_loop")
 rollouts = of("verl.workers.rollout.base")
 tu = of("verl.utils.tensordict_utils")
 utils = of("verl.trainer.ppo.utils")
 
 compute_advantage: Any = of("verl.trainer.ppo.ray_trainer").compute_advantage
+SingleTurnAgentLoop: Any = of("verl.experimental.agent_loop.single_turn_agent_loop").SingleTurnAgentLoop
 PPOTrainer: Any = base.PPOTrainer
 PPOTrainerSync: Any = of("verl.trainer.ppo.v1.trainer_sync").PPOTrainerSync
 PPOTrainerColocateAsync: Any = of("verl.trainer.ppo.v1.trainer_colocate_async").PPOTrainerColocateAsync

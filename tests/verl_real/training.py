@@ -136,10 +136,13 @@ class Logged:
         self.lines.append({"step": step, **data})
 
 
-def train(config: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
+TRAINERS = {"sync": SyncOnACpu, "colocate_async": AsyncOnACpu}
+
+
+def train(config: Any, trainer_class: Any = None, tracking: Any = Logged) -> tuple[Any, Any, list[dict[str, Any]]]:
     """Train as `TaskRunnerV1.run` does; return the trainer, the manager and what was logged."""
-    base.Tracking = Logged
-    trainer: Any = {"sync": SyncOnACpu, "colocate_async": AsyncOnACpu}[config.trainer.v1.trainer_mode](config)
+    base.Tracking = tracking
+    trainer: Any = (trainer_class or TRAINERS[config.trainer.v1.trainer_mode])(config)
     trainer.init()
     manager = import_utils.load_class_from_fqn(config.actor_rollout_ref.rollout.agent.agent_loop_manager_class).create(
         config=config,
@@ -152,7 +155,7 @@ def train(config: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
     finally:
         manager.close()
         trainer.actor_rollout_wg.rollout._publishing._transfer.close()
-    return trainer, manager, Logged.lines
+    return trainer, manager, tracking.lines
 
 
 class Sender:
