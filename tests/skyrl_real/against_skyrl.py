@@ -12,9 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -23,6 +26,7 @@ from tests.pages import program
 from tests.skyrl.contract import ASYNC_HOOKS, ENGINE, HOOKS, INPUT, OUTPUT, VLLM_PARAMETERS, arguments_of
 from tests.skyrl_real.conftest import MakeTrainer, samplers
 from tests.skyrl_real.gym_env import Repeated
+from tests.skyrl_real.killed import LAST
 from tests.skyrl_real.training import FULLY_ASYNC, OPTIONS, config_of, trainer_of
 
 from penstock._pipeline.accounting.committed_prompts import CommittedPrompts
@@ -66,6 +70,11 @@ def committed_in(checkpoints: Path) -> CommittedPrompts:
     step = (checkpoints / "latest_ckpt_global_step.txt").read_text()
     state = json.loads((checkpoints / f"global_step_{step}" / "penstock.json").read_text())
     return CommittedPrompts.of_state(state["committed"])
+
+
+def with_path(*folders: Path) -> dict[str, str]:
+    """Return the environment of a process that finds modules in these folders."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def threads() -> set[str]:
@@ -333,6 +342,48 @@ def test_a_resumed_training_goes_on_with_the_ledger_of_its_checkpoint(
     assert before.keys() < after.keys()
 
 
+@BOTH
+def test_a_trainer_that_is_killed_leaves_no_sampler_and_resumes_without_training_a_prompt_twice(
+    make_trainer: MakeTrainer, model: Path, data: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    options = options | {"trainer.ckpt_interval": 1, "trainer.resume_mode": "latest"}
+    arguments = [*map(str, (model, data, tmp_path)), json.dumps(options)]
+    command = [sys.executable, "-m", "tests.skyrl_real.killed", *arguments]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=with_path(ROOT / "src", ROOT),
+    ) as killed:
+        try:
+            assert killed.stdout is not None
+            steps = [json.loads(line) for line in islice(filter(is_step, killed.stdout), LAST)]
+            children = psutil.Process(killed.pid).children(recursive=True)
+        finally:
+            killed.kill()
+    _, alive = psutil.wait_procs(children, timeout=FAILSAFE_S)
+    before = committed_in(tmp_path / "checkpoints")
+
+    resumed = make_trainer("in_two_processes", **options, **{"trainer.max_training_steps": 6})
+    train(resumed)
+
+    assert len(children) >= 2
+    assert alive == []
+    assert sum(mask.bit_count() for mask in before.values()) == (LAST - 1) * SEQUENCES
+    after = committed_in(tmp_path / "checkpoints")
+    assert sum(mask.bit_count() for mask in after.values()) == 6 * SEQUENCES
+    assert balance_of(resumed).ended["trained"] == (6 - LAST + 1) * SEQUENCES
+    rows = Counter(map(tuple, steps[LAST - 2]["prompts"] + resumed.dispatch.prompts))
+    assert set(rows.values()) == {4}
+    assert len(rows) == 6 * 4
+
+
+def is_step(line: str) -> bool:
+    return line.startswith('{"step"')  # SkyRL prints there too
+
+
 def test_a_checkpoint_without_a_ledger_is_resumed_with_a_warning(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     checkpoints = {"trainer.ckpt_interval": 1, "trainer.resume_mode": "latest"}
     train(make_trainer(**checkpoints, **{"trainer.max_training_steps": 1}))
@@ -383,7 +434,7 @@ def test_the_command_of_skyrl_trains_through_ray(model: Path, data: Path, tmp_pa
     ran = subprocess.run(
         [sys.executable, "-m", "skyrl.train.entrypoints.main_base", *named, *arguments],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}:{ROOT}", "SKYRL_DUMP_INFRA_LOG_TO_STDOUT": "1"},
+        env=with_path(tmp_path, ROOT / "src", ROOT) | {"SKYRL_DUMP_INFRA_LOG_TO_STDOUT": "1"},
         capture_output=True,
         text=True,
         timeout=3 * FAILSAFE_S,

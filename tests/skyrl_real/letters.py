@@ -32,6 +32,8 @@ from penstock.torch import TorchPolicy
 from penstock.weights import WeightPublisher
 
 LETTERS = "#abcdefghijklmnopqrstuvwxyz :"
+PROMPT = 3
+"""Letters with which a prompt begins; they differ."""
 COMPLETION = 6
 GROUP = 4
 TEMPLATE = (
@@ -49,7 +51,7 @@ def write_prompts(path: Path, count: int = 64) -> Path:
     """Write SkyRL's data set of `count` prompts of three letters, which all ask for the letter e."""
     rows = []
     for number in range(count):
-        text = "".join(LETTERS[1 + (number // 26**place) % 26] for place in range(3))
+        text = "".join(LETTERS[1 + (number // 26**place) % 26] for place in range(PROMPT))
         reward = {"method": "rule", "ground_truth": "e"}
         rows.append({"prompt": [{"role": "user", "content": text}], "env_class": "letters", "reward_spec": reward})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.skyrl_real.letters import PROMPT
 from transformers import AutoModelForCausalLM
 
 BACKEND = "skyrl.backends.skyrl_train"
@@ -28,6 +29,12 @@ class CPUDispatch:
         """The batches that were trained."""
         self.at_step: Callable[[int], None] = lambda _: None
         """Called after each optimizer step, with its number."""
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Return the letters of the prompts of all rows that were trained, in the order of training."""
+        rows = (row for data in self.trained for row in zip(data["sequences"], data["attention_mask"], strict=True))
+        return [tokens[mask.bool()][:PROMPT].tolist() for tokens, mask in rows]
 
     def get_lcm_dp_size(self) -> int:
         return 1
