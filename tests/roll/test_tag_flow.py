@@ -234,7 +234,7 @@ def test_a_flow_that_sends_nothing_for_rolls_bound_is_reported(make: Make) -> No
 
 
 def test_before_the_first_step_there_are_no_statistics(make: Make) -> None:
-    with pytest.raises(RuntimeError, match="before ROLL's first step"):
+    with pytest.raises(RuntimeError, match="before training began"):
         make(Groups(0)).statistics()
 
 

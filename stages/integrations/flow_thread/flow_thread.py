@@ -85,3 +85,14 @@ class FlowThread:
                 self._portal = None
                 self._stack.close()
         return self.run.pipeline.report
+
+
+def statistics_of(thread: FlowThread | None) -> PipelineStatistics:
+    """Return the statistics of a flow that starts when the trainer begins; None: it has not.
+
+    Raises:
+        RuntimeError: it has not started.
+    """
+    if thread is None:
+        raise RuntimeError("expected statistics of a flow that has started, got a call before training began")
+    return thread.statistics()

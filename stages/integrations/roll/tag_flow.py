@@ -18,7 +18,7 @@ from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.graph.statistics import PipelineStatistics, Report
 from ...._schemas import TrajectoryGroup
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
-from ..flow_thread.flow_thread import FlowThread
+from ..flow_thread.flow_thread import FlowThread, statistics_of
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
 from .episodes import Episode, Episodes
 from .group_queue import Put
@@ -98,9 +98,7 @@ class TagFlow:
         Raises:
             RuntimeError: ROLL has not begun its first step.
         """
-        if self._thread is None:
-            raise RuntimeError("expected statistics of a flow that has started, got a call before ROLL's first step")
-        return self._thread.statistics()
+        return statistics_of(self._thread)
 
     # -- called by ROLL, which waits ---------------------------------------------------------------------------------
 

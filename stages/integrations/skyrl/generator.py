@@ -32,7 +32,7 @@ from ...batcher import NOTHING_TO_TRAIN
 from ...data.plain_values import plain_row
 from ...sink_trainer import WeightSink
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
-from ..flow_thread.flow_thread import FlowThread
+from ..flow_thread.flow_thread import FlowThread, statistics_of
 from ..flow_thread.sample_queue import Trajectories
 from ..flow_thread.weight_transfer import WeightTransfer
 from .deliveries import Deliveries, keys_of
@@ -135,9 +135,7 @@ class PenstockGenerator:
         Raises:
             RuntimeError: training has not begun.
         """
-        if self._thread is None:
-            raise RuntimeError("expected statistics of a flow that has started, got a call before training began")
-        return self._thread.statistics()
+        return statistics_of(self._thread)
 
     # -- SkyRL's GeneratorInterface ------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...._schemas.numbers import whole_number
 from ...batcher import NOTHING_TO_TRAIN
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
-from ..flow_thread.flow_thread import FlowThread
+from ..flow_thread.flow_thread import FlowThread, statistics_of
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
 from .callback import callback_of
 from .deliveries import Deliveries, Limits
@@ -102,9 +102,7 @@ class TRLWorker:
         Raises:
             RuntimeError: training has not begun.
         """
-        if self._thread is None:
-            raise RuntimeError("expected statistics of a flow that has started, got a call before training began")
-        return self._thread.statistics()
+        return statistics_of(self._thread)
 
     # -- RolloutWorkerProtocol, called by TRL in its main thread -----------------------------------------------------
 
