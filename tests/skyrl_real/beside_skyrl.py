@@ -1,10 +1,11 @@
-"""Steps of SkyRL's synchronous trainer with its own generator and with a flow, on a CPU; no test.
+"""Steps of SkyRL's trainers with its own generator and with a flow, on a CPU, and what a killed sampler costs; no test.
 
     OMP_NUM_THREADS=1 PYTHONPATH=src:. .venv/skyrl/bin/python -m tests.skyrl_real.beside_skyrl --repeats 3
 
-Both sample with the same engine, penstock's `TorchPolicy`, for vLLM does not run here: what is compared is what lies
-around it. The last case is the fully asynchronous trainer with SkyRL's own generator, whose engine fails in the third
-step.
+All sample with the same engine, penstock's `TorchPolicy`, for vLLM does not run here: what is compared is what lies
+around it. Where the engine has a process of its own, SkyRL's generator calls it by SkyRL's own HTTP client. Processor
+time is that of all processes, the first two steps excluded. The killed process gets its SIGKILL 50 ms after SkyRL has
+begun to generate in the middle of the training.
 """
 
 from __future__ import annotations
@@ -12,178 +13,247 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import json
 import os
-import resource
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
+import aiohttp
+import psutil
 import torch
 from tests.skyrl_real import gym_env  # noqa: F401 (registers the environment)
 from tests.skyrl_real.conftest import samplers
 from tests.skyrl_real.letters import write_model, write_prompts
 from tests.skyrl_real.on_a_cpu import CPUDispatch
+from tests.skyrl_real.own_engine import InProcess
 from tests.skyrl_real.training import FULLY_ASYNC, config_of, experiment_of, trainer_of
 
-from penstock import Worker
-from penstock._stages.integrations.skyrl.sampling_params import sampling_of
-from penstock.models import HFModel
-from penstock.torch import TorchPolicy
-
-STEPS, GROUPS, GROUP = 12, 4, 8
+STEPS, GROUPS, GROUP, WARM_UP = 22, 4, 8, 2
+KILL_AFTER_S = 0.05
 OPTIONS: dict[str, Any] = {
     "trainer.max_training_steps": STEPS,
     "trainer.epochs": 9,
     "generator.n_samples_per_prompt": GROUP,
     "generator.sampling_params.max_generate_length": 48,
 }
-CASES = {"own": "", "here": "generator", "process": "in_one_process", "killed": "in_one_process"}
+EVENT = "MEASURED "
 
 
-class Engine:
-    """In the place of SkyRL's inference client: penstock's engine in this process, with the trainer's weights."""
+class Case(NamedTuple):
+    flow: str = ""
+    """The function in `letters` that makes the generator; SkyRL's own without."""
+    apart: bool = False
+    """Whether the engine has a process of its own."""
+    kill: bool = False
+    fully_async: bool = False
 
-    def __init__(self, folder: str, tokenizer: Any, fails_after: int | None = None) -> None:
-        self.model = HFModel.from_pretrained(folder)
-        self._tokenizer = tokenizer
-        self._left = fails_after
-        self._stack = AsyncExitStack()
-        self._engine: Any = None
 
-    async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:  # noqa: ARG002
-        if self._left is not None:
-            self._left -= 1
-            if self._left < 0:
-                raise ConnectionError("the engine has died")
-        if self._engine is None:
-            policy = TorchPolicy(lambda: self.model, eos_id=0)
-            self._engine = await self._stack.enter_async_context(policy.open(Worker()))
-        (prompt,) = input_batch["prompt_token_ids"]
-        (found,) = await self._engine.generate(
-            [np.array(prompt, np.int32)], sampling_of(input_batch["sampling_params"])
-        )
-        return {
-            "responses": [self._tokenizer.decode(found.tokens, skip_special_tokens=True)],
-            "response_ids": [found.tokens.tolist()],
-            "stop_reasons": [found.stop_reason.name.lower()],
-            "response_logprobs": [found.logprobs.tolist()],
-        }
-
-    async def finish_session(self, session_id: str) -> None:
-        """Do nothing."""
-
-    async def aclose(self) -> None:
-        await self._stack.aclose()
+CASES = {
+    "SkyRL's own, engine in the trainer's process": Case(),
+    "SkyRL's own, engine in a process of its own": Case(apart=True),
+    "a flow in the trainer's process": Case("generator"),
+    "a flow in a process of its own": Case("in_one_process", apart=True),
+    "SkyRL's own, engine killed": Case(apart=True, kill=True),
+    "a flow, sampler killed": Case("in_one_process", apart=True, kill=True),
+    "fully asynchronous, SkyRL's own, engine killed": Case(apart=True, kill=True, fully_async=True),
+    "fully asynchronous, a flow, sampler killed": Case("in_one_process", apart=True, kill=True, fully_async=True),
+}
 
 
 class InPlace(CPUDispatch):
     """Copies the weights into the engine of the same process."""
 
-    engine: Engine
+    client: Any
 
     def init_weight_sync_state(self, inference_engine_client: Any) -> None:
-        self.engine = inference_engine_client
+        self.client = inference_engine_client
 
     async def save_weights_for_sampler(self) -> None:
-        self.engine.model.load_state_dict(self.model.state_dict())
+        self.client.model.load_state_dict(self.model.state_dict())
 
 
-def own_trainer(cfg: Any, *, fails_after: int | None = None) -> Any:
+class ByFile(InPlace):
+    """Has the server load the weights from a file; pauses it meanwhile, as SkyRL's own dispatch does."""
+
+    async def save_weights_for_sampler(self) -> None:
+        await self.client.pause_generation()
+        asked = {"path": self._written()}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.client.proxy_url}/load", json=asked) as sent,
+        ):
+            sent.raise_for_status()
+        await self.client.resume_generation()
+
+    def _written(self) -> str:
+        path = Path(self.cfg.trainer.export_path).absolute() / "weights.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(self.model.state_dict(), path)
+        return str(path)
+
+
+@contextmanager
+def served(folder: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the engine in a process of its own, which prints its port."""
+    command = [sys.executable, "-m", "tests.skyrl_real.own_engine", folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def own_trainer(cfg: Any, server: subprocess.Popen[str] | None) -> Any:
     """Return SkyRL's trainer with SkyRL's own generator."""
     made = experiment_of(cfg, "")
-    client = Engine(cfg.trainer.policy.model.path, made.tokenizer, fails_after)
+    folder = cfg.trainer.policy.model.path
+    if server is None:
+        client: Any = InProcess(folder, made.tokenizer)
+    else:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        remote = importlib.import_module("skyrl.backends.skyrl_train.inference_servers.remote_inference_client")
+        client = remote.RemoteInferenceClient(url, [url], 1, model_name=folder, tokenizer=made.tokenizer)
     gym = importlib.import_module("skyrl.train.generators.skyrl_gym_generator")
     modules = importlib.import_module("skyrl.train.trainer"), importlib.import_module("skyrl.train.fully_async_trainer")
     maker = modules[1].FullyAsyncRayPPOTrainer if cfg.trainer.fully_async.enabled else modules[0].RayPPOTrainer
-    generator = gym.SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, client, made.tokenizer)
     trainer = maker(
         cfg=cfg,
         tracker=made.get_tracker(),
         tokenizer=made.tokenizer,
         train_dataset=made.train_dataset,
         inference_engine_client=client,
-        generator=generator,
+        generator=gym.SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, client, made.tokenizer),
     )
-    trainer.dispatch = InPlace(cfg)
+    trainer.dispatch = InPlace(cfg) if server is None else ByFile(cfg)
     return trainer
 
 
 def processor_s() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    """Return the processor time of this process and of those below it, in seconds."""
+    me = psutil.Process()
+    times = [each.cpu_times() for each in [me, *me.children(recursive=True)]]
+    return float(sum(each.user + each.system + each.children_user + each.children_system for each in times))
 
 
-def run(case: str, folder: Path) -> None:
-    """Run a case in this process, and print its numbers."""
+def tell(**found: Any) -> None:
+    """Print an event at once: SkyRL may end this process without another word."""
+    print(EVENT + json.dumps(found | {"at": time.monotonic()}), flush=True)  # noqa: T201 (read by `measure`)
+
+
+def run(case: Case, folder: Path) -> None:
+    """Train in this process, and print what happens."""
     torch.set_num_threads(1)
     model, data = write_model(folder / "model", width=128, layers=4), write_prompts(folder / "prompts.jsonl")
-    if case == "own_fails":
-        trainer = own_trainer(
-            config_of(model, data, folder, **OPTIONS, **FULLY_ASYNC), fails_after=2 * GROUPS * GROUP + 9
-        )
-    else:
-        cfg = config_of(model, data, folder, **OPTIONS)
-        trainer = trainer_of(cfg, f"tests.skyrl_real.letters:{CASES[case]}") if CASES[case] else own_trainer(cfg)
-    ends: list[float] = []
-    middle = threading.Event()
+    cfg = config_of(model, data, folder, **OPTIONS, **(FULLY_ASYNC if case.fully_async else {}))
+    with ExitStack() as stack:
+        server = stack.enter_context(served(str(model))) if case.apart and not case.flow else None
+        named = f"tests.skyrl_real.letters:{case.flow}"
+        trainer = trainer_of(cfg, named) if case.flow else own_trainer(cfg, server)
+        if case.kill:
+            trainer.generator.generate = killing(trainer, server)
+        trainer.dispatch.at_step = lambda number: tell(step=number, processor_s=processor_s())
+        trainer.tracker.log = lambda *_, **__: None
+        try:
+            asyncio.run(trainer.train())
+        except Exception as error:  # noqa: BLE001 (what SkyRL raises is what is measured)
+            tell(error=type(error).__name__)
+    if case.flow:
+        lost = trainer.generator.report.balance.reasons["lost"]
+        tell(lost=sum(number for reason, number in lost.items() if "killed" in reason))
 
-    def step(number: int) -> None:
-        ends.append(time.monotonic())
-        if number == STEPS // 2:
-            middle.set()
 
-    def kill() -> None:
-        if middle.wait(600) and case == "killed":
-            os.kill(samplers()[0], signal.SIGKILL)
+def killing(trainer: Any, server: subprocess.Popen[str] | None) -> Callable[..., Any]:
+    """Return the generator's `generate`, which kills the server or the flow's sampler in the middle of the training."""
+    generate, pending = trainer.generator.generate, [True]
 
-    trainer.dispatch.at_step = step
-    trainer.tracker.log = lambda *_, **__: None
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
-    used = processor_s()
-    asyncio.run(trainer.train())
-    seconds = np.diff(ends)
-    per_trajectory_ms = 1000 * (processor_s() - used) / (STEPS * GROUPS * GROUP)
-    ended = trainer.generator.report.balance.ended if hasattr(trainer.generator, "report") else {}
-    numbers = [seconds.mean(), per_trajectory_ms, seconds.max(), ended.get("trained", len(ends) * GROUPS * GROUP)]
-    sys.stdout.write(" ".join(map(str, ["NUMBERS", *numbers, ended.get("lost", 0)])) + "\n")
-    sys.stdout.flush()
+    def kill(process: int) -> None:
+        tell(killed=process)
+        os.kill(process, signal.SIGKILL)
+
+    async def generated(*args: Any, **kwargs: Any) -> Any:
+        if len(trainer.dispatch.losses) == STEPS // 2 and pending:
+            pending.clear()
+            asyncio.get_running_loop().call_later(KILL_AFTER_S, kill, samplers()[0] if server is None else server.pid)
+        return await generate(*args, **kwargs)
+
+    return generated
+
+
+class Measured(NamedTuple):
+    """One run."""
+
+    step_s: float
+    """Median over all steps but the first two."""
+    cpu_ms: float
+    """Processor time of a trajectory, over the same steps, in milliseconds."""
+    longest_s: float
+    """The longest of these steps."""
+    trained: int
+    lost: int | None
+    """Trajectories that the flow counted as lost with the killed process; None: SkyRL's own counts none."""
+    end: str
+
+
+def measure(name: str) -> Measured:
+    """Measure a case in a process of its own."""
+    command = [sys.executable, "-m", "tests.skyrl_real.beside_skyrl", "--case", name]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    ended = time.monotonic()
+    events = [json.loads(line.removeprefix(EVENT)) for line in ran.stdout.splitlines() if line.startswith(EVENT)]
+    steps = [each for each in events if "step" in each][WARM_UP - 1 :]
+    found = {key: value for each in events for key, value in each.items()}
+    took = [later["at"] - earlier["at"] for earlier, later in pairwise(steps)]
+    spent = steps[-1]["processor_s"] - steps[0]["processor_s"]
+    end = found.get("error", "") or ("" if ran.returncode == 0 else f"exit code {ran.returncode}")
+    killed = [each["at"] for each in events if "killed" in each]
+    return Measured(
+        statistics.median(took),
+        1000 * spent / (len(took) * GROUPS * GROUP),
+        max(took),
+        found["step"] * GROUPS * GROUP,
+        found.get("lost"),
+        f"{end} {ended - killed[0]:.0f} s after the signal" if end and killed else end or "done",
+    )
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Return the median of `values`, with minimum and maximum where they differ."""
+    least, most = (f"{found(values):.{digits}f}" for found in (min, max))
+    return f"{statistics.median(values):.{digits}f}" + ("" if least == most else f" ({least}–{most})")
 
 
 def main() -> None:
-    """Run every case in a process of its own, and print medians with minimum and maximum."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure all cases in turn, and print a table."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--case", default="")
-    arguments = parser.parse_args()
-    if arguments.case:
+    parser.add_argument("--case", choices=CASES, help="run this one alone, in this process")
+    options = parser.parse_args()
+    if options.case is not None:
         with tempfile.TemporaryDirectory() as folder:
-            run(arguments.case, Path(folder))
+            run(CASES[options.case], Path(folder))
         return
-    for case in (*CASES, "own_fails"):
-        found = []
-        for _ in range(arguments.repeats):
-            command = [sys.executable, "-m", __spec__.name, "--case", case]
-            ran = subprocess.run(command, capture_output=True, text=True, check=False)
-            lines = [line for line in ran.stdout.splitlines() if line.startswith("NUMBERS")]
-            if not lines:
-                sys.stdout.write(f"{case}: exit code {ran.returncode}, without a result\n")
-                continue
-            found.append([float(each) for each in lines[0].split()[1:]])
-        for name, values in zip(
-            ("s a step", "CPU ms", "longest s", "trained", "lost"), zip(*found, strict=True), strict=False
-        ):
-            spread = f"{statistics.median(values):8.3f} ({min(values):.3f} to {max(values):.3f})"
-            sys.stdout.write(f"{case:8} {name:10} {spread}\n")
+    results: dict[str, list[Measured]] = {name: [] for name in CASES}
+    for _ in range(options.repeats):
+        for name, measured in results.items():  # alternating, so that a busy machine slows all of them
+            measured.append(measure(name))
+            print(name, *measured[-1], flush=True)  # noqa: T201 (a run takes half a minute)
+    print("| sampling | s a step | CPU ms a trajectory | longest step, s | trained | lost | end |")  # noqa: T201
+    print("|---|---|---|---|---|---|---|")  # noqa: T201
+    for name, measured in results.items():
+        step, cpu, longest, trained, lost, end = zip(*measured, strict=True)
+        counted = "–" if None in lost else spread(lost, 0)
+        numbers = [spread(step, 2), spread(cpu, 1), f"{max(longest):.1f}", spread(trained, 0), counted]
+        print(f"| {name} | {' | '.join(numbers)} | {'; '.join(sorted(set(end)))} |")  # noqa: T201
 
 
 if __name__ == "__main__":
