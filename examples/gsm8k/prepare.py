@@ -62,7 +62,7 @@ def prepare(config: RunConfig) -> None:
         return
     if not data.exists():
         raise InvalidConfig(f"config: data.path: expected the file that the tokenizer is made from, got none at {data}")
-    torch.set_num_threads(1)  # tensors this small gain nothing from a second thread
+    torch.set_num_threads(2)  # on every machine, for sums depend on it: the same seed trains the same model
     if not folder.exists():
         torch.manual_seed(config.seed)
         unfinished = folder.with_name(f"{folder.name}.unfinished")
