@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
@@ -332,11 +334,11 @@ def test_samplers_end_when_the_trainer_is_killed_and_its_successor_trains_no_tra
     lines = [*ON_POLICY, IN_A_PROCESS, CHECKPOINT, "trainer.resume_mode=auto", "trainer.save_freq=2"]
     config = make_training(*lines, "trainer.total_training_steps=7")
     command = [sys.executable, "-m", "tests.verl_real.killed", str(model), str(tmp_path), *lines]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True}
     with (
+        TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,  # what Ray leaves there
         (tmp_path / "errors.txt").open("w") as errors,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=with_paths()
-        ) as trainer,
+        subprocess.Popen(command, stderr=errors, cwd=ROOT, env=with_paths() | {"TMPDIR": folder}, **pipes) as trainer,
     ):
         assert trainer.stdout is not None
         printed = next((line for line in trainer.stdout if line.startswith("samplers ")), "")  # verl prints there too
@@ -345,11 +347,12 @@ def test_samplers_end_when_the_trainer_is_killed_and_its_successor_trains_no_tra
         sampling = [process for process in started if str(process.pid) in printed.split()]
         assert sampling
         trainer.kill()
+        _, alive = psutil.wait_procs(sampling, timeout=FAILSAFE_S)
+        assert alive == []
+        for process in started:  # agents of Ray, which notice after a minute
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
-    _, alive = psutil.wait_procs(sampling, timeout=FAILSAFE_S)
-    assert alive == []
-    for process in filter(psutil.Process.is_running, started):  # agents of Ray, which notice after a minute
-        process.kill()
     _, manager, logged = train(config)
 
     assert [line["step"] for line in logged] == [5, 6, 7]
