@@ -6,6 +6,8 @@ import mmap
 from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
+from ..._schemas.errors import ProtocolMismatch
+
 EndState: TypeAlias = Literal["trained", "filtered", "stale", "rejected", "failed", "lost"]
 """The end states of a trajectory.
 
@@ -95,6 +97,38 @@ class SharedCounters:
         """Count `count` ends."""
         self._words[2 + END_STATES.index(state)] += count
 
+    def counts(self) -> list[int]:
+        """Return all words but the step, for a reader that has no access to the page."""
+        return list(self._words[:-1])
+
     def close(self) -> None:
         """Release the page, so that it can be unmapped."""
         self._words.release()
+
+
+class ReportedCounters(SharedCounters):
+    """The counters of a worker whose page cannot be read here, as of its last report.
+
+    Records may arrive before the report that counts them; what has arrived was admitted.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(bytearray(COUNTERS_BYTES))
+
+    @property
+    def admitted(self) -> int:
+        """Trajectories that the worker admitted: those that it reported, or those that arrived or ended, if more."""
+        return max(self._words[0], self.taken_over + sum(self.ended(state) for state in END_STATES))
+
+    def update(self, counts: list[int]) -> None:
+        """Take in the counts of a report.
+
+        Raises:
+            ProtocolMismatch: there are not as many as `SharedCounters.counts` returns.
+        """
+        if len(counts) != len(self._words) - 1:
+            raise ProtocolMismatch(f"expected a report of {len(self._words) - 1} counts, got {len(counts)}")
+        for index, count in enumerate(counts):
+            self._words[index] = count

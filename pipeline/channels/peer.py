@@ -36,6 +36,8 @@ class Peer:
         """Whether it has sent Close("staying") and waits until all is saved, when it sends Close("done")."""
         self.disconnected_for_error = False
         """Whether it violated the protocol. Nothing that it sends later is trusted."""
+        self.dismissed = False
+        """Whether the channel was closed for it alone."""
         self.connected = False
         """Whether a message of it has arrived since it was admitted."""
         self.rejection: Reject | None = None

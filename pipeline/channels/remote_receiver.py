@@ -236,6 +236,22 @@ class RemoteReceiver(AsyncReceiver[R]):
         """Keep the stream from ending by itself until `let_end`, however many senders connect and disconnect."""
         self._kept_open = True
 
+    def wake_through(self, waiters: Waiters) -> None:
+        """Wake the tasks of `waiters` from now on, which receive from several receivers; none may wait here yet."""
+        self._waiting = waiters
+
+    def knows(self, name: str) -> bool:
+        """Return whether a sender called `name` is connected, or something that came from it was not handled yet."""
+        return any(peer.name == name for peer in (*self.peers.values(), *(peer for peer, _ in self._arrivals)))
+
+    async def dismiss(self, name: str) -> None:
+        """Close the channel for the sender called `name`, which gets PeerClosed."""
+        for peer in list(self.peers.values()):
+            if peer.name == name and peer.open:
+                peer.dismissed = True
+                with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                    await peer.control.send(Closed())
+
     def let_end(self) -> None:
         """Let the stream end as soon as no sender is connected, whether or not any has connected before."""
         self._kept_open, self._min_senders = False, 0
@@ -404,7 +420,8 @@ class RemoteReceiver(AsyncReceiver[R]):
             )
             error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
             self._lose(peer, error)
-            log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
+            if not peer.dismissed:
+                log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
             peer.rejection = Reject("PeerLost", str(error)) if peer.unresponsive_s else None
         elif self._listener is not None and not peer.disconnected_for_error:
             self._arrivals.append((peer, "disconnected"))
@@ -562,9 +579,13 @@ class RemoteReceiver(AsyncReceiver[R]):
 
     async def _wait(self) -> None:
         with self._clock.waiting("record"):
-            self._credit_returner.flush_all()
-            if not self._arrivals and self._failure is None and not self._ended():
+            if not self.ready_to_receive():
                 await self._waiting.wait()
+
+    def ready_to_receive(self) -> bool:
+        """Return the credit that senders may use, and whether `receive_nowait` may find something now."""
+        self._credit_returner.flush_all()
+        return bool(self._arrivals) or self._failure is not None or self._ended()
 
     async def _checkpoint(self) -> None:
         """Let other tasks run, and allow a cancellation before anything is moved."""
