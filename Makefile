@@ -9,6 +9,7 @@
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
+#   make test-ray        stages on clusters of Ray on this machine; installs Ray first (80 MB)
 #   make test-verl       verl's own trainer, on a CPU; installs verl, Ray and what they need first (410 MB)
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
@@ -33,12 +34,13 @@ SKYRL_PYTHON ?= python3.12
 VERL := $(VENV)/verl
 WITH_PRIME_RL := $(VENV)/prime-rl
 WITH_ROLL := $(VENV)/roll
+RAY := $(VENV)/ray
 DOCS := $(VENV)/docs
 
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-verl test-skyrl test-prime-rl test-roll check docs chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-verl test-skyrl test-prime-rl test-ray test-roll check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -85,6 +87,15 @@ test-skyrl: $(READY) $(WITH_SKYRL)/ready
 
 $(WITH_SKYRL)/ready: scripts/make_skyrl_venv.sh scripts/skyrl/requirements.txt | $(READY)
 	SKYRL_PYTHON="$(SKYRL_PYTHON)" scripts/make_skyrl_venv.sh $(WITH_SKYRL)
+	touch $@
+
+# Ray's warnings are no errors. Its processes begin as Python starts them, without the paths of pytest.
+test-ray: $(READY) $(RAY)/ready
+	PYTHONPATH=$(CURDIR)/$(RAY):$(CURDIR) $(BIN)/python -m pytest -W default -o faulthandler_timeout=0 tests/ray_real/against_ray.py
+
+$(RAY)/ready: scripts/ray/requirements.txt | $(READY)
+	rm -rf $(RAY)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(RAY) --requirement $<
 	touch $@
 
 test-verl: $(READY) $(VERL)/ready

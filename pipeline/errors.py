@@ -153,8 +153,16 @@ class MissingInterface(PenstockError):
     """A framework lacks an interface that its integration uses; the message names both."""
 
 
+class ClusterUnreachable(PenstockError, ConnectionError):
+    """No Ray cluster answers at an address."""
+
+
+class PlacementTimedOut(PenstockError, TimeoutError):
+    """A Ray cluster did not reserve what the workers of a stage need; the message has a table: asked, free, by node."""
+
+
 class WorkerFailed(StageFailed):
-    """A stage raised in a child process; the message carries the child's traceback."""
+    """A stage raised in a worker; the message contains its traceback."""
 
 
 class EngineFailed(PenstockError):

@@ -117,6 +117,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "memory_channel": memory_channel,
     "connect_with_replay": partial(connect_with_replay, "shm:///nowhere"),
     "processes": partial(PUBLIC.processes, count=4),
+    "ray": partial(PUBLIC.ray, workers=4),
     "serve": partial(PUBLIC.serve, "shm://", TrajectoryGroup),
     "trl_reward": partial(PUBLIC.trl_reward, length),
     "verl_reward": partial(PUBLIC.verl_reward, length),
@@ -194,6 +195,10 @@ FROM_ZERO = {
         "Packer.max_tokens",
         "processes.restarts",
         "processes.stop_timeout_s",
+        "ray.num_cpus",
+        "ray.num_gpus",
+        "ray.restarts",
+        "ray.stop_timeout_s",
     ),
     *(
         "ReplayingSender.reconnect_timeout_s",

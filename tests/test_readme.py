@@ -25,8 +25,8 @@ FROM_A_WHEEL = ("docs/coming-from.md", "docs/data.md", "docs/rewards.md", "docs/
 """A process for each of the others would take minutes."""
 
 
-IN_TEST_TRL = ("docs/trl.md",)
-"""`make test-trl` runs these: they import TRL."""
+IN_TARGETS = ("docs/trl.md", "docs/ray.md")
+"""`make test-trl` and `make test-ray` run these: they need TRL and Ray."""
 
 
 def pages_with_code() -> list[str]:
@@ -37,7 +37,7 @@ def pages_with_code() -> list[str]:
         for page in found
         if "decisions" not in page.parts
         and BLOCK.search(page.read_text())
-        and page.relative_to(ROOT).as_posix() not in IN_TEST_TRL
+        and page.relative_to(ROOT).as_posix() not in IN_TARGETS
     ]
 
 

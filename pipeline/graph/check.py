@@ -18,7 +18,7 @@ from ..._schemas.tokenizer import disagreements
 from ..accounting.telemetry import get_logger
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .misplaced import written
-from .placement import Processes
+from .placement import Here, Remote
 from .record_types import RecordTypes, never_fits, record_types, type_name
 from .stage_info import info_of
 from .stage_node import StageNode, output_type, sent_along
@@ -148,8 +148,8 @@ def _of_stage(node: StageNode, *, first: bool) -> Iterator[str]:
         ends = "outbox" if first else "inbox, outbox"
         yield f"{node.name}: expected a stage with `async def run(self, {ends})`, got {node.stage!r}"
     yield from _of_workers(node)
-    if isinstance(node.on, Processes):
-        yield from _of_processes(node, node.on)
+    if not isinstance(node.on, Here):
+        yield from _of_remote(node, node.on)
     for name in SIZES:
         if (value := getattr(info_of(node.stage), name)) is not None and _hint(node.stage, name) is None:
             yield f"{node.name}: {name}: expected a whole number, got {value!r}"
@@ -157,7 +157,7 @@ def _of_stage(node: StageNode, *, first: bool) -> Iterator[str]:
 
 def _of_workers(node: StageNode) -> Iterator[str]:
     """Check the number of workers; every stage of a fragment has as many as the fragment."""
-    count = node.on.count if isinstance(node.on, Processes) else 1
+    count = 1 if isinstance(node.on, Here) else node.on.count
     for stage in (node.stage, *(inner.stage for inner in info_of(node.stage).nodes)):
         check_workers = info_of(stage).check_workers
         if check_workers is None:
@@ -168,7 +168,7 @@ def _of_workers(node: StageNode) -> Iterator[str]:
             yield f"{node.name}: {error}"
 
 
-def _of_processes(node: StageNode, on: Processes) -> Iterator[str]:
+def _of_remote(node: StageNode, on: Remote) -> Iterator[str]:
     if any(inner.remote for inner in info_of(node.stage).nodes):
         yield f"{node.name}: it has processes within processes; place either the whole fragment there, or its parts"
     if info_of(node.stage).sees_everything and on.count > 1:
@@ -228,7 +228,7 @@ def _of_sizes(before: StageNode, after: StageNode, group_tokens: int | None) -> 
             f"holds {budget}: raise capacity_bytes{' to twice as much' if remote else ''}"
         )
     keeps = _hint(after.stage, "keeps_groups") or 0
-    if isinstance(before.on, Processes) and keeps > (credit := before.on.count * (after.capacity or REMOTE_CAPACITY)):
+    if not isinstance(before.on, Here) and keeps > (credit := before.on.count * (after.capacity or REMOTE_CAPACITY)):
         yield (
             f"{edge}: {after.name} keeps {keeps} groups before it sends, and its senders have credit for {credit}: "
             f"they would wait for each other; raise capacity"

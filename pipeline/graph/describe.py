@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..channels.channel import MEMORY_CAPACITY, REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
+from .placement import Ray
 from .stage_node import StageNode
 
 
@@ -27,7 +28,8 @@ def _edge(before: StageNode, after: StageNode) -> str:
         capacity = _records(after.capacity or MEMORY_CAPACITY)
         return f"memory: {capacity}" + (f", {_bytes(after.capacity_bytes)}" if after.capacity_bytes else "")
     capacity = _records(after.capacity or REMOTE_CAPACITY)
-    return f"shm: {capacity} and {_bytes(after.capacity_bytes or REMOTE_CAPACITY_BYTES)} for each process"
+    transport = "shm on this host, tcp elsewhere" if Ray in {type(before.on), type(after.on)} else "shm"
+    return f"{transport}: {capacity} and {_bytes(after.capacity_bytes or REMOTE_CAPACITY_BYTES)} for each process"
 
 
 def _records(count: int) -> str:

@@ -1,13 +1,15 @@
-"""The placement of a stage: `here()`, in the event loop of the pipeline, or `processes(n)` of its own.
+"""The placement of a stage: `here()`, in the pipeline's event loop, in `processes(n)`, or on `ray(workers=n)`.
 
 Placement belongs to the edge, not to the stage: the same stage runs alone in a test, here, and in four processes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
 
+from ..._schemas.errors import InvalidConfig
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 
 STOP_TIMEOUT_S = 3.0
@@ -15,6 +17,9 @@ STOP_TIMEOUT_S = 3.0
 
 START_TIMEOUT_S = 60.0
 """Seconds that a worker may take to import its stage and to connect."""
+
+PLACEMENT_TIMEOUT_S = 60.0
+"""Seconds that a cluster may take to reserve what the workers of a stage need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +51,72 @@ class Processes:
 
     def __str__(self) -> str:
         processes = "1 process" if self.count == 1 else f"{self.count} processes"
-        restarts = {0: "no restarts", 1: "1 restart each"}.get(self.restarts, f"{self.restarts} restarts each")
-        return f"{processes}, {restarts}"
+        return f"{processes}, {_restarts(self.restarts)}"
 
 
-Placement: TypeAlias = Here | Processes
+def _restarts(restarts: int) -> str:
+    return {0: "no restarts", 1: "1 restart each"}.get(restarts, f"{restarts} restarts each")
+
+
+Strategy: TypeAlias = Literal["PACK", "SPREAD"]
+"""PACK: on as few nodes as possible · SPREAD: on as many as possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ray:
+    """The placement in actors of Ray, each with its own copy of the stage, in a process of its own."""
+
+    workers: int
+    """Actors."""
+    num_cpus: float = 1
+    """CPUs that each actor reserves."""
+    num_gpus: float = 0
+    """GPUs that each actor reserves."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Custom resources that each actor reserves."""
+    strategy: Strategy = "SPREAD"
+    address: str = "auto"
+    """The cluster: `auto` for the one that runs already, `local` for one that is started for the run."""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """Ray's runtime environment of the actors."""
+    placement_timeout_s: float = PLACEMENT_TIMEOUT_S
+    """Seconds after which workers that do not fit into the cluster end the run."""
+    restarts: int = 1
+    """Times that each worker is restarted after it died, before the run fails."""
+    stop_timeout_s: float = STOP_TIMEOUT_S
+    """Seconds that a worker has to stop before its actor is killed."""
+    start_timeout_s: float = START_TIMEOUT_S
+    """Seconds from the creation of an actor until its stage begins; one that takes longer is killed."""
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "workers")
+        normalize_counts(self, "restarts", least=0)
+        normalize_numbers(self, "stop_timeout_s", "num_cpus", "num_gpus", zero=True)
+        normalize_numbers(self, "start_timeout_s", "placement_timeout_s")
+        if self.strategy not in get_args(Strategy):
+            raise InvalidConfig(f"strategy: expected one of {', '.join(get_args(Strategy))}, got {self.strategy!r}")
+
+    def __str__(self) -> str:
+        actors = "1 actor" if self.count == 1 else f"{self.count} actors"
+        each = ", ".join(f"{amount:g} {name}" for name, amount in self.bundle.items()) or "nothing"
+        return f"{actors} of Ray, {self.strategy}, each reserves {each}, {_restarts(self.restarts)}"
+
+    @property
+    def count(self) -> int:
+        """The number of workers."""
+        return self.workers
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources that each actor reserves, by Ray's names; those that are 0 are left out."""
+        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in asked.items() if amount}
+
+
+Remote: TypeAlias = Processes | Ray
+"""A placement in workers with copies of the stage."""
+
+Placement: TypeAlias = Here | Processes | Ray
 
 HERE = Here()
 """The default."""
@@ -82,3 +148,59 @@ def processes(
             finite or negative, or no time to start.
     """
     return Processes(count, restarts, stop_timeout_s, start_timeout_s)
+
+
+def ray(
+    workers: int,
+    *,
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+    resources: Mapping[str, float] | None = None,
+    strategy: Strategy = "SPREAD",
+    address: str = "auto",
+    runtime_env: Mapping[str, Any] | None = None,
+    placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
+    restarts: int = 1,
+    stop_timeout_s: float = STOP_TIMEOUT_S,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> Ray:
+    """Place a stage in `workers` actors of Ray. Ray pickles it to each, so it opens files and models in its `run`.
+
+    Records travel over shared memory to actors on this host, and over tcp, encrypted with a key of the run, to those on
+    other hosts. A worker whose actor or node dies is restarted, on another node if need be, up to `restarts` times, and
+    the trajectories that it held are counted as lost. The run uses a cluster that exists: `address="auto"` finds that
+    of this host or of `RAY_ADDRESS`, `"local"` starts one for the run.
+
+    >>> ray(workers=2, num_gpus=1).bundle
+    {'CPU': 1, 'GPU': 1}
+
+    Args:
+        workers: how many actors.
+        num_cpus: CPUs that each reserves.
+        num_gpus: GPUs that each reserves.
+        resources: custom resources that each reserves.
+        strategy: `SPREAD` over as many nodes as possible, or `PACK` on as few as possible.
+        address: the address of the cluster.
+        runtime_env: Ray's runtime environment of the actors: their packages, files and variables.
+        placement_timeout_s: how long the cluster may take to reserve what they need; then the run fails with a table.
+        restarts: how often each worker is restarted after it died.
+        stop_timeout_s: how long a worker may take to stop before it is killed.
+        start_timeout_s: how long a worker may take until its stage begins; one that takes longer counts as dead.
+
+    Raises:
+        InvalidConfig: fewer than one worker, restarts that are no whole number or negative, numbers that are not finite
+            or negative, no time to start, or another strategy.
+    """
+    return Ray(
+        workers,
+        num_cpus,
+        num_gpus,
+        resources or {},
+        strategy,
+        address,
+        runtime_env or {},
+        placement_timeout_s,
+        restarts,
+        stop_timeout_s,
+        start_timeout_s,
+    )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ..._schemas import TrainBatch, TrajectoryGroup
 from ..._schemas.errors import InvalidConfig
 from ..._schemas.numbers import whole_number
-from .placement import Placement, Processes
+from .placement import Here, Placement
 from .record_types import RecordTypes, record_types
 from .stage_info import info_of
 
@@ -40,8 +40,8 @@ class StageNode:
 
     @property
     def remote(self) -> bool:
-        """Return whether the stage runs in processes."""
-        return isinstance(self.on, Processes)
+        """Return whether the stage runs in workers: processes, or actors of Ray."""
+        return not isinstance(self.on, Here)
 
 
 def name_of(stage: object) -> str:

@@ -31,6 +31,10 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Times that it died and was restarted."""
     starting: str = ""
     """The phase of its start: `importing train.py`; "" at any other time."""
+    node: str = ""
+    """The address of its host, on Ray; "" for a process of this host."""
+    transport: str = ""
+    """`shm` or `tcp`; "" before it has connected."""
 
 
 class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,14 +19,14 @@ from ..._schemas import GroupId
 from ..._schemas.errors import UNREADABLE
 from ..accounting.ledger import Ledger
 from ..accounting.repetition_sets import exclude, mask_of, masks_by_group, set_mask, trajectories
-from ..accounting.shared_counters import SharedCounters
+from ..accounting.shared_counters import ReportedCounters, SharedCounters
 from ..accounting.telemetry import Metrics, WaitAggregator, get_logger
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
 from ..channels.shared_memory import scratch
 from ..errors import PeerLost, ProtocolMismatch
 from ..graph.edge import EdgeCounter
-from .worker_messages import WorkerReport
+from .worker_messages import Connected, WorkerEvent, WorkerReport
 
 log = get_logger("penstock.pipeline")
 
@@ -34,8 +34,14 @@ _decode_report = msgspec.msgpack.Decoder(WorkerReport).decode
 
 RUN_ENDED = "in flight when the run ended"
 
+NO_GROUP = GroupId("", "")
+"""The group of a notice that is about a step alone."""
+
 OnUnresponsive: TypeAlias = Callable[[str, str], None]
 """Kills the process of a worker that is unresponsive: called with its name and the reason."""
+
+OnEvent: TypeAlias = Callable[[str, WorkerEvent], None]
+"""Handles an event that arrived with the records of a worker: called with its name and the event."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +51,7 @@ class _Worker:
     counters: SharedCounters | None = None
     """The counters of a source's worker; None for a middle stage."""
     memory: mmap.mmap | None = None
-    """The page of the counters."""
+    """The page of the counters; None where they are reported."""
     held: dict[GroupId, int] = field(default_factory=dict)
     """The repetitions of each prompt that were sent to a middle stage's worker and did not return, as a bit mask."""
     reason: str = ""
@@ -69,6 +75,7 @@ class WorkerAccounting:
         self, ledger: Ledger, metrics: Metrics | WaitAggregator, counter: EdgeCounter, *, source: bool
     ) -> None:
         self.on_unresponsive: OnUnresponsive = lambda _worker, _reason: None
+        self.on_event: OnEvent = lambda _worker, _event: None
         self._ledger = ledger
         self._metrics = metrics
         self._counter = counter
@@ -83,10 +90,23 @@ class WorkerAccounting:
         self._workers[worker] = opened = _Worker()
         if self._source:
             opened.memory = mmap.mmap(fd, mmap.PAGESIZE)
-            opened.counters = SharedCounters(opened.memory)
-            opened.counters.step = self._ledger.step
-            self._ledger.attach_counters(opened.counters)
+            self._attach(opened, SharedCounters(opened.memory))
         return fd
+
+    def open_reported(self, worker: str) -> None:
+        """Begin to account for `worker`, which runs where its counters cannot be read, and reports them."""
+        self._workers[worker] = opened = _Worker()
+        if self._source:
+            self._attach(opened, ReportedCounters())
+
+    def _attach(self, opened: _Worker, counters: SharedCounters) -> None:
+        opened.counters = counters
+        counters.step = self._ledger.step
+        self._ledger.attach_counters(counters)
+
+    def not_started(self, worker: str) -> None:
+        """Record that `worker`, which was opened, could not be started."""
+        self.ended(worker, f"{worker} could not be started", connected=False)
 
     def stepped(self, step: int) -> None:
         """Record the step of the run for workers that are about to begin."""
@@ -126,11 +146,17 @@ class WorkerAccounting:
         report = _read(peer, payload)
         if report.observations is not None:
             self._metrics.merge(report.observations)
+        if report.event is not None:
+            self.on_event(peer.name, report.event)
+            if isinstance(report.event, Connected) and self._source:
+                peer.ended(NO_GROUP, 0, "trained", self._ledger.step)  # it could not read the step where it began
         known = self._workers.get(peer.name)
         if known is None:
             return
         if known.counters is not None:
             known.counters.reasons = report.reasons
+            if isinstance(known.counters, ReportedCounters):
+                known.counters.update(report.counts)
             self._ledger.failures_changed()
         for ending in report.endings:  # a worker can end only trajectories that were sent to it
             taken = known.take(ending.group, mask_of(ending.repetitions))
@@ -175,8 +201,9 @@ class WorkerAccounting:
         held = [each for group, mask in known.held.items() for each in trajectories(group, mask)]
         self._ledger.end(held, "lost", known.reason)
         lost = len(held)
-        if known.counters is not None and known.memory is not None:
+        if known.counters is not None:
             lost += self._ledger.detach_counters(known.counters, known.reason)
+        if known.memory is not None:
             known.memory.close()
         if lost and known.unaccounted_by:
             self._ledger.unaccounted[known.unaccounted_by] += lost

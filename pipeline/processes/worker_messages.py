@@ -31,10 +31,16 @@ class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
     inbox_capacity: int
     """Records."""
     inbox_capacity_bytes: int
+    remote_url: str = ""
+    """The URL for workers on other hosts; empty where all run on this one."""
+    key: str = ""
+    """The key of the run's tcp channels, in hexadecimal digits."""
+    host: str = ""
+    """`host_identity` of the parent."""
 
 
-class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of one process, on its command line."""
+class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of one start of a worker."""
 
     name: str
     """`SourceEnv 2/4`."""
@@ -42,6 +48,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`SourceEnv`."""
     worker: Worker
     channels: WorkerChannels
+
+
+class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of one process, on its command line."""
+
+    of_stage: StageConfig
     parent: int
     """Process id of the parent."""
     payload: int
@@ -61,6 +73,12 @@ class Starting(msgspec.Struct, frozen=True, tag=True):
 
 class Connected(msgspec.Struct, frozen=True, tag=True):
     """The worker has connected; its stage begins."""
+
+    transport: str
+    """`shm` or `tcp`."""
+    pid: int
+    node: str
+    """The address of its host; empty on the host of the pipeline."""
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
@@ -102,6 +120,10 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     """From a middle stage's worker: trajectories that it dropped since the last report."""
     reasons: dict[str, dict[str, int]]
     """From a source's worker: counts of the trajectories that ended there, by state and reason, since it began."""
+    counts: list[int] = []
+    """From a source's worker whose counters the parent cannot read: `SharedCounters.counts`."""
+    event: WorkerEvent | None = None
+    """An event, where no pipe takes it."""
 
 
 _decode_lines = msgspec.json.Decoder(WorkerEvent).decode_lines

@@ -6,29 +6,35 @@ workers as they have credit, so a slow worker gets fewer.
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
+from msgspec import structs
 
-from ..._schemas import GroupId
 from ..accounting.telemetry import WaitAggregator
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, ReceiveChannel, SendChannel
 from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
+from ..channels.keys import SECRET_BYTES, ChannelKey
+from ..channels.merged_receiver import AnyReceiver, MergedReceiver
 from ..channels.remote_receiver import RemoteReceiver
+from ..channels.tcp_address import bracketed
 from ..channels.transports import connect, serve
 from ..errors import NobodyListens
 from ..graph.context import Context
 from ..graph.edge import EdgeCounter
-from ..graph.placement import Processes
+from ..graph.placement import Ray, Remote
 from ..graph.stage_node import StageNode, wire_type
 from ..graph.statistics import WorkerStatistics
 from ..util.file_descriptors import reserved
-from .supervisor import Supervisor
-from .worker_accounting import WorkerAccounting
+from ..util.host import host_identity
+from .supervisor import Spawner, Supervisor
+from .worker_accounting import NO_GROUP, WorkerAccounting
 from .worker_messages import WorkerChannels
+from .worker_process import ProcessSpawner
 
 WORKER_HEARTBEAT_TIMEOUT_S = DEFAULT_HEARTBEAT_TIMEOUT_S
 """Seconds that a worker may be unresponsive on its output channel before it is killed. The other ends wait without
@@ -38,9 +44,6 @@ model."""
 WORKER_DESCRIPTORS, FEED_DESCRIPTORS, SPARE_DESCRIPTORS = 4, 6, 5
 """File descriptors of a worker in this process (pidfd, events, control connection, socket), of its feed, and of a stage
 while it starts one."""
-
-NO_GROUP = GroupId("", "")
-"""The group of a notice that is about a step alone."""
 
 _WORKER_DIED = (NobodyListens, anyio.BrokenResourceError, anyio.EndOfStream)
 """The exceptions of a feed whose worker died; the supervisor reports the death and its reason."""
@@ -52,7 +55,7 @@ class Workers:
     def __init__(
         self,
         node: StageNode,
-        on: Processes,
+        on: Remote,
         context: Context,
         counter: EdgeCounter,
         *,
@@ -69,34 +72,80 @@ class Workers:
         self._accounting = WorkerAccounting(context.ledger, self._waits, counter, source=before is None)
         self._feeder = None if before is None else _Feeder(before, self._accounting)
         """Sends records to them; None for a source."""
-        self._supervisor = Supervisor(node.name, node.stage, on, self._accounting)
+        self._supervisor = Supervisor(node.name, on, self._accounting)
         self._accounting.on_unresponsive = self._supervisor.kill
-        self._receiver: RemoteReceiver[Any]
+        self._accounting.on_event = self._supervisor.handle
+        self._spawning: Callable[[], AbstractAsyncContextManager[Spawner]]
+        """Returns what starts them, within `serve`."""
+        self._receiver: AnyReceiver
         """The channel on which they send; open within `serve`."""
         self._reserved: ExitStack
         """Reserved file descriptors for them, from `serve` until they run."""
 
     @asynccontextmanager
-    async def serve(self) -> AsyncIterator[RemoteReceiver[Any]]:
-        """Open the channel on which they send, for the stage after them.
+    async def serve(self) -> AsyncIterator[AnyReceiver]:
+        """Open the channels on which they send, for the stage after them.
 
         Raises:
             OutOfFileDescriptors: this process may not open as many files as they take.
+            MissingExtra, ClusterUnreachable, PlacementTimedOut: there is no place for them on Ray.
         """
-        async with serve(
-            "shm://",
+        async with AsyncExitStack() as stack:
+            opened = self._on_ray(stack, self._on) if isinstance(self._on, Ray) else self._in_processes(stack)
+            self._receiver = await opened
+            self._receiver.keep_open()  # workers may be restarted, so the number of senders is not known
+            purpose = f"the workers of {self._node.name} ({self._on.count})"
+            with reserved(self._descriptors, purpose, ", or run fewer workers") as self._reserved:
+                yield self._receiver
+
+    async def _in_processes(self, stack: AsyncExitStack) -> AnyReceiver:
+        """Open the channel of workers in processes of this host."""
+        receiver = await stack.enter_async_context(self._served("shm://"))
+        channels = self._channels(receiver.url)
+        node, accounting = self._node, self._accounting
+        self._spawning = lambda: ProcessSpawner(node.name, node.stage, channels, accounting)
+        return receiver
+
+    async def _on_ray(self, stack: AsyncExitStack, on: Ray) -> AnyReceiver:
+        """Reserve places on Ray, and open a channel for actors on this host, and one for those on others."""
+        from . import ray_cluster, ray_spawner, ray_worker  # noqa: PLC0415 (Ray is an extra)
+
+        reservation = await stack.enter_async_context(ray_cluster.reserved(on, self._node.name))
+        secret = secrets.token_bytes(SECRET_BYTES)
+        here = await stack.enter_async_context(self._served("shm://"))
+        address = await ray_cluster.in_thread(ray_worker.node_address)
+        host = await ray_cluster.in_thread(host_identity)
+        elsewhere = await stack.enter_async_context(
+            self._served(f"tcp://{bracketed(address)}:0", key=ChannelKey(secret))
+        )
+        channels = structs.replace(self._channels(here.url), remote_url=elsewhere.url, key=secret.hex(), host=host)
+        receiver = MergedReceiver[Any]([here, elsewhere])
+        if self._feeder is not None:
+            self._feeder.key = ChannelKey(secret)
+        node, accounting = self._node, self._accounting
+        self._spawning = lambda: ray_spawner.RaySpawner(
+            node.name,
+            node.stage,
+            on=on,
+            channels=channels,
+            accounting=accounting,
+            reservation=reservation,
+            receiver=receiver,
+        )
+        return receiver
+
+    def _served(self, url: str, key: ChannelKey | None = None) -> AbstractAsyncContextManager[RemoteReceiver[Any]]:
+        return serve(
+            url,
             wire_type(self._node.stage),
             capacity=self._after.capacity or REMOTE_CAPACITY,
             capacity_bytes=self._after.capacity_bytes or REMOTE_CAPACITY_BYTES,
             max_senders=self._on.count * (2 if self._on.restarts else 1),
             listener=self._accounting,
             name=self._after.name,
+            key=key,
             heartbeat_timeout_s=WORKER_HEARTBEAT_TIMEOUT_S,
-        ) as self._receiver:
-            self._receiver.keep_open()  # workers may be restarted, so the number of senders is not known
-            purpose = f"the workers of {self._node.name} ({self._on.count})"
-            with reserved(self._descriptors, purpose, ", or run fewer workers") as self._reserved:
-                yield self._receiver
+        )
 
     @property
     def _descriptors(self) -> int:
@@ -114,7 +163,7 @@ class Workers:
         if self._feeder is not None and inbox is not None:
             self._feeder.inbox, feed = inbox, self._feeder.feed
         with self._ledger.on_step(self._notify_of_step):
-            await self._supervisor.run(self._channels(self._receiver.url), feed)
+            await self._supervisor.run(self._spawning(), feed)
         self._receiver.let_end()
 
     def _notify_of_step(self, step: int) -> None:
@@ -157,13 +206,17 @@ class _Feeder:
         self.record_type = wire_type(before.stage)
         self.inbox: ReceiveChannel[Any]
         """The channel of the records; all workers share it."""
+        self.key: ChannelKey | None = None
+        """The key of workers that are reached over tcp."""
         self._unsent: deque[Any] = deque()
         """Records that could not be sent to a worker because it died: another worker gets them."""
 
     async def feed(self, worker: str, url: str) -> None:
         """Send records to `worker`, which serves `url`, until there are no more, or it has died."""
         with suppress(*_WORKER_DIED):
-            async with connect(url, self.record_type, name=f"feed of {worker}", heartbeat_timeout_s=None) as outbox:
+            key = self.key if url.startswith("tcp://") else None
+            name = f"feed of {worker}"
+            async with connect(url, self.record_type, name=name, key=key, heartbeat_timeout_s=None) as outbox:
                 while (record := await self._next()) is not None:
                     await self._send(worker, record, outbox)
                     del record  # it must not occupy its slots until the next one arrives

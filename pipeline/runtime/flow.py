@@ -28,7 +28,7 @@ from ..graph.stage import Sink, Source, Stage
 from ..graph.stage_info import StageInfo, info_of
 from ..graph.stage_node import StageNode, name_of, named, sent_along
 from ..graph.statistics import PipelineStatistics, Report
-from ..processes.worker import refuse_while_importing_main
+from ..processes.worker_stage import refuse_while_importing_main
 from ..trackers.background import require_trackers, tracking
 from ..trackers.tracker import RunInfo, Tracker
 from ..util.blocking import enter_in_thread

@@ -26,7 +26,7 @@ from ..channels.memory import memory_channel
 from ..errors import PeerClosed, RolloutsFailed, StageFailed
 from ..graph.context import Context, entered
 from ..graph.edge import CountingSendChannel, Edge, EdgeCounter, StoppableReceiveChannel
-from ..graph.placement import Here, Processes
+from ..graph.placement import Here, Remote
 from ..graph.stage_node import StageNode
 from ..graph.statistics import PipelineStatistics, StageState, StageStatistics
 from ..processes.worker_accounting import RUN_ENDED
@@ -294,7 +294,7 @@ class Run:
 
     async def _open(self, before: _StageTask, after: _StageTask, channels: AsyncExitStack) -> Edge:
         counter = EdgeCounter(self._admits_to(before))
-        if isinstance(before.node.on, Processes):
+        if not isinstance(before.node.on, Here):
             inbox = await channels.enter_async_context(
                 self._create_workers(before, before.node.on, after, counter).serve()
             )
@@ -306,7 +306,7 @@ class Run:
         channels.push_async_callback(outbox.close_all)
         return Edge(before.node.name, after.node.name, receiver, counter, outbox)
 
-    def _create_workers(self, task: _StageTask, on: Processes, after: _StageTask, counter: EdgeCounter) -> Workers:
+    def _create_workers(self, task: _StageTask, on: Remote, after: _StageTask, counter: EdgeCounter) -> Workers:
         first = task is self._tasks[0]
         before = None if first else self._tasks[self._tasks.index(task) - 1].node
         task.workers = Workers(task.node, on, task.context, counter, before=before, after=after.node)

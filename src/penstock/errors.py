@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._pipeline.errors import (
     ChannelFull,
+    ClusterUnreachable,
     DiskFull,
     EngineFailed,
     EngineRefused,
@@ -38,6 +39,7 @@ from ._pipeline.errors import (
     PeerClosed,
     PeerLost,
     PenstockError,
+    PlacementTimedOut,
     ProtocolMismatch,
     RecordCorrupted,
     RecordsSwallowed,
@@ -67,6 +69,7 @@ from ._pipeline.errors import (
 
 __all__ = [
     "ChannelFull",
+    "ClusterUnreachable",
     "DiskFull",
     "EngineFailed",
     "EngineRefused",
@@ -101,6 +104,7 @@ __all__ = [
     "PeerClosed",
     "PeerLost",
     "PenstockError",
+    "PlacementTimedOut",
     "ProtocolMismatch",
     "RecordCorrupted",
     "RecordTooLarge",

@@ -34,7 +34,7 @@ from penstock._pipeline.channels.remote_sender import SenderConnection
 from penstock._pipeline.channels.segment import SegmentWriter
 from penstock._pipeline.channels.shm import SlotReader
 from penstock._pipeline.channels.zmq_context import zmq_context
-from penstock._pipeline.processes.supervisor import _Child
+from penstock._pipeline.processes.worker_process import WorkerProcess
 from penstock._schemas.control import Close, Closed
 from penstock.accounting import Ledger
 from penstock.errors import RunStopped
@@ -166,7 +166,7 @@ class FaultInjector:
             case Cell(moment="published"):
                 _patch(SegmentWriter, SegmentWriter.publish, self._publish)
             case Cell(role="supervisor", moment="shutdown"):
-                _patch(_Child, _Child.signal, self._signal)
+                _patch(WorkerProcess, WorkerProcess.signal, self._signal)
             case Cell(moment="shutdown"):
                 _patch(SenderConnection, SenderConnection.send, self._send)
                 _patch(ControlConnection, ControlConnection.send, self._send_control)

@@ -17,7 +17,7 @@ from penstock._pipeline.channels import shm
 from penstock._pipeline.channels.segment import SegmentWriter
 from penstock._pipeline.channels.shm import SlotReader
 from penstock._pipeline.channels.socket_directory import sweep, sweep_after
-from penstock._pipeline.processes import supervisor
+from penstock._pipeline.processes import worker_process
 from penstock._pipeline.processes.worker_accounting import WorkerAccounting
 from penstock.channels import RemoteReceiver
 
@@ -65,13 +65,13 @@ def _records_of_a_dead_worker_are_not_settled() -> None:
 
 
 def _sockets_of_dead_processes_stay() -> None:
-    for module in (supervisor, shm):
+    for module in (worker_process, shm):
         _replace(module, sweep, lambda _: lambda: None)
     _replace(shm, sweep_after, lambda _: lambda _: None)
 
 
 def _descriptors_stay_open() -> None:
-    _replace(supervisor._Child, supervisor._Child.close, lambda _: lambda _: None)
+    _replace(worker_process.WorkerProcess, worker_process.WorkerProcess.close, lambda _: lambda _: None)
 
 
 def _deaths_are_noticed_late() -> None:
@@ -82,7 +82,7 @@ def _deaths_are_noticed_late() -> None:
 
         return later
 
-    _replace(supervisor._Child, supervisor._Child.exited, made)
+    _replace(worker_process.WorkerProcess, worker_process.WorkerProcess.exited, made)
     verdict.NOTICED_WITHIN_S = 1.0
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from tests.pipeline.flow_stages import Collect, DropOdd, Groups, Pack, Train
 
-from penstock import processes, source
+from penstock import processes, ray, source
 
 
 def test_a_pipeline_is_drawn_from_top_to_bottom() -> None:
@@ -22,6 +22,12 @@ def test_a_pipeline_is_drawn_from_top_to_bottom() -> None:
         "  │ memory: 2 records, 1000 B",
         "Train    here",
     ]
+
+
+def test_an_edge_of_actors_has_both_transports() -> None:
+    described = source(Groups(1), on=ray(workers=2)).then(DropOdd()).sink(Collect()).describe()
+
+    assert described.splitlines()[1] == "  │ shm on this host, tcp elsewhere: 64 records and 64 MiB for each process"
 
 
 def test_a_fragment_in_processes_is_one_stage() -> None:

@@ -44,7 +44,9 @@ BEGIN: Any = source
 @pytest.mark.parametrize("on", [here, processes, 4, "here", None, np.int64(4), True])
 def test_an_invalid_placement_is_refused(on: object) -> None:
     for place in (partial(BEGIN, Groups(1)), partial(FLOW.then, Pack())):
-        with pytest.raises(InvalidPipeline, match=r"on: expected here\(\) or processes\(n\), got .*: write on="):
+        with pytest.raises(
+            InvalidPipeline, match=r"on: expected here\(\), processes\(n\) or ray\(workers=n\), got .*: write on="
+        ):
             place(on=on)
 
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock import here, processes
+from penstock import here, processes, ray
+from penstock.errors import InvalidConfig
 
 
 def test_a_placement_reads_like_a_sentence() -> None:
@@ -10,6 +11,11 @@ def test_a_placement_reads_like_a_sentence() -> None:
     assert str(processes(1, restarts=0)) == "1 process, no restarts"
     assert str(processes(4)) == "4 processes, 1 restart each"
     assert str(processes(4, restarts=3)) == "4 processes, 3 restarts each"
+    assert str(ray(workers=1)) == "1 actor of Ray, SPREAD, each reserves 1 CPU, 1 restart each"
+    assert (
+        str(ray(4, num_cpus=0, num_gpus=0.5, resources={"slot": 2}, strategy="PACK", restarts=0))
+        == "4 actors of Ray, PACK, each reserves 0.5 GPU, 2 slot, no restarts"
+    )
 
 
 @pytest.mark.parametrize(("count", "options"), [(0, {}), (1, {"restarts": -1}), (1, {"stop_timeout_s": -0.1})])
@@ -22,3 +28,8 @@ def test_impossible_numbers_are_refused(count: int, options: dict[str, float]) -
 def test_a_worker_needs_time_to_start(seconds: float) -> None:
     with pytest.raises(ValueError, match="start_timeout_s: expected a finite number above 0"):
         processes(1, start_timeout_s=seconds)
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="strategy: expected one of PACK, SPREAD, got 'EVEN'"):
+        ray(workers=1, strategy="EVEN")  # type: ignore[arg-type]

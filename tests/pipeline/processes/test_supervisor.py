@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from tests.pipeline.flow_stages import Count
 
-from penstock._pipeline.processes import worker
+from penstock._pipeline.processes import worker_stage
 from penstock._pipeline.processes.subreaper_process import describe_exit
 from penstock._pipeline.processes.worker_payload import open_payload, write_payload
 
@@ -48,17 +48,17 @@ def test_a_real_time_signal_has_a_number_for_a_name() -> None:
 
 
 def test_a_worker_that_imports_its_parents_script_begins_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker.refuse_while_importing_main()
-    monkeypatch.setattr(worker, "_importing_main", True)
+    worker_stage.refuse_while_importing_main()
+    monkeypatch.setattr(worker_stage, "_importing_main", True)
 
     with pytest.raises(RuntimeError, match="under `if __name__ == '__main__':`"):
-        worker.refuse_while_importing_main()
+        worker_stage.refuse_while_importing_main()
 
 
 def test_a_long_traceback_is_cut_at_its_beginning() -> None:
-    error = ValueError("x" * 2 * worker.LONGEST_TRACEBACK)
+    error = ValueError("x" * 2 * worker_stage.LONGEST_TRACEBACK)
 
-    text = worker._traceback(error)
+    text = worker_stage.traceback_of(error)
 
-    assert len(text) == worker.LONGEST_TRACEBACK + 1
+    assert len(text) == worker_stage.LONGEST_TRACEBACK + 1
     assert text.startswith("…x")

@@ -1,0 +1,97 @@
+"""The progress of one worker, by the events that it has reported."""
+
+from __future__ import annotations
+
+import anyio
+
+from ..graph.context import Worker
+from ..graph.statistics import WorkerState, WorkerStatistics
+from .worker_messages import Connected, Failed, Finished, Serving, Starting, WorkerEvent
+
+
+class WorkerProgress:
+    """The state of one start of a worker."""
+
+    def __init__(self, name: str, worker: Worker, phase: str, *, has_inbox: bool) -> None:
+        self.name = name
+        """`SourceEnv 2/4, restart 1`."""
+        self.worker = worker
+        self.state: WorkerState = "starting"
+        self.connected = False
+        """True once it has connected: its stage begins."""
+        self.phase = phase
+        """The phase of its start, for messages."""
+        self.started = anyio.Event()
+        """Set when its stage begins; for a middle stage, when records may be sent to it."""
+        self.finished = False
+        """True once its stage has returned."""
+        self.failure: Failed | None = None
+        """The exception of its stage, if it raised one."""
+        self.done = anyio.Event()
+        """Set when the stage returned or raised: its process is about to end."""
+        self.url = ""
+        """The URL to which records may be sent, once a middle stage has started; empty before."""
+        self.pid: int | None = None
+        self.node = ""
+        """The address of the host where it runs; empty on the host of the pipeline's processes."""
+        self.transport = ""
+        """`shm` or `tcp`, once it has connected."""
+        self._has_inbox = has_inbox
+
+    def handle(self, event: WorkerEvent) -> None:
+        """Take in an event that the worker has reported."""
+        match event:
+            case Starting(phase):
+                self.phase = phase
+            case Connected(transport, pid, node):
+                self.state, self.connected, self.transport = "running", True, transport
+                self.pid, self.node = pid, node
+                if not self._has_inbox:
+                    self.started.set()
+            case Serving(url):
+                self.url = url
+                self.started.set()
+            case Finished():
+                self.finished = True
+                self.done.set()
+            case Failed():
+                self.failure = event
+                self.done.set()
+                self.started.set()
+
+    def end(self) -> None:
+        """Set the final state; one that was stopped counts as finished."""
+        if self.state == "stopping" or self.finished:
+            self.state = "finished"
+        else:
+            self.state = "failed" if self.failure else "dead"
+
+    @property
+    def label(self) -> str:
+        """Return its name and where it runs: `SourceEnv 2/4 (pid 4711 on 10.0.0.2)`."""
+        if self.pid is None:
+            return self.name
+        return f"{self.name} (pid {self.pid}{' on ' if self.node else ''}{self.node})"
+
+    def reason_of(self, death: str) -> str:
+        """Return the cause of its exit, for the trajectories that are lost with it; `death` where it reported none."""
+        # 1. The stage returned: trajectories that it still holds were neither sent nor dropped.
+        if self.finished:
+            return f"swallowed by {self.label}"
+        # 2. The stage raised.
+        if self.failure is not None:
+            return f"{self.label} {self.failure.error}"
+        # 3. It died.
+        return f"{self.label} {death}"
+
+    def statistics(self, name: str) -> WorkerStatistics:
+        """Return its state now, under the name that it has in all its starts."""
+        return WorkerStatistics(
+            name=name,
+            pid=self.pid,
+            state=self.state,
+            restarts=self.worker.restart,
+            starting=self.phase if self.state == "starting" else "",
+            node=self.node,
+            transport=self.transport,
+        )
