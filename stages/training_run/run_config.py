@@ -12,10 +12,11 @@ Knows no stage and imports no torch. `training_run` makes the stages.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
+from ..._pipeline.graph.placement import PLACEMENT_TIMEOUT_S, Strategy
 from ..._schemas.config import Config, check_finite, nearest
 from ..advantages.formulas import Mode
 from ..advantages.presets import Library
@@ -197,11 +198,31 @@ class ServerConfig(Config, frozen=True):
     """Folder for new weights, which the server can read; by default in the folder of the run."""
 
 
+class RayConfig(Config, frozen=True):
+    """Actors of Ray that sample; see `ray`. Their nodes read folder, model and data of the run by the same paths."""
+
+    address: Text = "auto"
+    """The cluster: `auto` for the one that runs already, HOST:PORT, or `local` for one that is started for the run."""
+    num_cpus: NotNegative = 1
+    """CPUs that each reserves."""
+    num_gpus: NotNegative = 0
+    """GPUs that each reserves."""
+    resources: dict[str, Positive] = msgspec.field(default_factory=dict)
+    """Custom resources that each reserves."""
+    strategy: Strategy = "SPREAD"
+    runtime_env: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Ray's runtime environment of the actors."""
+    placement_timeout_s: Positive = PLACEMENT_TIMEOUT_S
+    """Seconds after which samplers that do not fit into the cluster end the run."""
+
+
 class PlacementConfig(Config, frozen=True):
     """Processes and devices."""
 
     samplers: Count = 1
     """Processes that sample."""
+    ray: RayConfig | None = None
+    """Samples in actors of Ray, by their requirements; null for processes of this host."""
     device: str = ""
     """Device that trains, `cuda:0`; by default the first GPU, and the processor where there is none."""
     sampler_device: str = ""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cached_property, partial
 
 import torch
+from msgspec import structs
 
 from ..._pipeline.errors import InvalidConfig
-from ..._pipeline.graph.placement import processes
+from ..._pipeline.graph.placement import Remote, processes, ray
 from ..._pipeline.runtime.flow import Pipeline, source
 from ..._pipeline.trackers.tensorboard import TensorBoard
 from ..._pipeline.trackers.tracker import Tracker
@@ -249,6 +250,13 @@ class RunParts:
 
     # -- the pipeline --------------------------------------------------------------------------------------------------
 
+    @property
+    def _samplers(self) -> Remote:
+        placement = self.config.placement
+        if placement.ray is None:
+            return processes(placement.samplers, start_timeout_s=START_TIMEOUT_S)
+        return ray(placement.samplers, start_timeout_s=START_TIMEOUT_S, **structs.asdict(placement.ray))
+
     def pipeline(self, policy: Policy, trainer: Trainer, publisher: WeightSink | None) -> Pipeline:
         """Return the pipeline of the run."""
         config, algorithm = self.config, self.config.algorithm
@@ -272,7 +280,7 @@ class RunParts:
             samples=Samples(self.tokenizer, every=config.samples.every, count=config.samples.count),
         )
         compared = (
-            source(self.source(policy), on=processes(config.placement.samplers, start_timeout_s=START_TIMEOUT_S))
+            source(self.source(policy), on=self._samplers)
             .then(self.rewards)
             .then(AdvantageNormalizer(algorithm.advantages, batch_groups=gathered, preset=algorithm.preset))
         )

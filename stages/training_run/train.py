@@ -178,18 +178,20 @@ async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Po
     """Yield the policy, and the publisher of its weights."""
     config = parts.config
     async with AsyncExitStack() as stack:
-        if config.server is None:
-            from ..._pipeline.weights.weight_publisher import WeightPublisher  # noqa: PLC0415 (needs torch)
+        from ..._pipeline.weights.weight_publisher import WeightPublisher  # noqa: PLC0415 (needs torch)
+        from ..engines.torch_weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)
 
-            publisher = await stack.enter_async_context(WeightPublisher(model))
+        own = await anyio.to_thread.run_sync(config.run_folder.absolute) / "weights"
+        if config.server is None:
+            publisher: WeightPublisher | WeightFolder
+            publisher = WeightPublisher(model) if config.placement.ray is None else WeightFolder(own, model)
+            await stack.enter_async_context(publisher)
             yield parts.policy(publisher.url), publisher
             return
-        from ..engines.torch_weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)
         from ..models.hf_model import MergedWeights  # noqa: PLC0415 (needs torch)
 
         policy = parts.policy(None)
-        weights = config.server.weights or config.run_folder.absolute() / "weights"
-        folder = await stack.enter_async_context(WeightFolder(weights, model.merged()))
+        folder = await stack.enter_async_context(WeightFolder(config.server.weights or own, model.merged()))
         engine = await stack.enter_async_context(policy.open(Worker()))
         published = folder if config.model.lora is None else MergedWeights(folder, model)
         yield policy, EnginePublisher(published, [engine])

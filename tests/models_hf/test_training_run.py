@@ -270,6 +270,14 @@ def test_a_run_is_described_without_reading_weights(values: dict[str, Any], fold
     assert "<|assistant|>" in described  # the first prompt, by the chat template
 
 
+def test_the_samplers_of_a_run_can_be_actors_of_ray(values: dict[str, Any]) -> None:
+    overrides = ["placement.samplers=2", "placement.ray={num_gpus: 0.5, resources: {rack: 1}}"]
+
+    described = describe_run(load_run_config(values, overrides))
+
+    assert "2 actors of Ray, SPREAD, each reserves 1 CPU, 0.5 GPU, 1 rack, 1 restart each" in described
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,15 +18,18 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.processes.worker_sinks import Attentive, Commit
-from tests.ray_real import stages
+from tests.ray_real import configured, stages
 from tests.ray_real.conftest import AddNode
 
 from penstock import ReceiveChannel, Report, TrajectoryGroup, current, ray, source
 from penstock.accounting import WorkerStatistics
 from penstock.errors import ClusterUnreachable, InvalidPipeline, PlacementTimedOut, WorkerFailed
+from penstock.runs import load_run_config, train
 
 ray_itself: Any = import_module("ray")
 import_module("ray.util.placement_group")
@@ -157,6 +161,55 @@ async def test_a_stage_runs_in_the_main_thread_where_signals_and_locks_work(on: 
     await source(stages.InTheMainThread(), on=on(workers=1, start_timeout_s=FAILSAFE_S)).sink(sink).run()
 
     assert sink.rewards == [1.0] * 4
+
+
+# -- configured runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_configured_run_trains_what_actors_sample(
+    add_other_host: AddNode, cluster: Any, tmp_path: Path, *, far: bool
+) -> None:
+    if far:
+        add_other_host("sampling")
+    resources = {"sampling": 0.1} if far else {}
+    config = configured.write_run(tmp_path, {"address": cluster.address, "num_cpus": 0.5, "resources": resources})
+
+    summary = anyio.run(train, load_run_config(config))
+
+    assert summary.steps == configured.STEPS
+    assert summary.ledger["ended"]["trained"] == configured.STEPS * configured.TRAJECTORIES
+    assert summary.ledger["in_flight"] == 0
+    changed = load_file(Path(summary.checkpoint) / "model.safetensors")
+    initial = load_file(tmp_path / "model" / "model.safetensors")
+    assert any(not torch.equal(tensor, initial[name]) for name, tensor in changed.items())
+    anyio.run(nothing_left_over, cluster)
+
+
+def test_a_configured_run_is_a_job_of_the_cluster(job_server: str, tmp_path: Path) -> None:
+    config = configured.write_run(tmp_path, {"num_cpus": 0.5})
+    submit = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "job", "submit"]
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+
+    done = subprocess.run(
+        [
+            *submit,
+            "--address",
+            job_server,
+            "--",
+            os.fspath(Path(sys.executable).with_name("penstock")),
+            "run",
+            os.fspath(config),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["ledger"]["ended"]["trained"] == configured.STEPS * configured.TRAJECTORIES
 
 
 # -- death -----------------------------------------------------------------------------------------------------------

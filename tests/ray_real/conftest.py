@@ -44,6 +44,19 @@ def cluster(_settings: None) -> Iterator[Any]:
 
 
 @pytest.fixture
+def job_server(_settings: None) -> Iterator[str]:
+    """Return the URL of the job server of a cluster of its own, whose processes have the paths of this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", ":".join(sys.path))
+        options = {"num_cpus": 2, "include_dashboard": True}
+        made = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=options)
+        try:
+            yield f"http://{made.webui_url}"
+        finally:
+            made.shutdown()
+
+
+@pytest.fixture
 def add_other_host(cluster: Any) -> Iterator[AddNode]:
     """Return a function that adds a node in a namespace of processes of its own, with a resource of the given name."""
     if os.geteuid() or shutil.which("unshare") is None:
