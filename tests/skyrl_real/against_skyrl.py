@@ -349,20 +349,25 @@ def test_a_trainer_that_is_killed_leaves_no_sampler_and_resumes_without_training
     options = options | {"trainer.ckpt_interval": 1, "trainer.resume_mode": "latest"}
     arguments = [*map(str, (model, data, tmp_path)), json.dumps(options)]
     command = [sys.executable, "-m", "tests.skyrl_real.killed", *arguments]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=with_path(ROOT / "src", ROOT),
-    ) as killed:
+    log = tmp_path / "killed.log"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=with_path(ROOT / "src", ROOT),
+        ) as killed,
+    ):
         try:
             assert killed.stdout is not None
             steps = [json.loads(line) for line in islice(filter(is_step, killed.stdout), LAST)]
             children = psutil.Process(killed.pid).children(recursive=True)
         finally:
             killed.kill()
+    assert len(steps) == LAST, log.read_text()
     _, alive = psutil.wait_procs(children, timeout=FAILSAFE_S)
     before = committed_in(tmp_path / "checkpoints")
 

@@ -28,6 +28,14 @@ def _nothing_blocks_the_event_loop() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _own_ray() -> Iterator[None]:
+    """Have SkyRL, which connects to any cluster of Ray on this machine, start one of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "local")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
 
