@@ -9,7 +9,7 @@
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
-#   make test-ray        stages on clusters of Ray on this machine; installs Ray first (80 MB)
+#   make test-ray        stages on clusters of Ray on this machine; installs Ray first (100 MB)
 #   make test-verl       verl's own trainer, on a CPU; installs verl, Ray and what they need first (410 MB)
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
