@@ -528,11 +528,11 @@ class RemoteReceiver(AsyncReceiver[R]):
         #
         # 1. There is a listener: it is notified of everything.
         # 2. The sender died, and is not counted: `receive` raises, because it is not awaited.
-        # 3. It died and is counted, so that it is awaited; or it closed, which `_ended` counts.
+        # 3. It died and is counted, so that it is awaited; or it was dismissed; or it closed, which `_ended` counts.
         if isinstance(notice, PeerLost):
             if self._listener is not None:
                 self._listener.lost(peer, notice)
-            elif self._members is None:
+            elif self._members is None and not peer.dismissed:
                 raise notice
         elif self._listener is not None:
             notify = self._listener.closed if notice == "closed" else self._listener.disconnected
