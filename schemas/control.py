@@ -1,8 +1,9 @@
 """Every message that two ends exchange, as one tagged union with a protocol version. Strictly decoded, never unpickled.
 
-There are three protocols. On a *control connection*, a stream socket, a sender completes the handshake with a receiver
+There are four protocols. On a *control connection*, a stream socket, a sender completes the handshake with a receiver
 and stays connected; over ZeroMQ, the two ends exchange descriptors, credit and outcomes; on the control connection of a
-weights publisher, subscribers learn of new versions and are paused.
+weights publisher, subscribers learn of new versions and are paused; over ZeroMQ, the mirror of another host learns the
+same, and asks for the bytes.
 """
 
 from __future__ import annotations
@@ -248,6 +249,46 @@ class EndOfWeights(_Message, frozen=True):
     """The publisher is done: the published weights are the last."""
 
 
+# -- a weights publisher and the mirror of another host, over ZeroMQ; besides the messages above -------------------
+
+
+class Layout(_Named, frozen=True):
+    """The publisher accepts a mirror, which answers Ready; the layout of each version follows from the header."""
+
+    version: int
+    name: str
+    """The name of the publisher, for messages."""
+    generation: int
+    """See `Weights`."""
+    pause: int
+    """Number of the pause that is on; 0 where sampling may go on."""
+    header: bytes
+    """The header of a safetensors file, with its length."""
+
+
+class ChunkRequest(_Message, frozen=True):
+    """The mirror asks for a chunk of a version."""
+
+    policy_version: int
+    index: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Chunk(_Message, frozen=True):
+    """A chunk of a version."""
+
+    policy_version: int
+    index: int
+    xxh3: bytes
+    """The hash of `content`."""
+    content: bytes
+
+
+class VersionGone(_Message, frozen=True):
+    """A version was overwritten: no more chunks of it can be sent."""
+
+    policy_version: int
+
+
 Message = (
     Connect
     | Accept
@@ -270,6 +311,10 @@ Message = (
     | ViewsInUse
     | Resume
     | EndOfWeights
+    | Layout
+    | ChunkRequest
+    | Chunk
+    | VersionGone
 )
 
 encode = msgspec.msgpack.Encoder().encode

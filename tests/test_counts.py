@@ -157,7 +157,7 @@ RESULTS |= {
     "TrainBatch",
     "Trajectory",
 }
-RESULTS |= {"TrajectoryId", "Worker", "WorkerStatistics"}
+RESULTS |= {"TrajectoryId", "WeightAddress", "Worker", "WorkerStatistics"}
 """Values that are handed over and bound nothing, and ends that penstock makes."""
 
 BUILDERS = {"batch", "drive_source", "group", "trajectory", "write_checkpoint"}

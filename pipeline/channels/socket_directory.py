@@ -6,6 +6,7 @@ process, so a process that detects its death, or the next one that makes a direc
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -43,6 +44,38 @@ def socket_directory() -> Iterator[Path]:
     finally:
         _remove(path)
         os.close(lock)
+
+
+@contextmanager
+def shared_directory(name: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the directory that all processes of this user call `name`, and whether this process is its owner.
+
+    One process at a time owns it, and removes it on leaving. Blocks: use it in a worker thread.
+
+    Raises:
+        NotWritable, DiskFull, OutOfFileDescriptors: it cannot be made, or belongs to another user.
+    """
+    root = _root()
+    path = root / f"{PREFIX}{name}"
+    with explaining_os_errors("sockets", root, elsewhere="set XDG_RUNTIME_DIR to one where it may"):
+        lock = _claimed(path)
+    try:
+        yield path, lock is not None
+    finally:
+        if lock is not None:
+            _remove(path)
+            os.close(lock)
+
+
+def _claimed(path: Path) -> int | None:
+    """Make the directory if it does not exist, and return its lock; None if another process has it."""
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+            raise PermissionError(errno.EACCES, f"{path} belongs to another user, or others may write to it")
+        with suppress(FileNotFoundError):  # it was removed meanwhile
+            return _locked(path, _open_lock(path, os.O_CREAT))
 
 
 def sweep() -> None:

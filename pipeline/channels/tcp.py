@@ -7,7 +7,6 @@ the same `ChannelKey`; on loopback they use this user's unless they are given on
 
 from __future__ import annotations
 
-import errno
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -28,7 +27,7 @@ from .keys import ChannelKey
 from .remote_receiver import ReceiverConfig, RemoteReceiver
 from .remote_sender import RemoteSender, SenderConnection
 from .tcp_acceptor import TcpAcceptor
-from .tcp_address import TcpAddress, bracketed, resolved
+from .tcp_address import TcpAddress, bind, bracketed, resolved
 from .tcp_control import connected
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Bundle, R, Released, router, start_zero_copy
 
@@ -41,8 +40,6 @@ handled."""
 
 NO_ADDRESS = "is its name right, and does the resolver answer?"
 EVENT_LOOP_BLOCKED = "its ZeroMQ answers, so its event loop is blocked. Raise heartbeat_timeout_s where that is usual"
-
-_NO_ADDRESS = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV}
 
 
 class FrameWriter:
@@ -154,27 +151,10 @@ def _bound(place: TcpAddress, config: ReceiverConfig) -> tuple[zmq.Socket[bytes]
     send_heartbeats(socket, config.heartbeat_timeout_s)
     place.key.protect(socket, "receiver")
     try:
-        return socket, _bind(socket, place)
+        return socket, bind(socket, place)
     except BaseException:
         socket.close()
         raise
-
-
-def _bind(socket: zmq.Socket[bytes], place: TcpAddress) -> int:
-    port, bound, missing = place.port, False, OSError(f"expected an address of this machine, got {place.host}")
-    for address in place.addresses:
-        socket.setsockopt(zmq.IPV6, int(":" in address))
-        try:
-            socket.bind(f"tcp://{bracketed(address)}:{port or '*'}")
-        except zmq.ZMQError as error:
-            missing = OSError(error.errno, f"expected to listen at {address} port {port}, got {error.strerror}")
-            if error.errno not in _NO_ADDRESS:
-                raise missing from None
-        else:
-            bound, port = True, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-    if not bound:
-        raise missing
-    return port
 
 
 def most_waiting(config: ReceiverConfig) -> int:

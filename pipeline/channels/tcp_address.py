@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import zmq
+
 from .default_key import default_key
 from .keys import ChannelKey
+
+_NO_ADDRESS = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV}
 
 
 class TcpAddress(NamedTuple):
@@ -47,3 +52,25 @@ def resolved(url: str, key: ChannelKey | None) -> TcpAddress:
 def bracketed(address: str) -> str:
     """Return an address in the notation of URLs."""
     return f"[{address}]" if ":" in address else address
+
+
+def bind(socket: zmq.Socket[bytes], place: TcpAddress) -> int:
+    """Bind `socket` to one port of all addresses of `place` that belong to this machine, and return the port.
+
+    Raises:
+        OSError: the port is in use, or no address belongs to this machine.
+    """
+    port, bound, missing = place.port, False, OSError(f"expected an address of this machine, got {place.host}")
+    for address in place.addresses:
+        socket.setsockopt(zmq.IPV6, int(":" in address))
+        try:
+            socket.bind(f"tcp://{bracketed(address)}:{port or '*'}")
+        except zmq.ZMQError as error:
+            missing = OSError(error.errno, f"expected to listen at {address} port {port}, got {error.strerror}")
+            if error.errno not in _NO_ADDRESS:
+                raise missing from None
+        else:
+            bound, port = True, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+    if not bound:
+        raise missing
+    return port

@@ -24,15 +24,22 @@ CONTROL_SOCKET = "control"
 @contextmanager
 def listening_socket() -> Iterator[tuple[str, socket.socket]]:
     """Open a listening socket within the body; yield its URL and the socket. Blocks."""
-    with socket_directory() as directory:
-        listening = socket.socket(socket.AF_UNIX)
-        try:
-            listening.bind(str(directory / CONTROL_SOCKET))
-            (directory / CONTROL_SOCKET).chmod(0o600)
-            listening.listen()
-            yield f"{SCHEME}{directory}", listening
-        finally:
-            listening.close()
+    with socket_directory() as directory, listening_in(directory) as listening:
+        yield f"{SCHEME}{directory}", listening
+
+
+@contextmanager
+def listening_in(directory: Path) -> Iterator[socket.socket]:
+    """Open a listening socket in `directory` within the body. Blocks."""
+    listening, path = socket.socket(socket.AF_UNIX), directory / CONTROL_SOCKET
+    try:
+        path.unlink(missing_ok=True)  # of an owner that was killed
+        listening.bind(str(path))
+        path.chmod(0o600)
+        listening.listen()
+        yield listening
+    finally:
+        listening.close()
 
 
 def directory_of(url: str) -> Path:

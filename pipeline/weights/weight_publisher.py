@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -22,73 +21,32 @@ import anyio
 import anyio.to_thread
 from anyio.abc import SocketListener, TaskGroup
 
-from ..._schemas import ProtocolMismatch
-from ..._schemas.control import (
-    PROTOCOL_VERSION,
-    EndOfWeights,
-    Message,
-    NewVersion,
-    Pause,
-    PauseAck,
-    Reject,
-    Resume,
-    Subscribe,
-    ViewsInUse,
-    Weights,
-    check_name,
-)
+from ..._schemas.control import check_name
 from ..._schemas.numbers import finite_number
-from ..accounting.telemetry import get_logger
-from ..channels.control_connection import ControlConnection, serve_control
+from ..channels.control_connection import serve_control
+from ..channels.keys import ChannelKey
 from ..util.blocking import enter_in_thread
 from ..util.file_descriptors import available
-from ..util.waiting import Waiters
 from .engine_sync import Syncable, synced
 from .tensor_layout import WritePlan
+from .weight_address import WeightAddress
 from .weight_connection import listening_socket
+from .weight_server import serving
 from .weight_specs import FusedTensor, Tensor, manifest_of
+from .weight_subscriptions import RELEASE_TIMEOUT_S, Subscriptions
 from .weights import NO_VERSION, WeightWriter
 
 if TYPE_CHECKING:
     from torch import nn
 
-log = get_logger("penstock.weights")
-
 DESCRIPTORS = 8
 """File descriptors that opening takes: the segment, the socket and its folder, and temporary ones."""
-
-HANDSHAKE_TIMEOUT_S = 10.0
-"""Seconds that a peer that connects has to send `Subscribe`."""
-
-CLOSE_TIMEOUT_S = 1.0
-"""Seconds that a publisher that closes waits until its subscribers are notified."""
 
 PAUSE_TIMEOUT_S = 60.0
 """Seconds that subscribers have to stop sampling: longer than a long completion takes."""
 
-RELEASE_TIMEOUT_S = 60.0
-"""Seconds that `publish` waits for samplers of a buffer: as long as for a pause, for the same reason."""
-
 
 E = TypeVar("E", bound=Syncable)
-
-
-@dataclass(slots=True, eq=False)
-class _Subscription:
-    """A connected subscriber: the last state that it was notified of, and the pause that it confirmed."""
-
-    name: str
-    connection: ControlConnection
-    notified_version: int
-    notified_pause: int
-    """Number of the pause that it was notified of; 0 once it was notified to resume."""
-    confirmed: int
-    """Number of the last pause that it confirmed: it has stopped sampling."""
-    holding: int = 0
-    """The publication whose buffer it samples from; 0 for none."""
-    notified_final: bool = False
-    changed: Waiters = field(default_factory=Waiters)
-    """Wakes the task that notifies it."""
 
 
 class WeightPublisher:
@@ -129,26 +87,17 @@ class WeightPublisher:
         """
         self._plan = WritePlan(manifest_of(model), fused, cast)
         self._device = device
-        self._release_timeout_s = finite_number("release_timeout_s", release_timeout_s, zero=True)
-        self.name: str = check_name(name or f"publisher in process {os.getpid()}")
-        self._url = ""
         self._writer: WeightWriter | None = None
-        self._subscriptions: set[_Subscription] = set()
+        self._subscriptions = Subscriptions(
+            check_name(name or f"publisher in process {os.getpid()}"),
+            finite_number("release_timeout_s", release_timeout_s, zero=True),
+        )
         self._publishing = anyio.Lock()
-        self._pause = 0
-        """Number of the present pause; 0 where there is none."""
-        self._pauses = 0
-        """Pauses so far; each has a number of its own, so that a late confirmation is not taken for a new one."""
-        self._holders = 0
-        """Bodies of `paused` that run or wait."""
-        self._final = False
-        self._changed = Waiters()
-        """Wakes tasks that wait for a subscriber to confirm, or to leave."""
         self._stack = AsyncExitStack()
 
     def __repr__(self) -> str:
-        state = "paused" if self._pause else "open" if self._writer else "closed"
-        return f"<WeightPublisher {self._url} {state}: version {self.version}, {len(self._subscriptions)} subscribers>"
+        state = "paused" if self._subscriptions.pause else "open" if self._writer else "closed"
+        return f"<WeightPublisher {self.url} {state}: version {self.version}, {len(self.subscribers)} subscribers>"
 
     async def __aenter__(self) -> Self:
         """Allocate the segment and open the control socket.
@@ -163,10 +112,11 @@ class WeightPublisher:
         async with AsyncExitStack() as stack:
             self._writer = await anyio.to_thread.run_sync(WeightWriter, self._plan, self._device)
             stack.callback(self._close)
-            self._url, connection = await enter_in_thread(stack, listening_socket())
+            url, connection = await enter_in_thread(stack, listening_socket())
+            self._subscriptions.open(self._writer, url)
             listener = await stack.enter_async_context(await SocketListener.from_socket(connection))
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(serve_control, listener, self._serve, self._refused)
+            tasks.start_soon(serve_control, listener, self._subscriptions.accept, self._subscriptions.refused)
             stack.push_async_callback(self._notify_end, tasks)
             self._stack = stack.pop_all()
         return self
@@ -178,7 +128,12 @@ class WeightPublisher:
     @property
     def url(self) -> str:
         """The URL for subscribers, while it is open."""
-        return self._url
+        return self._subscriptions.url
+
+    @property
+    def name(self) -> str:
+        """The name of this publisher, for messages."""
+        return self._subscriptions.name
 
     @property
     def ties(self) -> Mapping[str, str]:
@@ -193,7 +148,7 @@ class WeightPublisher:
     @property
     def subscribers(self) -> list[str]:
         """Names of the connected subscribers."""
-        return sorted(subscription.name for subscription in self._subscriptions)
+        return sorted(subscription.name for subscription in self._subscriptions.all)
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Make `tensors` the newest weights. Copies in a worker thread; if cancelled, it has published all or none.
@@ -214,28 +169,11 @@ class WeightPublisher:
             writer = self._opened()
             check = partial(self._plan.check, newest=writer.latest)
             await anyio.to_thread.run_sync(check, tensors, version)
-            await self._released(writer.sequence - 1)
+            await self._subscriptions.released(writer.sequence - 1)
             try:
                 await anyio.to_thread.run_sync(writer.write, tensors, version)
             finally:
-                self._wake_all()
-
-    async def _released(self, sequence: int) -> None:
-        """Wait, up to `release_timeout_s`, until no subscriber samples from publication `sequence` or an older one."""
-        with anyio.move_on_after(self._release_timeout_s):
-            while self._holders_of(sequence):
-                await self._changed.wait()
-        for subscription in self._holders_of(sequence):
-            log.warning(
-                "weights_overwritten_in_use",
-                url=self._url,
-                subscriber=subscription.name,
-                release_timeout_s=self._release_timeout_s,
-            )
-            subscription.holding = 0
-
-    def _holders_of(self, sequence: int) -> list[_Subscription]:
-        return [subscription for subscription in self._subscriptions if 0 < subscription.holding <= sequence]
+                self._subscriptions.wake_all()
 
     @asynccontextmanager
     async def paused(self, pause_timeout_s: float = PAUSE_TIMEOUT_S) -> AsyncIterator[None]:
@@ -246,19 +184,32 @@ class WeightPublisher:
         Raises:
             TimeoutError: a subscriber did not stop within `pause_timeout_s`; the message names it. Sampling resumes.
         """
-        self._holders += 1
-        if self._holders == 1:
-            self._pauses += 1
-            self._pause = self._pauses
-            self._wake_all()
-        try:
-            await self._all_stopped(finite_number("pause_timeout_s", pause_timeout_s, zero=True))
+        timeout_s = finite_number("pause_timeout_s", pause_timeout_s, zero=True)
+        async with self._subscriptions.paused(timeout_s):
             yield
-        finally:
-            self._holders -= 1
-            if not self._holders:
-                self._pause = 0
-                self._wake_all()
+
+    @asynccontextmanager
+    async def serve(self, url: str, *, key: ChannelKey | None = None) -> AsyncIterator[WeightAddress]:
+        """Serve the versions to samplers on other hosts within the body; yield the address to give to samplers.
+
+        Each host receives a version once, for all its samplers. On the host of this publisher the address leads to
+        its shared memory. `publish` never waits for the network; `paused` also pauses the samplers of other hosts.
+
+        Args:
+            url: `tcp://HOST:PORT`, with an address by which other hosts reach this one; port 0 chooses one.
+            key: the key that samplers must have too, which they get with the address; on loopback this user's key is
+                used by default.
+
+        Raises:
+            ValueError: the URL is not such a one, or a host beyond loopback without a key; or the versions lie on a
+                device.
+            OSError: the port is in use, or no address belongs to this machine.
+            InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
+            MissingExtra: xxhash is not installed.
+            anyio.ClosedResourceError: the publisher is not open.
+        """
+        async with serving(url, key, self._opened(), self._subscriptions) as address:
+            yield address
 
     def sync(self, engine: E) -> AbstractAsyncContextManager[E]:
         """Wake `engine` and load the newest version for the body; let it sleep afterwards, in any case.
@@ -267,155 +218,18 @@ class WeightPublisher:
         """
         return synced(self, engine)
 
-    async def _all_stopped(self, pause_timeout_s: float) -> None:
-        with anyio.move_on_after(pause_timeout_s):
-            while self._sampling():
-                await self._changed.wait()
-        if names := self._sampling():
-            raise TimeoutError(
-                f"expected every subscriber to stop sampling within {pause_timeout_s} s, {names} did not"
-            )
-
-    def _sampling(self) -> list[str]:
-        """Return the names of subscribers that have not confirmed the present pause."""
-        return sorted(each.name for each in self._subscriptions if each.confirmed != self._pause)
-
     def _opened(self) -> WeightWriter:
         if self._writer is None:
             raise anyio.ClosedResourceError
         return self._writer
 
-    # -- connections ---------------------------------------------------------------------------------------------------
-
-    async def _serve(self, connection: ControlConnection) -> None:
-        """Serve one subscriber until it disconnects."""
-        try:
-            subscription = await self._handshake(connection)
-            if subscription is not None:
-                await self._serve_subscription(subscription)
-        except ProtocolMismatch as error:
-            self._refused(str(error))
-        except (anyio.EndOfStream, anyio.BrokenResourceError):
-            pass
-
-    def _refused(self, reason: str) -> None:
-        log.warning("subscriber_rejected", url=self._url, reason=reason)
-
-    async def _handshake(self, connection: ControlConnection) -> _Subscription | None:
-        """Accept a subscriber and send it the segment; return None if it sends no request in time."""
-        with anyio.move_on_after(HANDSHAKE_TIMEOUT_S):
-            request = await connection.receive()
-            if not isinstance(request, Subscribe):
-                raise ProtocolMismatch(f"expected Subscribe, got {type(request).__name__}")
-            name = f"{request.name} (pid {request.pid})"
-            refusal = _refusal(request, same_user=connection.same_user)
-            if refusal is not None:
-                await connection.send(refusal)
-                raise ProtocolMismatch(f"{name}: {refusal.reason}")
-            return await self._accept(name, connection)
-        return None
-
-    async def _accept(self, name: str, connection: ControlConnection) -> _Subscription:
-        writer = self._opened()
-        subscription = _Subscription(name, connection, NO_VERSION, notified_pause=self._pause, confirmed=self._pause)
-        self._subscriptions.add(subscription)
-        weights = Weights(
-            PROTOCOL_VERSION,
-            self.name,
-            writer.generation,
-            writer.nbytes,
-            self._pause,
-            writer.handle,
-        )
-        try:
-            await connection.send(weights, writer.fd)
-        except BaseException:
-            self._remove(subscription)
-            raise
-        return subscription
-
-    async def _serve_subscription(self, subscription: _Subscription) -> None:
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._notify, subscription)
-                await self._receive(subscription)
-                tasks.cancel_scope.cancel()
-        finally:
-            self._remove(subscription)
-
-    async def _receive(self, subscription: _Subscription) -> None:
-        """Record the confirmations of a subscriber and the buffer that it holds, until it disconnects."""
-        try:
-            while True:
-                message = await subscription.connection.receive()
-                if isinstance(message, PauseAck):
-                    subscription.confirmed = message.number
-                elif isinstance(message, ViewsInUse):
-                    subscription.holding = message.sequence
-                self._changed.wake_all()
-        except anyio.EndOfStream:
-            pass
-        except ProtocolMismatch as error:
-            log.warning("subscriber_rejected", subscriber=subscription.name, reason=str(error))
-
-    async def _notify(self, subscription: _Subscription) -> None:
-        """Send a subscriber every change of the state: the version, the pause, the end."""
-        try:
-            while True:
-                message = self._next_message(subscription)
-                if message is None:
-                    await subscription.changed.wait()
-                    continue
-                await subscription.connection.send(message)
-                if isinstance(message, EndOfWeights):
-                    subscription.notified_final = True
-                    self._changed.wake_all()
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # it has disconnected: `_receive` ends too
-
-    def _next_message(self, subscription: _Subscription) -> Message | None:
-        """Return the next message for a subscriber, and record it as sent; None if it has the present state."""
-        if subscription.notified_version != self.version:
-            subscription.notified_version = self.version
-            return NewVersion(self.version)
-        if subscription.notified_pause != self._pause:
-            subscription.notified_pause = self._pause
-            return Pause(self._pause) if self._pause else Resume()
-        if self._final and not subscription.notified_final:
-            return EndOfWeights()
-        return None
-
-    def _wake_all(self) -> None:
-        for subscription in self._subscriptions:
-            subscription.changed.wake_all()
-
-    def _remove(self, subscription: _Subscription) -> None:
-        self._subscriptions.discard(subscription)
-        self._changed.wake_all()
-
     async def _notify_end(self, tasks: TaskGroup) -> None:
-        """Notify all subscribers of the end, then stop; wait first for those that use memory of a device."""
-        self._final = True
-        self._wake_all()
-        with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT_S):
-            while any(not subscription.notified_final for subscription in self._subscriptions):
-                await self._changed.wait()
-        if self._writer is not None and self._writer.handle is not None:
-            with anyio.CancelScope(shield=True):
-                await self._released(self._writer.sequence)
+        """Notify all subscribers of the end, then stop."""
+        await self._subscriptions.notify_end()
         tasks.cancel_scope.cancel()
 
     def _close(self) -> None:
+        self._subscriptions.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def _refusal(request: Subscribe, *, same_user: bool) -> Reject | None:
-    """Return the message that rejects a subscriber; None if it is accepted."""
-    if not same_user:
-        return Reject("ProtocolMismatch", "expected a subscriber that runs as the publisher's user")
-    if request.version != PROTOCOL_VERSION:
-        versions = f"expected protocol version {PROTOCOL_VERSION}, got {request.version}"
-        return Reject("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
-    return None

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 import anyio
 import anyio.to_thread
+from anyio.abc import TaskGroup
 
 from ..._schemas import ProtocolMismatch
 from ..._schemas.control import (
@@ -36,13 +37,15 @@ from ..._schemas.control import (
     Weights,
     check_name,
 )
-from ..channels.control_connection import ControlConnection
+from ..channels.control_connection import BACKLOG_RETRY_S, ControlConnection
 from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..channels.socket_directory import sweep_after
-from ..errors import NobodyListens, PeerClosed, PeerLost
+from ..errors import NobodyListens, PeerClosed, PeerLost, PenstockError
 from ..util.file_descriptors import available
+from ..util.host import host_identity
 from ..util.waiting import Waiters
-from .weight_connection import connect_publisher, directory_of
+from .weight_address import WeightAddress
+from .weight_connection import SCHEME, connect_publisher, directory_of
 from .weight_copies import CopiedModel, PrivateCopy, attached
 from .weight_specs import FusedTensor, Tensor
 from .weights import NO_VERSION, WeightReader
@@ -59,13 +62,23 @@ DESCRIPTORS = 6
 class WeightSubscriber:
     """The weights of a publisher in another process (or in this one), and a model into which they are loaded."""
 
-    def __init__(self, url: str, *, name: str | None = None) -> None:
-        """Prepare to subscribe at `url`; `name` is that of this subscriber, for messages."""
-        self.url = url
+    def __init__(self, url: str | WeightAddress, *, name: str | None = None) -> None:
+        """Prepare to subscribe.
+
+        Args:
+            url: `WeightPublisher.url`, on the publisher's host; or the address that `WeightPublisher.serve` yields.
+            name: of this subscriber, for messages.
+        """
+        self.url: str = url if isinstance(url, str) else url.url
         self.name: str = check_name(name or f"subscriber in process {os.getpid()}")
+        self._address = None if isinstance(url, str) else url
+        """The address of weights on another host; None for those of this host."""
+        self._local = self.url
+        """The URL to connect to, on this host."""
         self._stack = AsyncExitStack()
+        self._tasks: TaskGroup
         self._reader: WeightReader | None = None
-        self._publisher = url
+        self._publisher = self.url
         self._target: CopiedModel | MappedModel | None = None
         """The attached model or tensors."""
         self._source: PrivateCopy | WeightReader | None = None
@@ -73,6 +86,8 @@ class WeightSubscriber:
         self._version = NO_VERSION
         self._held = 0
         """The publication that the model is views of; 0 for none."""
+        self._held_in: WeightReader | None = None
+        """The segment of that publication: of the mirror that died, until a new one has a newer version."""
         self._reported_held = 0
         """The publication that the publisher was last notified of as held."""
         self._failure: PeerLost | None = None
@@ -82,6 +97,8 @@ class WeightSubscriber:
         self._confirmed = 0
         self._active = 0
         """Bodies of `sampling` that run."""
+        self._joining = False
+        """Whether it waits to connect to another mirror, because its own died."""
         self._changed = Waiters()
         """Wakes tasks that wait for a version or for the end of a pause."""
         self._to_send = Waiters()
@@ -99,33 +116,70 @@ class WeightSubscriber:
             NobodyListens: there is no publisher at `url`, or it is unresponsive.
             ProtocolMismatch: it rejected the subscriber, with its reason.
             PeerLost: it died or closed meanwhile.
+            PeerClosed: the publisher, on another host, has another key.
+            StaleHandle: another publisher answers, on another host.
+            OutOfSharedMemory: this host has no room for weights of another host, twice.
             OutOfFileDescriptors: this process has too few left.
+            ValueError: `url` is not one of a publisher, or an address without a host to connect to.
         """
         available(DESCRIPTORS, "a subscriber to weights")
         self._loop = asyncio.get_running_loop()
-        async with AsyncExitStack() as stack:
-            try:
-                with anyio.fail_after(DEFAULT_HEARTBEAT_TIMEOUT_S):
-                    connection = await stack.enter_async_context(await connect_publisher(self.url))
-                    await connection.send(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
-                    self._reader = await self._handshake(connection)
-            except TimeoutError:
-                raise NobodyListens(
-                    f"expected the publisher at {self.url} to answer, got no answer for "
-                    f"{DEFAULT_HEARTBEAT_TIMEOUT_S:g} s: is its process stopped, or its event loop blocked?"
-                ) from None
-            except (anyio.EndOfStream, anyio.BrokenResourceError):
-                raise PeerLost(f"the publisher at {self.url} closed the connection before it sent weights") from None
-            tasks = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(self._receive, connection)
-            tasks.start_soon(self._send, connection)
-            stack.callback(tasks.cancel_scope.cancel)
-            self._stack = stack.pop_all()
+        if self._address is not None and self._address.host == await anyio.to_thread.run_sync(host_identity):
+            self._local, self._address = self._address.local, None
+        stack = AsyncExitStack()
+        try:
+            self._tasks = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(self._tasks.cancel_scope.cancel)
+            connection, self._reader = await self._connected()
+            await stack.enter_async_context(connection)
+            stack.callback(self._tasks.cancel_scope.cancel)  # before the connection is closed
+            self._tasks.start_soon(self._follow, connection)
+        except BaseException:  # not `async with`: the task group would wrap it
+            await stack.aclose()
+            raise
+        self._stack = stack
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Disconnect. The model keeps its weights."""
         await self._stack.aclose()
+
+    async def _connected(self) -> tuple[ControlConnection, WeightReader]:
+        """Connect to the publisher, or to this host's mirror of it, and map the segment."""
+        while True:
+            connection = await self._connection()
+            try:
+                with anyio.fail_after(DEFAULT_HEARTBEAT_TIMEOUT_S):
+                    await connection.send(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
+                    return connection, await self._handshake(connection)
+            except TimeoutError:
+                await connection.aclose()
+                raise NobodyListens(
+                    f"expected the publisher at {self.url} to answer, got no answer for "
+                    f"{DEFAULT_HEARTBEAT_TIMEOUT_S:g} s: is its process stopped, or its event loop blocked?"
+                ) from None
+            except (anyio.EndOfStream, anyio.BrokenResourceError):
+                await connection.aclose()
+                if self._address is None:  # else it was a mirror, and another takes its place
+                    raise PeerLost(
+                        f"the publisher at {self.url} closed the connection before it sent weights"
+                    ) from None
+            except BaseException:
+                await connection.aclose()
+                raise
+
+    async def _connection(self) -> ControlConnection:
+        """Connect to the socket of the publisher; or of this host's mirror, after becoming it if there is none."""
+        if self._address is None:
+            return await connect_publisher(self._local)
+        from .weight_mirror import run_mirror  # noqa: PLC0415 (only samplers on other hosts receive weights over tcp)
+
+        while True:
+            directory = await self._tasks.start(run_mirror, self._address)
+            self._local = f"{SCHEME}{directory}"
+            with suppress(NobodyListens):  # another process is about to listen there, or to end
+                return await connect_publisher(self._local)
+            await anyio.sleep(BACKLOG_RETRY_S)
 
     async def _handshake(self, connection: ControlConnection) -> WeightReader:
         message = await connection.receive()
@@ -144,7 +198,7 @@ class WeightSubscriber:
     @property
     def latest(self) -> int:
         """The newest version that was published; −1 before the first. Read from memory, without a system call."""
-        return self._reader.latest if self._reader else NO_VERSION
+        return max(self._reader.latest, self._version) if self._reader else NO_VERSION
 
     @property
     def version(self) -> int:
@@ -194,18 +248,18 @@ class WeightSubscriber:
             PeerLost: the publisher died, and the tensors hold its last version.
             RuntimeError: no model is attached.
         """
-        reader = self._opened()
-        if self._target is None or self._source is None:
+        reader, source = self._opened(), self._source
+        if self._target is None or source is None:
             raise RuntimeError("expected tensors to refresh, got none: call attach(model) first")
         if self._failure is not None and not reader.memory.stays:
             raise self._failure
         if reader.latest > self._version or not self.intact:
-            read = self._source.read()
+            read = source.read()
             if read is not None:
                 publication, tensors = read
                 self._target.load(tensors)
-                self._version = publication.version
-                self._held = publication.sequence if self._source is reader else 0
+                self._version, self._held_in = publication.version, reader
+                self._held = publication.sequence if source is reader else 0
                 self._loop.call_soon_threadsafe(self._to_send.wake_all)
         elif self._failure is not None:
             raise self._failure
@@ -218,8 +272,10 @@ class WeightSubscriber:
         False where the model is views, and the publisher has overwritten the version after `release_timeout_s`, or has
         closed and freed its memory: discard the samples, and refresh.
         """
-        reader = self._opened()
-        return not self._held or (reader.intact(self._held) and (self._failure is None or reader.memory.stays))
+        reader = self._held_in
+        if not self._held or reader is None:
+            return True
+        return reader.intact(self._held) and (self._failure is None or reader.memory.stays)
 
     @property
     def stale(self) -> bool:
@@ -267,7 +323,7 @@ class WeightSubscriber:
         Raises:
             PeerLost: the publisher died.
         """
-        while self._pause:
+        while self._pause or self._joining:
             self._check()
             await self._changed.wait()
         self._check()
@@ -280,22 +336,65 @@ class WeightSubscriber:
 
     # -- connection ----------------------------------------------------------------------------------------------------
 
+    async def _follow(self, connection: ControlConnection) -> None:
+        """Handle the messages of the publisher until it closes or dies; of mirrors, one after the other."""
+        following: ControlConnection | None = connection
+        while following is not None:
+            async with following, anyio.create_task_group() as tasks:
+                self._reported_held = 0
+                tasks.start_soon(self._send, following)
+                await self._receive(following)
+                tasks.cancel_scope.cancel()
+            following = None if self._final or self._failure is not None else await self._rejoined()
+        self._changed.wake_all()
+        if self._failure is not None:
+            await anyio.to_thread.run_sync(sweep_after, directory_of(self._local))
+
     async def _receive(self, connection: ControlConnection) -> None:
-        """Handle the publisher's messages, until it closes or dies."""
+        """Handle the messages of one connection."""
         try:
             while not self._final:
                 self._handle(await connection.receive())
             if not self._opened().memory.stays:
                 self._failure = PeerLost(f"{self._publisher} closed, and its memory on {self.device} with it")
         except anyio.EndOfStream:
-            self._failure = PeerLost(f"{self._publisher} at {self.url} died: it closed the connection")
+            if self._address is None:
+                self._failure = PeerLost(f"{self._publisher} at {self.url} died: it closed the connection")
+        except PeerLost as error:
+            self._failure = error
         except ProtocolMismatch as error:
             self._failure = PeerLost(f"{self._publisher} at {self.url} broke the protocol: {error}")
         self._changed.wake_all()
-        if self._failure is not None:
-            await anyio.to_thread.run_sync(sweep_after, directory_of(self.url))
+
+    async def _rejoined(self) -> ControlConnection | None:
+        """Connect to another mirror, because that of this host has ended; None if the publisher is lost too.
+
+        Waits until no body of `sampling` runs: the new mirror takes its subscribers for paused if it is.
+        """
+        self._joining = True
+        try:
+            while self._active:
+                await self._to_send.wait()
+            connection, reader = await self._connected()
+            if reader.layout.header != self._opened().layout.header:
+                await connection.aclose()
+                raise ProtocolMismatch("expected the same tensors from another mirror, got others")
+            if isinstance(self._source, PrivateCopy):
+                self._source = PrivateCopy(reader, self._publisher)
+            elif self._source is not None:
+                self._source = reader
+            self._reader = reader
+        except (PenstockError, OSError) as error:
+            self._failure = PeerLost(f"{self._publisher} at {self.url} is lost: {error}")
+            return None
+        finally:
+            self._joining = False
+            self._changed.wake_all()
+        return connection
 
     def _handle(self, message: Message) -> None:
+        if isinstance(message, Reject):
+            raise PeerLost(message.reason)
         if isinstance(message, Pause):
             self._pause = message.number
         elif isinstance(message, Resume | EndOfWeights):
@@ -323,5 +422,7 @@ class WeightSubscriber:
         A subscriber that does not sample releases it when there is a newer one, or when the publisher closes.
         """
         newest = self._opened().newest()
+        if self._held_in is not self._reader:
+            return 0
         is_newest = newest is not None and newest.sequence == self._held
         return self._held if self._active or (is_newest and not self._final) else 0

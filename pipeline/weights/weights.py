@@ -15,7 +15,10 @@ import os
 import secrets
 import threading
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..._schemas import ProtocolMismatch
 from ..._schemas.control import DeviceHandle
@@ -129,14 +132,28 @@ class WeightWriter:
 
         If this is interrupted at any instruction, the version before remains the newest.
         """
-        sequence = self.sequence + 1
-        at = sequence % 2
-        self._words[BEGUN + at] = sequence
-        _fence()
+        start = self.begin()
         for offset, tensor, spec in self._plan.pieces(tensors):
-            self._memory.store(self._buffers[at] + offset, tensor, spec)
+            self._memory.store(start + offset, tensor, spec)
         self._memory.flush()
-        self._words[VERSION + at] = version
+        self.complete(version)
+
+    def begin(self) -> int:
+        """Declare that the buffer that is not the newest is overwritten from now on; return its first byte."""
+        sequence = self.sequence + 1
+        self._words[BEGUN + sequence % 2] = sequence
+        _fence()
+        return self._buffers[sequence % 2]
+
+    def store(self, start: int, elements: NDArray[np.uint8]) -> None:
+        """Copy bytes of tensors, from byte `start` of the buffer that `begin` returned, into memory of the host."""
+        first = self._buffers[(self.sequence + 1) % 2] + start
+        cast("HostMemory", self._memory).bytes[first : first + len(elements)] = elements
+
+    def complete(self, version: int) -> None:
+        """Make the buffer, which has been filled since `begin`, the newest."""
+        sequence = self.sequence + 1
+        self._words[VERSION + sequence % 2] = version
         _fence()
         self._words[SEQUENCE] = sequence
         _fence()
@@ -195,6 +212,17 @@ class WeightReader:
             _fence()
             if self._words[BEGUN + sequence % 2] == sequence:  # else it may be the next version in this buffer
                 return Publication(sequence, version)
+        return None
+
+    def sequence_of(self, version: int) -> int | None:
+        """Return the publication of `version`; None if it was overwritten, or never published."""
+        published = self._words[SEQUENCE]
+        _fence()
+        for at in (0, 1):
+            begun = self._words[BEGUN + at]
+            _fence()
+            if 0 < begun <= published and self._words[VERSION + at] == version:
+                return begun
         return None
 
     def intact(self, sequence: int) -> bool:

@@ -28,6 +28,7 @@ from torch import Tensor
 from ..._pipeline.errors import EngineRefused, InvalidConfig, PeerLost
 from ..._pipeline.graph.context import current
 from ..._pipeline.util.quiescence import others_blocked
+from ..._pipeline.weights.weight_address import WeightAddress
 from ..._pipeline.weights.weights import NO_VERSION
 from ..._schemas import StopReason
 from ..training.causal_model import CausalModel, HasVocabulary
@@ -355,7 +356,7 @@ class TorchEngine:
 
     # -- weights and memory --------------------------------------------------------------------------------------------
 
-    async def follow(self, url: str) -> None:
+    async def follow(self, url: str | WeightAddress) -> None:
         """Begin every batch with the newest weights published at `url`; the first batch waits for a version.
 
         Raises:
@@ -393,13 +394,13 @@ class TorchEngine:
             pass
         self._version = version
 
-    async def _subscribe(self, url: str) -> Subscriber:
+    async def _subscribe(self, url: str | WeightAddress) -> Subscriber:
         """Subscribe in a task of its own, so that any task may call this."""
         weights: Subscriber = await self._tasks.start(self._hold, url)
         self._weights = weights
         return weights
 
-    async def _hold(self, url: str, *, task_status: TaskStatus[Subscriber]) -> None:
+    async def _hold(self, url: str | WeightAddress, *, task_status: TaskStatus[Subscriber]) -> None:
         async with subscriber(url) as weights:
             await anyio.to_thread.run_sync(self._attach, weights)
             task_status.started(weights)

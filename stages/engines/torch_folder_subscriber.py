@@ -23,6 +23,7 @@ from torch import nn
 
 from ..._pipeline.errors import NobodyListens, PeerClosed, PeerLost, PenstockError, StaleHandle, WeightsDamaged
 from ..._pipeline.weights.tensor_layout import TensorLayout
+from ..._pipeline.weights.weight_address import WeightAddress
 from ..._pipeline.weights.weight_copies import CopiedModel, attached
 from ..._pipeline.weights.weight_memory import HostMemory, TensorBuffer
 from ..._pipeline.weights.weight_specs import FusedTensor, Tensor
@@ -250,6 +251,8 @@ Subscriber: TypeAlias = WeightSubscriber | FolderSubscriber
 """A subscriber to published weights."""
 
 
-def subscriber(url: str) -> Subscriber:
+def subscriber(url: str | WeightAddress) -> Subscriber:
     """Return a subscriber to the weights at `url`, of a WeightPublisher or a WeightFolder."""
-    return FolderSubscriber(url) if url.startswith(FOLDER_SCHEME) else WeightSubscriber(url)
+    if isinstance(url, str) and url.startswith(FOLDER_SCHEME):
+        return FolderSubscriber(url)
+    return WeightSubscriber(url)

@@ -15,6 +15,7 @@ import anyio.to_thread
 import torch
 
 from ..._pipeline.graph.context import Worker
+from ..._pipeline.weights.weight_address import WeightAddress
 from ..._schemas.numbers import normalize_counts
 from ..training.causal_model import CausalModel
 from .policies import Engine, Tokenizer
@@ -33,9 +34,10 @@ class TorchPolicy:
     """Makes the model in the process that samples; a module-level function, so that the policy can be pickled."""
     eos_id: int
     """The token that ends a completion."""
-    weights: str | None = None
-    """URL of the WeightPublisher (or WeightFolder) whose newest version every batch begins with; without one the model
-    keeps its initial weights, version 0, until `update_weights`."""
+    weights: str | WeightAddress | None = None
+    """URL of the WeightPublisher (or WeightFolder) whose newest version every batch begins with, or the address that
+    `WeightPublisher.serve` yields, for samplers on any host; without one the model keeps its initial weights, version
+    0, until `update_weights`."""
     seed: int = 0
     """Makes sampling repeatable if the order of requests is; the random numbers differ between workers, and between
     versions of the weights."""

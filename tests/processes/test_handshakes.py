@@ -18,7 +18,7 @@ from penstock import TrajectoryGroup
 from penstock._pipeline.channels.control_connection import ControlConnection
 from penstock._pipeline.channels.handshake import complete_handshake
 from penstock._pipeline.channels.segment import SegmentWriter
-from penstock._pipeline.weights import weight_publisher, weight_subscriber
+from penstock._pipeline.weights import weight_subscriber, weight_subscriptions
 from penstock._schemas import control
 from penstock.channels import connect, connect_with_replay, serve
 from penstock.errors import NobodyListens, OutOfSharedMemory, PeerClosed, PeerLost, ProtocolMismatch, TokenizersDiffer
@@ -170,9 +170,9 @@ TENSORS = {"weight": np.zeros((4, 3), np.float32)}
 async def test_a_subscriber_of_another_protocol_version_is_refused_by_both_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = weight_publisher._refusal
+    original = weight_subscriptions.refusal
     aged = lambda sent, **rest: original(msgspec.structs.replace(sent, version=99), **rest)  # noqa: E731
-    monkeypatch.setattr(weight_publisher, "_refusal", aged)
+    monkeypatch.setattr(weight_subscriptions, "refusal", aged)
 
     async with WeightPublisher(TENSORS) as publisher:
         with pytest.raises(ProtocolMismatch, match=f"expected protocol version {control.PROTOCOL_VERSION}, got 99"):

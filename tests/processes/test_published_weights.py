@@ -247,7 +247,7 @@ async def test_pauses_within_pauses_end_with_the_outermost() -> None:
         async with publisher.paused():
             async with publisher.paused():
                 pass
-            assert publisher._pause
+            assert publisher._subscriptions.pause
         async with subscriber.sampling():
             assert not subscriber.paused
 
@@ -288,7 +288,7 @@ async def test_a_subscriber_killed_during_a_pause_does_not_hang_the_publisher() 
             assert await line(sampler) == "sampling"
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(pause, publisher)
-                while not publisher._pause:
+                while not publisher._subscriptions.pause:
                     await checkpoint()
                 sampler.send_signal(signal.SIGKILL)
 

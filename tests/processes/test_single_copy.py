@@ -186,7 +186,7 @@ async def test_publishing_waits_for_the_batch_that_is_sampled_from_the_buffer_it
 
 
 def _holding(publisher: WeightPublisher) -> list[int]:
-    return [subscription.holding for subscription in publisher._subscriptions if subscription.holding]
+    return [subscription.holding for subscription in publisher._subscriptions.all if subscription.holding]
 
 
 async def test_a_subscriber_that_does_not_sample_delays_no_publisher() -> None:
@@ -260,7 +260,7 @@ async def test_a_sampler_that_is_stopped_or_killed_in_a_batch_delays_others_for_
             printed += [await line(sampler), await line(sampler)]
             while not _holding(publisher):
                 await checkpoint()
-            publisher._release_timeout_s = 60
+            publisher._subscriptions.release_timeout_s = 60
             await publisher.publish(filled(model, 4), 4)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(publisher.publish, filled(model, 5), 5)

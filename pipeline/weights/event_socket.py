@@ -1,0 +1,60 @@
+"""`EventSocket`: a ZeroMQ socket on which one task receives while others send."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import anyio
+import zmq
+
+from ..channels.transport import EVENTS, POLLIN, POLLOUT
+from ..util.waiting import Waiters
+
+
+class EventSocket:
+    """Sends and receives on a socket that it does not own.
+
+    The descriptor of a ZeroMQ socket reports only changes, and sending may consume one: so sending wakes the receiving
+    task as well.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        """Watch `socket` until `close`."""
+        self._socket = socket
+        self._changed = Waiters()
+        self._ends = socket.type == zmq.DEALER
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._changed.wake_all)
+
+    def send(self, *frames: bytes) -> None:
+        """Send a message.
+
+        Raises:
+            anyio.BrokenResourceError: there is no connection to the receiver.
+        """
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            raise anyio.BrokenResourceError from None
+        finally:
+            self._changed.wake_all()
+
+    async def receive(self) -> Sequence[zmq.Frame]:
+        """Return the frames of the next message.
+
+        Raises:
+            anyio.EndOfStream: the connection of a DEALER has ended.
+        """
+        while True:
+            events = int(self._socket.getsockopt(EVENTS))
+            if events & POLLIN:
+                return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            if self._ends and not events & POLLOUT:
+                raise anyio.EndOfStream
+            await self._changed.wait()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._loop.remove_reader(self._fd)

@@ -1,0 +1,47 @@
+"""`WeightAddress`: where samplers of any host find the weights of a publisher."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from ..channels.keys import ChannelKey
+
+
+@dataclass(frozen=True, slots=True)
+class WeightAddress:
+    """The address of weights that `WeightPublisher.serve` serves; it can be pickled, and contains the key."""
+
+    url: str
+    """`tcp://HOST:PORT`, for other hosts."""
+    key: ChannelKey
+    """The key of the connection."""
+    local: str
+    """The publisher's URL for processes of its own host, which share its memory."""
+    host: str
+    """The identity of its host."""
+    generation: int
+    """The generation of its segment: another publisher at `url` has another one."""
+
+    @property
+    def mirror(self) -> str:
+        """The name of a host's directory for its one process that receives these weights; short: sockets lie in it."""
+        identity = f"{self.url} {self.generation} {os.getuid()}"
+        return base64.b32encode(hashlib.sha256(identity.encode()).digest())[:8].decode().lower()
+
+    def check_reachable(self) -> None:
+        """Check that `url` has a host that another one can connect to.
+
+        Raises:
+            ValueError: it is the wildcard on which the publisher listens.
+        """
+        host = urlsplit(self.url).hostname or ""
+        if host.strip("0.:") == "" and ip_address(host).is_unspecified:
+            raise ValueError(
+                f"expected an address by which this host reaches the publisher's, got {self.url}, on which that one "
+                f"listens: give samplers dataclasses.replace(address, url='tcp://HOST:PORT')"
+            )

@@ -1,0 +1,367 @@
+"""The mirror of a publisher on another host: one process of each host receives every version, once, and shares it.
+
+It requests the chunks of a version over tcp, checks their hashes, writes them into a segment of shared memory like the
+publisher's, and serves subscribers of its host like the publisher does those of its own. So models are views here too,
+and a pause reaches every sampler: the mirror confirms it when all of its subscribers have.
+
+A connection that ends is made again once, and the transfer continues where it stopped. If that fails, the subscribers
+are notified that the publisher is lost.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import socket as sockets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from os import getpid
+from pathlib import Path
+from typing import Self
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from anyio.abc import SocketListener, TaskGroup, TaskStatus
+
+from ..._schemas import ProtocolMismatch
+from ..._schemas.control import (
+    PROTOCOL_VERSION,
+    Chunk,
+    ChunkRequest,
+    EndOfWeights,
+    Layout,
+    Message,
+    NewVersion,
+    Pause,
+    PauseAck,
+    Ready,
+    Reject,
+    Resume,
+    Subscribe,
+    VersionGone,
+    decode,
+    encode,
+    printable,
+)
+from ..accounting.telemetry import get_logger
+from ..channels.control_connection import serve_control
+from ..channels.handshake import handshake_timeout
+from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
+from ..channels.socket_directory import shared_directory
+from ..channels.tcp_address import resolved
+from ..channels.tcp_control import TcpControl, connected
+from ..errors import PeerClosed, PeerLost, PenstockError, StaleHandle
+from ..util.blocking import enter_in_thread
+from ..util.exception_groups import unwrap_single
+from ..util.extras import extra
+from ..util.file_descriptors import available
+from ..util.waiting import Waiters
+from .event_socket import EventSocket
+from .tensor_layout import LENGTH, TensorLayout, WritePlan
+from .weight_address import WeightAddress
+from .weight_connection import SCHEME, listening_in
+from .weight_subscriptions import RELEASE_TIMEOUT_S, Subscriptions
+from .weight_transfer import MOST_DAMAGED, WeightTransfer, span
+from .weights import NO_VERSION, WeightWriter
+
+log = get_logger("penstock.weights")
+
+DESCRIPTORS = 24
+"""File descriptors that a mirror takes: two sockets, a segment, temporary ones, and those of ZeroMQ itself, once."""
+
+
+class _Link:
+    """A connection to the publisher."""
+
+    def __init__(self, control: TcpControl, layout: Layout, events: EventSocket) -> None:
+        self.layout = layout
+        self.used = False
+        """Whether a message came on it after the handshake."""
+        self._control = control
+        self._events = events
+
+    @classmethod
+    async def open(cls, address: WeightAddress) -> Self:
+        """Connect, and complete the handshake.
+
+        Raises:
+            NobodyListens: no publisher answers at the address.
+            PeerClosed: the publisher has another key.
+            StaleHandle: another publisher answers.
+            ProtocolMismatch: the publisher has another protocol version.
+        """
+        with handshake_timeout(DEFAULT_HEARTBEAT_TIMEOUT_S, address.url):
+            place = await anyio.to_thread.run_sync(resolved, address.url, address.key)
+        identity = b"m" + secrets.token_bytes(15)
+        control = await connected(address.url, place, identity, DEFAULT_HEARTBEAT_TIMEOUT_S)
+        events = EventSocket(control.socket)
+        try:
+            with handshake_timeout(DEFAULT_HEARTBEAT_TIMEOUT_S, address.url):
+                name = f"mirror on {sockets.gethostname()}"[:100]
+                events.send(encode(Subscribe(PROTOCOL_VERSION, name, getpid())))
+                layout = _layout(decode((await events.receive())[-1].buffer), address)
+                events.send(encode(Ready()))
+                _confirmed(decode((await events.receive())[-1].buffer))
+        except BaseException as error:
+            events.close()
+            await control.aclose()
+            if isinstance(error, anyio.EndOfStream | anyio.BrokenResourceError):
+                raise PeerLost(f"the publisher at {address.url} closed the connection in the handshake") from None
+            raise
+        return cls(control, layout, events)
+
+    def send(self, message: Message) -> None:
+        """Send `message`.
+
+        Raises:
+            anyio.BrokenResourceError: the connection has ended.
+        """
+        self._events.send(encode(message))
+
+    async def receive(self) -> Message:
+        """Return the next message.
+
+        Raises:
+            anyio.EndOfStream: the connection has ended.
+            ProtocolMismatch: it is no message.
+        """
+        message = decode((await self._events.receive())[-1].buffer)
+        self.used = True
+        return message
+
+    async def until_unresponsive(self) -> None:
+        """Return when the publisher's process was stopped for too long, or its host hangs."""
+        await self._control.next_event(self.layout.name)
+
+    async def aclose(self) -> None:
+        """Close the connection. Closing twice is fine."""
+        if not self._control.socket.closed:
+            self._events.close()
+            await self._control.aclose()
+
+
+def _layout(answer: Message, address: WeightAddress) -> Layout:
+    if isinstance(answer, Reject):
+        raise ProtocolMismatch(f"the publisher at {address.url} refused: {printable(answer.reason)}")
+    if not isinstance(answer, Layout):
+        raise ProtocolMismatch(f"expected a Layout, got {type(answer).__name__}")
+    if answer.generation != address.generation:
+        raise StaleHandle(
+            f"expected weights of publisher {address.generation:x} at {address.url}, got those of "
+            f"{answer.generation:x}: use the address that the present one serves"
+        )
+    return answer
+
+
+def _confirmed(answer: Message) -> None:
+    if not isinstance(answer, Ready):
+        raise ProtocolMismatch(f"expected Ready, got {type(answer).__name__}")
+
+
+class WeightMirror:
+    """Receives the versions of a publisher into a segment of this host, and serves subscribers."""
+
+    def __init__(self, link: _Link, writer: WeightWriter, nbytes: int, url: str, tasks: TaskGroup) -> None:
+        self.subscriptions = Subscriptions(link.layout.name, RELEASE_TIMEOUT_S)
+        self.subscriptions.open(writer, url)
+        self._link = link
+        self._writer = writer
+        self._nbytes = nbytes
+        """Bytes of a version."""
+        self._tasks = tasks
+        self._announced = NO_VERSION
+        """The newest version that the publisher has announced."""
+        self._gone = NO_VERSION
+        """The last version that was overwritten before it had arrived."""
+        self._transfer: WeightTransfer | None = None
+        """The transfer into the buffer that is not the newest."""
+        self._pausing: anyio.CancelScope | None = None
+        """The scope of the task that pauses the subscribers."""
+        self._final = False
+        self._changed = Waiters()
+        """Wakes the task that requests chunks."""
+
+    async def follow(self, address: WeightAddress) -> None:
+        """Receive versions until the publisher closes, then notify the subscribers of the end."""
+        last: EndOfWeights | Reject = EndOfWeights()
+        try:
+            while not await self._received(self._link):
+                await self._link.aclose()
+                if not self._link.used:
+                    raise PeerLost(f"the publisher at {address.url} ends each connection at once")
+                log.warning("weights_reconnect", url=address.url)
+                self._link = await _Link.open(address)
+                self.pause(self._link.layout.pause)
+        except (PenstockError, OSError) as error:
+            # The key was accepted before: a publisher that closes a new connection is about to end.
+            reason = "it closed the connection" if isinstance(error, PeerClosed) else str(error)
+            last = Reject("PeerLost", f"{self.subscriptions.name} at {address.url} is lost: {reason}")
+            log.warning("weights_lost", url=address.url, reason=reason)
+        await self.subscriptions.notify_end(last)
+
+    async def aclose(self) -> None:
+        """Close the connection to the publisher, and the segment for new subscribers."""
+        self.subscriptions.close()
+        await self._link.aclose()
+
+    async def _received(self, link: _Link) -> bool:
+        """Handle the messages of one connection until it ends; return whether it ended because the publisher closed."""
+        with unwrap_single():
+            await self._exchange(link)
+        return self._final
+
+    async def _exchange(self, link: _Link) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._request, link)
+            tasks.start_soon(self._watch, link, tasks.cancel_scope)
+            try:
+                while not self._final:
+                    await self._handle(await link.receive())
+                    self._changed.wake_all()
+            except (anyio.EndOfStream, anyio.BrokenResourceError):
+                pass
+            tasks.cancel_scope.cancel()
+
+    async def _watch(self, link: _Link, scope: anyio.CancelScope) -> None:
+        await link.until_unresponsive()
+        scope.cancel()
+
+    async def _handle(self, message: Message) -> None:
+        match message:
+            case NewVersion(version):
+                self._announced = version
+            case Chunk():
+                await self._store(message)
+            case VersionGone(version):
+                if self._transfer is not None and self._transfer.version == version:
+                    log.warning("weights_overtaken", version=version, latest=self._announced)
+                    self._transfer, self._gone = None, version
+            case Pause(number):
+                self.pause(number)
+            case Resume():
+                self.pause(0)
+            case EndOfWeights():
+                self._final = True
+            case _:
+                reason = printable(message.reason) if isinstance(message, Reject) else type(message).__name__
+                raise ProtocolMismatch(f"expected a message of a publisher, got {reason}")
+
+    # -- versions ------------------------------------------------------------------------------------------------------
+
+    async def _request(self, link: _Link) -> None:
+        """Request the chunks of each version, until the connection ends."""
+        try:
+            if self._transfer is not None:
+                self._transfer.on_disconnect()
+            while True:
+                transfer = self._transfer or await self._begun()
+                while self._transfer is transfer and not transfer.done:
+                    for index in transfer.take():
+                        link.send(ChunkRequest(transfer.version, index))
+                    await self._changed.wait()
+                if self._transfer is transfer:
+                    self._transfer = None
+                    self._writer.complete(transfer.version)
+                    self.subscriptions.wake_all()
+        except anyio.BrokenResourceError:
+            pass  # `_received` ends too
+
+    async def _begun(self) -> WeightTransfer:
+        """Begin the transfer of the newest version, when there is one and no sampler uses its buffer."""
+        while self._announced <= max(self._writer.latest, self._gone):
+            await self._changed.wait()
+        await self.subscriptions.released(self._writer.sequence - 1)
+        self._writer.begin()
+        self._transfer = WeightTransfer(self._announced, self._nbytes)
+        return self._transfer
+
+    async def _store(self, chunk: Chunk) -> None:
+        """Write a chunk into the segment, unless its hash differs."""
+        transfer = self._transfer
+        if transfer is None or not transfer.expects(chunk):
+            return
+        intact = await anyio.to_thread.run_sync(transfer.intact, chunk)
+        if intact:
+            start, _ = span(chunk.index, self._nbytes)
+            await anyio.to_thread.run_sync(self._writer.store, start, np.frombuffer(chunk.content, np.uint8))
+        else:
+            log.warning("chunk_damaged", version=chunk.policy_version, index=chunk.index)
+        transfer.on_arrival(chunk.index, intact=intact)
+        if transfer.damaged > MOST_DAMAGED:
+            raise ProtocolMismatch(
+                f"expected chunks with their hashes, got {transfer.damaged} damaged ones of version {transfer.version}"
+            )
+
+    # -- pauses --------------------------------------------------------------------------------------------------------
+
+    def pause(self, number: int) -> None:
+        """Pause the subscribers for pause `number` of the publisher, or let them sample if it is 0."""
+        if self._pausing is not None:
+            self._pausing.cancel()
+            self._pausing = None
+        if number:
+            self._pausing = anyio.CancelScope()
+            self._tasks.start_soon(self._paused, number, self._pausing)
+
+    async def _paused(self, number: int, scope: anyio.CancelScope) -> None:
+        with scope:
+            async with self.subscriptions.paused(math.inf):
+                with suppress(anyio.BrokenResourceError):  # the next connection begins with the present pause
+                    self._link.send(PauseAck(number))
+                await anyio.sleep_forever()
+
+
+async def run_mirror(address: WeightAddress, *, task_status: TaskStatus[Path]) -> None:
+    """Mirror the weights at `address`, unless another process of this host does; report the directory of its socket.
+
+    Returns when the publisher closes or is lost.
+
+    Raises:
+        NobodyListens, PeerClosed, PeerLost, ProtocolMismatch, StaleHandle: see `_Link.open`; before it reports.
+        OutOfSharedMemory: this host has no room for the weights, twice.
+        OutOfFileDescriptors: this process has too few left.
+        ValueError: the address is one that no host can connect to.
+        MissingExtra: xxhash is not installed.
+    """
+    address.check_reachable()
+    with extra("torch", "weights over tcp"):
+        import xxhash  # noqa: F401, PLC0415 (chunks are compared with their hashes)
+    async with AsyncExitStack() as stack:
+        directory, owned = await enter_in_thread(stack, shared_directory(address.mirror))
+        if not owned:
+            task_status.started(directory)
+            return
+        available(DESCRIPTORS, "weights of another host")
+        listening = await enter_in_thread(stack, listening_in(directory))
+        async with _opened(address, f"{SCHEME}{directory}") as mirror:
+            listener = await SocketListener.from_socket(listening)
+            async with listener, anyio.create_task_group() as tasks:
+                tasks.start_soon(serve_control, listener, mirror.subscriptions.accept, mirror.subscriptions.refused)
+                task_status.started(directory)
+                await mirror.follow(address)
+                tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _opened(address: WeightAddress, url: str) -> AsyncIterator[WeightMirror]:
+    """Connect, and allocate the segment of a mirror; free both after the body."""
+    async with AsyncExitStack() as stack:
+        link = await _Link.open(address)
+        stack.push_async_callback(link.aclose)
+        layout = await anyio.to_thread.run_sync(_parsed, link.layout.header)
+        writer = await anyio.to_thread.run_sync(WeightWriter, WritePlan(layout.manifest))
+        stack.callback(writer.close)
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        mirror = WeightMirror(link, writer, layout.nbytes, url, tasks)
+        stack.push_async_callback(mirror.aclose)
+        mirror.pause(link.layout.pause)
+        yield mirror
+        tasks.cancel_scope.cancel()
+
+
+def _parsed(header: bytes) -> TensorLayout:
+    try:
+        return TensorLayout.parse(header[LENGTH.size :])
+    except ValueError as error:
+        raise ProtocolMismatch(f"expected the header of published tensors, got {error}") from None
