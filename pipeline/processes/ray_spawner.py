@@ -24,6 +24,9 @@ from .worker_progress import WorkerProgress
 
 log = get_logger("penstock.pipeline")
 
+NODE_DIED = "its node has died"
+"""Part of Ray's message where a node's death is that of an actor; the exception has no field for it."""
+
 KILL_S = 30.0
 """Seconds that Ray may take to report the end of an actor that was killed."""
 
@@ -47,6 +50,8 @@ class RayWorker:
         """The reason for which it was killed and must be replaced."""
         self._death = "ended"
         """How Ray says that it died."""
+        self.misplaced: bool = False
+        """Whether it never ran, because its node had died."""
 
     @property
     def running(self) -> bool:
@@ -75,6 +80,7 @@ class RayWorker:
             self.progress.handle(Failed(f"could not begin: {type(cause).__name__}: {line}", str(error)))
             return
         # 2. Its process or its node died.
+        self.misplaced = self.progress.pid is None and NODE_DIED in str(error)
         self._death = f"died: {_cause_in(str(error))}"
 
     async def receive(self) -> None:

@@ -50,6 +50,11 @@ class WorkerHandle(Protocol):
         """The cause of its exit, which is the reason of the trajectories that are lost with it. It must have ended."""
         ...
 
+    @property
+    def misplaced(self) -> bool:
+        """Return whether it never ran, because its place was on a host that had died. It must have ended."""
+        ...
+
     async def exited(self) -> None:
         """Wait until it has ended."""
         ...
@@ -148,11 +153,14 @@ class Supervisor:
             # 2. Its stage raised: so it would in a new process, and the run ends.
             if (failure := ended.progress.failure) is not None:
                 raise WorkerFailed(f"{ended.exit_reason}\n\nIn the worker:\n\n{failure.traceback}")
-            # 3. It died, and no restart is left: the run ends.
+            # 3. It never ran, for the node of its place had died before its cluster knew it: it is placed again.
+            if ended.misplaced:
+                continue
+            # 4. It died, and no restart is left: the run ends.
             log.warning("worker_died", how=ended.exit_reason, restarts_left=self._on.restarts - restart)
             if restart == self._on.restarts:
                 raise WorkerFailed(f"{ended.exit_reason}; it may be restarted {self._on.restarts} times at most")
-            # 4. It died, and may be restarted.
+            # 5. It died, and may be restarted.
             restart += 1
 
     async def _run_once(self, spawner: Spawner, worker: Worker, feed: Feed | None) -> WorkerHandle:

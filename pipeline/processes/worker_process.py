@@ -56,6 +56,11 @@ class WorkerProcess:
         """Return whether the process has not been reaped."""
         return self._popen.returncode is None
 
+    @property
+    def misplaced(self) -> bool:
+        """Return false: its host is that of the pipeline."""
+        return False
+
     async def exited(self) -> None:
         """Wait until the process has ended, and reap it."""
         if self.running:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib import import_module
@@ -48,10 +50,13 @@ def job_server(_settings: None) -> Iterator[str]:
     """Return the URL of the job server of a cluster of its own, whose processes have the paths of this one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", ":".join(sys.path))
-        options = {"num_cpus": 2, "include_dashboard": True}
+        own = free_ports("dashboard_port", "dashboard_agent_listen_port")  # another cluster uses the usual ones
+        options = {"num_cpus": 2, "include_dashboard": True, **own}
         made = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=options)
         try:
-            yield f"http://{made.webui_url}"
+            url = f"http://{made.webui_url}"
+            wait_for_agent(url)
+            yield url
         finally:
             made.shutdown()
 
@@ -79,6 +84,28 @@ def add_other_host(cluster: Any) -> Iterator[AddNode]:
 
     with ExitStack() as stack:
         yield add
+
+
+def free_ports(*names: str) -> dict[str, int]:
+    """Return a free port for each name."""
+    with ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
+        return {name: each.getsockname()[1] for name, each in zip(names, opened, strict=True)}
+
+
+def wait_for_agent(url: str) -> None:
+    """Wait until the job server takes jobs."""
+    client = import_module("ray.job_submission").JobSubmissionClient(url)
+    deadline = time.monotonic() + FAILSAFE_S
+    while True:
+        try:
+            client.submit_job(entrypoint="true")
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
 
 
 def wait_for_resource(cluster: Any, resource: str) -> None:
