@@ -199,7 +199,7 @@ class ServerConfig(Config, frozen=True):
 
 
 class RayConfig(Config, frozen=True):
-    """Actors of Ray that sample; see `ray`. Their nodes read folder, model and data of the run by the same paths."""
+    """Actors of Ray that sample; see `ray`. Their nodes read the model and the data by the same paths."""
 
     address: Text = "auto"
     """The cluster: `auto` for the one that runs already, HOST:PORT, or `local` for one that is started for the run."""

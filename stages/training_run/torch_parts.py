@@ -15,6 +15,7 @@ from ..._pipeline.trackers.tracker import Tracker
 from ..._pipeline.trackers.wandb import WandB
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.named_objects import import_object
+from ..._pipeline.weights.weight_address import WeightAddress
 from ..advantage_normalizer import AdvantageNormalizer
 from ..batcher import Batcher
 from ..chat.chat_format import ChatFormat
@@ -169,7 +170,7 @@ class RunParts:
     def _max_length(self) -> int:
         return self.config.data.max_prompt_tokens + self.config.sampling.max_completion_tokens
 
-    def policy(self, weights: str | None) -> Policy:
+    def policy(self, weights: str | WeightAddress | None) -> Policy:
         """Return the policy, which samples with the weights published at `weights`, or updated by the trainer."""
         config, server = self.config, self.config.server
         if server is not None:

@@ -11,6 +11,7 @@ A run whose folder holds a checkpoint goes on from it.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,9 +26,12 @@ import msgspec
 
 from ..._pipeline.accounting.evaluations import EvaluationPart
 from ..._pipeline.accounting.telemetry import Metrics
+from ..._pipeline.channels.keys import SECRET_BYTES, ChannelKey
+from ..._pipeline.channels.tcp_address import bracketed
 from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.graph.context import Context, Worker
 from ..._pipeline.graph.statistics import Report
+from ..._pipeline.processes.ray_worker import node_address
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.named_objects import import_object
 from ..._pipeline.util.os_errors import explaining_os_errors
@@ -181,16 +185,20 @@ async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Po
         from ..._pipeline.weights.weight_publisher import WeightPublisher  # noqa: PLC0415 (needs torch)
         from ..engines.torch_weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)
 
-        own = await anyio.to_thread.run_sync(config.run_folder.absolute) / "weights"
         if config.server is None:
-            publisher: WeightPublisher | WeightFolder
-            publisher = WeightPublisher(model) if config.placement.ray is None else WeightFolder(own, model)
-            await stack.enter_async_context(publisher)
-            yield parts.policy(publisher.url), publisher
+            publisher = await stack.enter_async_context(WeightPublisher(model))
+            if config.placement.ray is None:
+                yield parts.policy(publisher.url), publisher
+                return
+            host = await anyio.to_thread.run_sync(node_address)
+            key = ChannelKey(secrets.token_bytes(SECRET_BYTES))
+            served = publisher.serve(f"tcp://{bracketed(host)}:0", key=key)
+            yield parts.policy(await stack.enter_async_context(served)), publisher
             return
         from ..models.hf_model import MergedWeights  # noqa: PLC0415 (needs torch)
 
         policy = parts.policy(None)
+        own = await anyio.to_thread.run_sync(config.run_folder.absolute) / "weights"
         folder = await stack.enter_async_context(WeightFolder(config.server.weights or own, model.merged()))
         engine = await stack.enter_async_context(policy.open(Worker()))
         published = folder if config.model.lora is None else MergedWeights(folder, model)
