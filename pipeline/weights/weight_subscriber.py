@@ -128,11 +128,11 @@ class WeightSubscriber:
             self._local, self._address = self._address.local, None
         stack = AsyncExitStack()
         try:
+            connections = await stack.enter_async_context(AsyncExitStack())  # closed when no task receives any more
             self._tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(self._tasks.cancel_scope.cancel)
             connection, self._reader = await self._connected()
-            await stack.enter_async_context(connection)
-            stack.callback(self._tasks.cancel_scope.cancel)  # before the connection is closed
+            await connections.enter_async_context(connection)
             self._tasks.start_soon(self._follow, connection)
         except BaseException:  # not `async with`: the task group would wrap it
             await stack.aclose()
