@@ -10,8 +10,8 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
@@ -53,18 +53,29 @@ class Reservation:
 
 
 def import_ray() -> Any:
-    """Import Ray, which installs a handler of SIGTERM when it is imported: the one before is restored.
+    """Import Ray.
 
     Raises:
         MissingExtra: Ray is not installed.
     """
+    with _keeping_sigterm(), extra("ray", "a stage on ray()"):
+        return import_module("ray")
+
+
+@contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Restore the handler of SIGTERM after the body.
+
+    Ray installs one when it is imported, and another one, in C++, when it connects. The latter aborts the process three
+    seconds after the signal, where the run may still be writing its checkpoint.
+    """
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if in_main_thread else None
-    with extra("ray", "a stage on ray()"):
-        ray = import_module("ray")
-    if handler is not None:
-        signal.signal(signal.SIGTERM, handler)
-    return ray
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 @asynccontextmanager
@@ -79,7 +90,8 @@ async def reserved(on: Ray, stage: str) -> AsyncIterator[Reservation]:
     ray = import_ray()
     ours = not ray.is_initialized()
     if ours:
-        await in_thread(_connect, ray, on)
+        with _keeping_sigterm():
+            await in_thread(_connect, ray, on)
     try:
         for_actors = {} if ours or not on.runtime_env else {"runtime_env": dict(on.runtime_env)}
         group = await in_thread(_create_group, on)

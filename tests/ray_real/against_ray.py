@@ -325,10 +325,12 @@ async def test_a_signal_leaves_no_actor_and_no_process(cluster: Any, number: sig
         assert process.stdout is not None
         pid = int(await process.stdout.receive())
         process.send_signal(number)
+        alarms = [float(line) for line in b"".join([part async for part in process.stdout]).split()]
         await process.wait()
 
     expected = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
     assert process.returncode == expected[number]
+    assert alarms == ([] if number == signal.SIGKILL else [0])  # Ray's own handler of SIGTERM aborts after an alarm
     await until(lambda: not Path(f"/proc/{pid}").exists())
     await nothing_left_over(cluster)
 

@@ -1,7 +1,8 @@
-"""A script whose run never ends by itself; it prints the process id of its worker."""
+"""A script whose run never ends by itself; it prints the process id of its worker, and at its end the alarm that is set."""
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import anyio
@@ -11,17 +12,24 @@ from penstock import ReceiveChannel, TrajectoryGroup, current, ray, source
 
 
 class Sink:
-    """Trains everything; after the first group, prints where the worker runs."""
+    """Trains everything; after the first group, prints where the worker runs; at the end, the seconds until SIGALRM."""
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         first = True
-        async for group in inbox:
-            current().ledger.end(group, "trained")
-            if first:
-                (worker,) = pipeline.statistics().stages[0].workers
-                sys.stdout.write(f"{worker.pid}\n")
-                sys.stdout.flush()
-                first = False
+        try:
+            async for group in inbox:
+                current().ledger.end(group, "trained")
+                if first:
+                    (worker,) = pipeline.statistics().stages[0].workers
+                    tell(worker.pid)
+                    first = False
+        finally:
+            tell(signal.getitimer(signal.ITIMER_REAL)[0])
+
+
+def tell(number: float | None) -> None:
+    sys.stdout.write(f"{number}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
