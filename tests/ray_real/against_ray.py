@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.processes.worker_sinks import Attentive, Commit
+from tests.processes.worker_stages import Sample, SampleAndDie
 from tests.ray_real import configured, stages
 from tests.ray_real.conftest import AddNode
 
@@ -82,7 +83,7 @@ async def nothing_left_over(cluster: Any) -> None:
 async def test_actors_of_this_host_send_over_shared_memory(cluster: Any, on: Any) -> None:
     sink = Commit()
 
-    report = await source(stages.Sample(40), on=on(workers=3)).sink(sink).run()
+    report = await source(Sample(40), on=on(workers=3)).sink(sink).run()
 
     assert len(sink.received) == 40
     assert report.balance.ended["trained"] == report.balance.admitted == 80
@@ -96,7 +97,7 @@ async def test_actors_of_another_host_send_over_tcp(add_other_host: AddNode, on:
     add_other_host("far")
     sink = Commit()
 
-    report = await source(stages.Sample(40), on=on(workers=1, resources={"far": 0.1})).sink(sink).run()
+    report = await source(Sample(40), on=on(workers=1, resources={"far": 0.1})).sink(sink).run()
 
     (worker,) = workers_of(report)
     assert len(sink.received) == 40
@@ -138,7 +139,7 @@ async def test_a_middle_stage_gets_records_and_sends_them_on(add_other_host: Add
     sink = Rewards()
     placement = on(workers=2, resources={"middle": 0.1} if far else {})
 
-    report = await source(stages.Sample(30)).then(stages.Double(), on=placement).sink(sink).run()
+    report = await source(Sample(30)).then(stages.Double(), on=placement).sink(sink).run()
 
     assert sink.rewards == [2.0] * 60
     assert {worker.transport for worker in workers_of(report, 1)} == {"tcp" if far else "shm"}
@@ -218,7 +219,7 @@ def test_a_configured_run_is_a_job_of_the_cluster(job_server: str, tmp_path: Pat
 async def test_a_dead_actor_is_replaced_and_what_arrived_is_kept(on: Any) -> None:
     sink = Commit()
 
-    report = await source(stages.Dies(20), on=on(workers=2)).sink(sink).run()
+    report = await source(SampleAndDie(20), on=on(workers=2)).sink(sink).run()
 
     assert [name for name in sink.received if name.startswith("doomed")] == [f"doomed {n}.0" for n in range(3)]
     assert len(sink.received) == 23
@@ -228,9 +229,10 @@ async def test_a_dead_actor_is_replaced_and_what_arrived_is_kept(on: Any) -> Non
 
 
 async def test_an_actor_that_dies_too_often_ends_the_run_by_name(on: Any) -> None:
-    pipeline = source(stages.Dies(20, lives=9), on=on(workers=2, restarts=1)).sink(Commit())
+    pipeline = source(SampleAndDie(20, lives=9), on=on(workers=2, restarts=1)).sink(Commit())
 
-    with pytest.raises(WorkerFailed, match=r"Dies 1/2, restart 1 \(pid \d+\) died: .*; it may be restarted 1 times"):
+    death = r"SampleAndDie 1/2, restart 1 \(pid \d+\) died: .*; it may be restarted 1 times"
+    with pytest.raises(WorkerFailed, match=death):
         await pipeline.run()
 
     assert pipeline.report is not None
@@ -284,7 +286,7 @@ async def test_a_placement_that_does_not_fit_ends_with_a_table(cluster: Any, on:
     placement = on(workers=3, resources={"slot": 1}, placement_timeout_s=1)
 
     with pytest.raises(PlacementTimedOut) as caught:
-        await source(stages.Sample(1), on=placement).sink(Commit()).run()
+        await source(Sample(1), on=placement).sink(Commit()).run()
 
     message = str(caught.value)
     assert "the 3 workers of Sample" in message
@@ -296,12 +298,12 @@ async def test_a_placement_that_does_not_fit_ends_with_a_table(cluster: Any, on:
 
 async def test_an_address_without_a_cluster_is_refused_by_name() -> None:
     with pytest.raises(ClusterUnreachable, match=r"127\.0\.0\.1:1"):
-        await source(stages.Sample(1), on=ray(workers=1, address="127.0.0.1:1")).sink(Commit()).run()
+        await source(Sample(1), on=ray(workers=1, address="127.0.0.1:1")).sink(Commit()).run()
 
 
 def test_ray_without_parentheses_is_refused_with_the_line_to_write() -> None:
     with pytest.raises(InvalidPipeline, match=r"write on=ray\(workers=4\)"):
-        source(stages.Sample(1), on=ray)  # type: ignore[arg-type]
+        source(Sample(1), on=ray)  # type: ignore[arg-type]
 
 
 # -- ending ------------------------------------------------------------------------------------------------------------
@@ -337,7 +339,7 @@ async def test_a_signal_leaves_no_actor_and_no_process(cluster: Any, number: sig
 
 async def test_a_cluster_that_the_user_has_connected_to_stays_connected(cluster: Any) -> None:
     with connected(cluster):
-        await source(stages.Sample(4), on=ray(workers=1)).sink(Commit()).run()
+        await source(Sample(4), on=ray(workers=1)).sink(Commit()).run()
 
         assert ray_itself.is_initialized()
 

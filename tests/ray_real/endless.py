@@ -1,4 +1,4 @@
-"""A script whose run never ends by itself; it prints the process id of its worker, and at its end the alarm that is set."""
+"""A script whose run never ends by itself: it prints the process id of its worker, and the alarm set at its end."""
 
 from __future__ import annotations
 

@@ -16,18 +16,6 @@ from penstock.testing import group
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Sends `count` groups of two trajectories, its share of them in each worker."""
-
-    count: int
-
-    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        worker = current().worker
-        for number in range(worker.index, self.count, worker.count):
-            await outbox.send(group(instance_id=f"{number}.{worker.restart}", seed=number))
-
-
-@dataclass(frozen=True)
 class SampleForever:
     """Never ends by itself; writes a file when its stage was cancelled."""
 
@@ -44,24 +32,6 @@ class SampleForever:
             if self.farewell:
                 with open(f"{self.farewell}.{worker.index}", "w") as file:  # noqa: ASYNC230, PTH123
                     file.write("cancelled")
-
-
-@dataclass(frozen=True)
-class Dies(Sample):
-    """The first worker dies after three groups, unless it was restarted `lives` times."""
-
-    lives: int = 1
-
-    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        worker = current().worker
-        if worker.index or worker.restart >= self.lives:
-            await super().run(outbox)
-            return
-        for number in range(3):
-            await outbox.send(group(instance_id=f"doomed {number}.{worker.restart}"))
-        await anyio.sleep(1)  # what it counted is reported meanwhile
-        os.kill(os.getpid(), signal.SIGKILL)
-        await anyio.sleep_forever()
 
 
 @dataclass(frozen=True)
