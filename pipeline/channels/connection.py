@@ -13,7 +13,7 @@ from ..errors import PeerLost
 
 
 class Conversation(Protocol):
-    """The sender's side of a handshake."""
+    """One end of a connection that carries messages in both directions."""
 
     async def send(self, message: Message) -> None:
         """Send `message`.

@@ -22,7 +22,7 @@ class MergedReceiver(AsyncReceiver[R]):
     """The receiving ends of several channels; the stream ends when each of them has ended. See `ReceiveChannel`."""
 
     def __init__(self, receivers: Sequence[RemoteReceiver[R]]) -> None:
-        """Merge `receivers`, which are closed by whoever opened them; nothing else may receive from them."""
+        """Merge `receivers`, which the caller closes; nothing else may receive from them."""
         self._receivers = receivers
         self._open = deque(receivers)
         """Those whose stream has not ended; the first one is tried first."""

@@ -23,7 +23,7 @@ from .worker_stage import Link, description_of, run_stage, traceback_of
 
 
 class Place(NamedTuple):
-    """Where an actor runs."""
+    """The process and the host of an actor."""
 
     pid: int
     node: str

@@ -64,7 +64,7 @@ _WATCHED = int(
 
 
 class _Mirror:
-    """The connection of a mirror: a `WeightConnection`."""
+    """The connection of a mirror: a `Conversation`."""
 
     def __init__(self, request: Subscribe, fd: int, send: Callable[[Message], None]) -> None:
         self.name = f"{request.name} (pid {request.pid})"

@@ -1,7 +1,7 @@
 """The subscribers of one segment of weights on this host: notified of versions and pauses, and waited for.
 
 Used by the publisher, whose samplers share its memory, and by the mirror of a publisher on another host. A subscriber
-is a `WeightConnection`: a Unix socket, or a connection over tcp to the mirror of another host.
+is reached by a `Conversation`: a Unix socket, or a connection over tcp to the mirror of another host.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import anyio
 
@@ -28,6 +27,7 @@ from ..._schemas.control import (
     Weights,
 )
 from ..accounting.telemetry import get_logger
+from ..channels.connection import Conversation
 from ..channels.control_connection import ControlConnection
 from ..util.waiting import Waiters
 from .weights import NO_VERSION, WeightWriter
@@ -44,33 +44,12 @@ CLOSE_TIMEOUT_S = 1.0
 """Seconds that a publisher that closes waits until its subscribers are notified."""
 
 
-class WeightConnection(Protocol):
-    """A connection to a subscriber."""
-
-    async def send(self, message: Message) -> None:
-        """Send `message`.
-
-        Raises:
-            anyio.BrokenResourceError: the subscriber has disconnected.
-        """
-        ...
-
-    async def receive(self) -> Message:
-        """Return the next message.
-
-        Raises:
-            anyio.EndOfStream: the subscriber has disconnected.
-            ProtocolMismatch: it sent no message.
-        """
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Subscription:
     """A connected subscriber: the last state that it was notified of, and the pause that it confirmed."""
 
     name: str
-    connection: WeightConnection
+    connection: Conversation
     notified_version: int = NO_VERSION
     notified_pause: int = 0
     """Number of the pause that it was notified of; 0 once it was notified to resume."""

@@ -43,7 +43,7 @@ def digest(content: bytes) -> bytes:
 
 
 class WeightTransfer:
-    """What has arrived of a version.
+    """The progress of one version: the chunks that have arrived, and those that were requested.
 
     >>> transfer = WeightTransfer(version=7, nbytes=2 * CHUNK_BYTES)
     >>> transfer.take()

@@ -182,10 +182,9 @@ async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Po
     """Yield the policy, and the publisher of its weights."""
     config = parts.config
     async with AsyncExitStack() as stack:
-        from ..._pipeline.weights.weight_publisher import WeightPublisher  # noqa: PLC0415 (needs torch)
-        from ..engines.torch_weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)
-
         if config.server is None:
+            from ..._pipeline.weights.weight_publisher import WeightPublisher  # noqa: PLC0415 (needs torch)
+
             publisher = await stack.enter_async_context(WeightPublisher(model))
             if config.placement.ray is None:
                 yield parts.policy(publisher.url), publisher
@@ -195,6 +194,7 @@ async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Po
             served = publisher.serve(f"tcp://{bracketed(host)}:0", key=key)
             yield parts.policy(await stack.enter_async_context(served)), publisher
             return
+        from ..engines.torch_weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)
         from ..models.hf_model import MergedWeights  # noqa: PLC0415 (needs torch)
 
         policy = parts.policy(None)
