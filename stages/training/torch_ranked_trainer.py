@@ -1,9 +1,9 @@
 """RankedTrainer: several ranks train on one stream of batches, with DistributedDataParallel or FSDP2.
 
 Rank 0 runs the pipeline. Its SinkTrainer feeds this trainer as it would a TorchTrainer; the others `follow`: each gets
-its share of every batch, balanced by tokens, and all run the same number of micro-batches, some of them empty, so that
-their collective operations match. The totals in the denominator of a loss are those of the whole batch, so the step
-equals that of a single process up to rounding.
+its share of every batch, whole groups, as even in tokens as these allow. All run the same number of micro-batches, some
+of them empty, so that their collective operations match. The totals in the denominator of a loss are those of the whole
+batch, so the step equals that of a single process up to rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 from ..._pipeline.durability.resumption import Stateful
 from ..._pipeline.errors import PeerLost
 from ..._schemas import GroupId, TokenizerIdentity, TrainBatch
-from .torch_ranks import decode_share, encode_share, owners
+from .shares import decode_share, encode_share, shares
 from .torch_trainer import TorchTrainer
 
 R = TypeVar("R")
@@ -92,8 +92,7 @@ class RankedTrainer:
             PeerLost: a rank died; the message names it.
             Exception: see `TorchTrainer.step`.
         """
-        taken = owners(batch.lengths(), self._ranks.count)
-        mine, *theirs = (batch.share(taken == rank) for rank in range(self._ranks.count))
+        mine, *theirs = shares(batch, self._ranks.count)
         self._ranks.send_command(STEP, [encode_share(share) for share in theirs])
         return self._together(lambda: self._trainer.step(mine))
 

@@ -13,18 +13,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from heapq import heapify, heappop, heappush
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..._pipeline.errors import PeerLost
-from ..._schemas import TrainBatch
 from ..losses.metrics import EffectiveSamples, Extreme, Mean, Metric, TokensUsed, merge
 
 HEARTBEAT_S = 0.25
@@ -170,44 +167,6 @@ def _bytes_of(data: bytes) -> Tensor:
 
 def _beats_of(rank: int) -> str:
     return f"penstock/beats/{rank}"
-
-
-# -- a batch among ranks -----------------------------------------------------------------------------------------------
-
-
-def owners(lengths: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return [B] the rank, of `count`, that trains each sequence, so that all have a similar number of tokens.
-
-    The longest goes first, each to the rank that has the fewest tokens: at most a third more than the best division.
-    Graham, "Bounds on Multiprocessing Timing Anomalies" (1969).
-
-    >>> owners(np.array([2, 9, 4, 6]), 2).tolist()
-    [0, 0, 1, 1]
-    """
-    taken = np.zeros(len(lengths), np.int64)
-    loads = [(0, rank) for rank in range(count)]
-    heapify(loads)
-    for sequence in np.argsort(-lengths, kind="stable").tolist():
-        load, rank = heappop(loads)
-        taken[sequence] = rank
-        heappush(loads, (load + int(lengths[sequence]), rank))
-    return taken
-
-
-def encode_share(share: TrainBatch) -> bytes:
-    """Encode a share of a batch, for the rank that trains it."""
-    columns = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in share.columns().items()}
-    return msgspec.msgpack.encode((share.header(), columns))
-
-
-def decode_share(encoded: bytes) -> TrainBatch:
-    """Decode a share of a batch."""
-    header, columns = _decode(encoded)
-    arrays = {name: np.frombuffer(data, dtype).reshape(shape) for name, (dtype, shape, data) in columns.items()}
-    return TrainBatch.assemble(header, arrays)
-
-
-_decode = msgspec.msgpack.Decoder(tuple[bytes, dict[str, tuple[str, tuple[int, ...], bytes]]]).decode
 
 
 # -- metrics among ranks -----------------------------------------------------------------------------------------------

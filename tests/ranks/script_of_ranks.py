@@ -39,6 +39,11 @@ from penstock.torch import RankedTrainer, TorchTrainer
 STEPS = 3
 TRAINED = {GroupId("test", "0"): 0b111}
 
+GROUPS = {"a": [3, 37, 5], "b": [2], "c": [20, 20], "d": [9, 1, 1, 1], "e": [4]}
+"""Lengths of the completions of each group; every sequence has two more tokens, those of its prompt."""
+
+COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs")
+
 
 def made(seed: int) -> TrainBatch:
     """Return six sequences of very different lengths; the third batch has a single one, so that a rank has none."""
@@ -120,6 +125,40 @@ def lead(ranked: RankedTrainer, folder: Path) -> dict[str, Any]:
     }
 
 
+class Recording(TorchTrainer):
+    """Records the groups of every step: ids, sequences and tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(ddp(), optimizer=partial(torch.optim.SGD, lr=0.3), loss=PPOClip())
+        self.trained: list[list[tuple[str, int, int]]] = []
+
+    def step(self, batch: TrainBatch) -> dict[str, float]:
+        tokens = np.bincount(batch.group_of_sequence(), batch.lengths(), len(batch.groups)).astype(int).tolist()
+        taken = zip(batch.groups, tokens, strict=True)
+        self.trained.append([(of.instance_id, of.sequences, count) for of, count in taken])
+        return super().step(batch)
+
+
+def divide(folder: Path, kind: str) -> None:
+    """Train a batch of `GROUPS` and one of a single group; each rank writes the groups that it trained."""
+    raw = Recording()
+    with RankedTrainer(raw) as ranked:
+        if ranked.leads:
+            ranked.step(TrainBatch.pack(sampled(name, lengths) for name, lengths in GROUPS.items()))
+            ranked.step(TrainBatch.pack([sampled("a", GROUPS["a"])]))
+        else:
+            ranked.follow()
+    (folder / f"{kind}-{dist.get_rank()}.json").write_text(json.dumps(raw.trained))
+
+
+def sampled(name: str, lengths: list[int]) -> TrajectoryGroup:
+    """Return a group that trains."""
+    zeros = np.zeros(sum(lengths) + 2 * len(lengths), np.float32)
+    columns: dict[str, Any] = dict.fromkeys(COLUMNS, zeros)
+    made_up = group(instance_id=name, completion_lengths=lengths, **columns)
+    return msgspec.structs.replace(made_up, tokens=made_up.tokens % 11)
+
+
 def die(rank: int, folder: Path, kind: str) -> None:
     """Kill `rank` in the second step; the other one writes its error to a file."""
     shared = ddp()
@@ -161,11 +200,7 @@ class Forever:
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         for number in itertools.count():
-            made_up: dict[str, Any] = {
-                name: np.zeros(12, np.float32) for name in ("advantages", "behavior_logprobs", "ref_logprobs")
-            }
-            sampled = group(instance_id=str(number), completion_lengths=[3, 5], **made_up)
-            await outbox.send(msgspec.structs.replace(sampled, tokens=sampled.tokens % 11))
+            await outbox.send(sampled(str(number), [3, 5]))
 
 
 class Pack:
@@ -221,6 +256,7 @@ def main(folder: Path) -> None:
         "leader": partial(die, 0),
         "follower": partial(die, 1),
         "stopped": stop,
+        "divided": divide,
     }
     pids = {(kind, rank): start(folder, kind, rank, work) for kind, work in kinds.items() for rank in range(2)}
     codes = {who: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for who, pid in pids.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.ranks.script_of_ranks import STEPS
+from tests.ranks.script_of_ranks import GROUPS, STEPS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -54,6 +54,23 @@ def test_a_single_process_and_the_ranks_themselves_go_on_from_the_checkpoint(fou
     assert alone == pytest.approx(later, abs=1e-5)
     assert found["steps_done"] == [STEPS + 1, STEPS + 1]
     assert found["committed"]
+
+
+def test_each_group_is_whole_on_one_rank_and_the_largest_are_assigned_first(folder: Path) -> None:
+    first, second = (json.loads((folder / f"divided-{rank}.json").read_text()) for rank in range(2))
+    tokens = {name: sum(lengths) + 2 * len(lengths) for name, lengths in GROUPS.items()}
+
+    assert [name for name, *_ in first[0]] == ["a", "b", "e"]
+    assert [name for name, *_ in second[0]] == ["c", "d"]
+    for name, sequences, count in first[0] + second[0]:
+        assert (sequences, count) == (len(GROUPS[name]), tokens[name])
+
+
+def test_a_rank_has_an_empty_share_of_a_batch_with_fewer_groups_than_ranks(folder: Path) -> None:
+    first, second = (json.loads((folder / f"divided-{rank}.json").read_text()) for rank in range(2))
+
+    assert [name for name, *_ in first[1]] == ["a"]
+    assert second[1] == []
 
 
 @pytest.mark.parametrize(("kind", "gone"), [("leader", 0), ("follower", 1)])
