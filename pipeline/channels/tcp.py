@@ -31,9 +31,6 @@ from .tcp_address import TcpAddress, bind, bracketed, resolved
 from .tcp_control import connected
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Bundle, R, Released, router, start_zero_copy
 
-BACKLOG = 1024
-"""Connections that may wait for ZeroMQ's thread to accept them."""
-
 MOST_CONTROL = 1024
 """Messages of a sender, beside its records, that may wait for the event loop; ZeroMQ reads no more until some are
 handled."""
@@ -146,7 +143,6 @@ def _bound(place: TcpAddress, config: ReceiverConfig) -> tuple[zmq.Socket[bytes]
     socket = router()
     socket.setsockopt(zmq.MAXMSGSIZE, max(LARGEST_MESSAGE, config.capacity_bytes))
     socket.setsockopt(zmq.RCVHWM, most_waiting(config))
-    socket.setsockopt(zmq.BACKLOG, BACKLOG)
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(2000 * HANDSHAKE_S))  # the acceptor is sooner unless its loop is blocked
     send_heartbeats(socket, config.heartbeat_timeout_s)
     place.key.protect(socket, "receiver")

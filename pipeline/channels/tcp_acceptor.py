@@ -13,7 +13,6 @@ one of the address with the most is closed, because an honest one is hardly ever
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -30,10 +29,8 @@ from .peer import Peer
 from .remote_receiver import RemoteReceiver
 from .socket_monitor import SocketMonitor
 from .tcp_connection import TcpConnection
+from .tcp_handshakes import LARGEST_HANDSHAKE_MESSAGE, excess, shut_down
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, MAX_HANDSHAKES, Frames, PayloadReader
-
-LARGEST_HANDSHAKE_MESSAGE = 64 * 1024
-"""Bytes: the messages of a handshake are short."""
 
 CLOSE_WAIT_S, FLUSH_S, FLUSH_CHECK_S = 4.0, 5.0, 0.001
 """Bound on the time in which senders handle the last messages, which they confirm by closing; bound on the time in
@@ -167,14 +164,13 @@ class TcpAcceptor:
             return
         self.receiver.drain()  # a connection whose Connect has arrived does not count
         self._monitor.read()
-        waiting: defaultdict[str, deque[_Connection]] = defaultdict(deque)
-        for connection in self._connections.values():
-            if connection.request is None and connection.peer is None and not connection.closing:
-                waiting[connection.host].append(connection)
-        excess = sum(map(len, waiting.values())) - self._admission.max_senders - MAX_HANDSHAKES
-        for _ in range(excess):
-            host, connections = max(waiting.items(), key=lambda entry: len(entry[1]))
-            self._drop(connections.popleft(), f"too many connections from {host} send no Connect")
+        pending = [
+            connection
+            for connection in self._connections.values()
+            if connection.request is None and connection.peer is None and not connection.closing
+        ]
+        for connection in excess(pending, self._admission.max_senders + MAX_HANDSHAKES):
+            self._drop(connection, f"too many connections from {connection.host} send no Connect")
 
     def _drop(self, connection: _Connection, reason: str) -> None:
         self._rejections.record(reason)
@@ -283,10 +279,8 @@ class TcpAcceptor:
             return
         if connection.tcp is not None:
             connection.tcp.shutdown()
-            return
-        with suppress(OSError), TcpConnection(connection.fd) as tcp:
-            if tcp.local_port == self._port and tcp.host == connection.host:
-                tcp.shutdown()
+        else:
+            shut_down(connection.fd, connection.host, self._port)
 
     async def aclose(self) -> None:
         """Accept no more senders, and close the ZeroMQ socket when the last messages have left."""

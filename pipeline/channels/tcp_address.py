@@ -14,6 +14,9 @@ import zmq
 from .default_key import default_key
 from .keys import ChannelKey
 
+BACKLOG = 1024
+"""Connections that may wait for ZeroMQ's thread to accept them."""
+
 _NO_ADDRESS = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV}
 
 
@@ -61,6 +64,7 @@ def bind(socket: zmq.Socket[bytes], place: TcpAddress) -> int:
         OSError: the port is in use, or no address belongs to this machine.
     """
     port, bound, missing = place.port, False, OSError(f"expected an address of this machine, got {place.host}")
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
     for address in place.addresses:
         socket.setsockopt(zmq.IPV6, int(":" in address))
         try:

@@ -19,7 +19,7 @@ import anyio
 
 _INFO = struct.Struct("8B24I4Q")
 """`struct tcp_info` up to tcpi_bytes_received."""
-_LAST_DATA_RECEIVED, _BYTES_RECEIVED = 8 + 11, 8 + 24 + 3
+_LAST_DATA_RECEIVED, _BYTES_ACKED, _BYTES_RECEIVED = 8 + 11, 8 + 24 + 2, 8 + 24 + 3
 
 
 class TcpConnection:
@@ -68,6 +68,11 @@ class TcpConnection:
     def bytes_received(self) -> int:
         """Return the bytes that were ever received."""
         return int(self._info()[_BYTES_RECEIVED])
+
+    @property
+    def bytes_acked(self) -> int:
+        """Return the bytes that were sent, and have reached the other side's kernel."""
+        return int(self._info()[_BYTES_ACKED])
 
     @property
     def idle_s(self) -> float:

@@ -41,19 +41,28 @@ class EventSocket:
         finally:
             self._changed.wake_all()
 
+    def receive_nowait(self) -> Sequence[zmq.Frame] | None:
+        """Return the frames of the next message; None where there is none now.
+
+        Raises:
+            anyio.EndOfStream: the connection of a DEALER has ended.
+        """
+        events = int(self._socket.getsockopt(EVENTS))
+        if events & POLLIN:
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        if self._ends and not events & POLLOUT:
+            raise anyio.EndOfStream
+        return None
+
     async def receive(self) -> Sequence[zmq.Frame]:
         """Return the frames of the next message.
 
         Raises:
             anyio.EndOfStream: the connection of a DEALER has ended.
         """
-        while True:
-            events = int(self._socket.getsockopt(EVENTS))
-            if events & POLLIN:
-                return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            if self._ends and not events & POLLOUT:
-                raise anyio.EndOfStream
+        while (message := self.receive_nowait()) is None:
             await self._changed.wait()
+        return message
 
     def close(self) -> None:
         """Stop watching."""

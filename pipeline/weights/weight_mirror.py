@@ -102,7 +102,7 @@ class _Link:
                 events.send(encode(Subscribe(PROTOCOL_VERSION, name, getpid())))
                 layout = _layout(decode((await events.receive())[-1].buffer), address)
                 events.send(encode(Ready()))
-                _confirmed(decode((await events.receive())[-1].buffer))
+                _confirmed(decode((await events.receive())[-1].buffer), address)
         except BaseException as error:
             events.close()
             await control.aclose()
@@ -142,8 +142,7 @@ class _Link:
 
 
 def _layout(answer: Message, address: WeightAddress) -> Layout:
-    if isinstance(answer, Reject):
-        raise ProtocolMismatch(f"the publisher at {address.url} refused: {printable(answer.reason)}")
+    _accepted(answer, address)
     if not isinstance(answer, Layout):
         raise ProtocolMismatch(f"expected a Layout, got {type(answer).__name__}")
     if answer.generation != address.generation:
@@ -154,7 +153,13 @@ def _layout(answer: Message, address: WeightAddress) -> Layout:
     return answer
 
 
-def _confirmed(answer: Message) -> None:
+def _accepted(answer: Message, address: WeightAddress) -> None:
+    if isinstance(answer, Reject):
+        raise ProtocolMismatch(f"the publisher at {address.url} refused: {printable(answer.reason)}")
+
+
+def _confirmed(answer: Message, address: WeightAddress) -> None:
+    _accepted(answer, address)
     if not isinstance(answer, Ready):
         raise ProtocolMismatch(f"expected Ready, got {type(answer).__name__}")
 

@@ -4,13 +4,17 @@ To the publisher each mirror is a subscriber like one of this host: it is notifi
 waited for once its connection has ended. Besides, a mirror requests chunks of the newest version, or of the one before
 while that is not overwritten. They are read from the publisher's memory as they are requested, so `publish` waits for
 no mirror, and a slow one delays only itself.
+
+A connection on which no mirror has subscribed holds no memory and is closed after `HANDSHAKE_S`; where too many wait,
+the oldest one of the address with the most is closed, as at the port of a channel.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
@@ -33,12 +37,14 @@ from ..._schemas.control import (
     decode,
     encode,
 )
-from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S, enable_heartbeats
+from ..channels.admission import RejectionCounter
+from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S, GRACE_S, enable_heartbeats
 from ..channels.keys import ChannelKey
 from ..channels.socket_monitor import SocketMonitor
 from ..channels.tcp_address import bind, bracketed, resolved
 from ..channels.tcp_connection import TcpConnection
-from ..channels.transport import router
+from ..channels.tcp_handshakes import LARGEST_HANDSHAKE_MESSAGE, excess, shut_down
+from ..channels.transport import HANDSHAKE_S, MAX_HANDSHAKES, router
 from ..util.extras import extra
 from ..util.file_descriptors import available
 from ..util.host import host_identity
@@ -46,7 +52,7 @@ from .event_socket import EventSocket
 from .weight_address import WeightAddress
 from .weight_memory import HostMemory
 from .weight_subscriptions import Subscription, Subscriptions, refusal
-from .weight_transfer import WINDOW, digest, span
+from .weight_transfer import CHUNK_BYTES, WINDOW, digest, span
 from .weights import WeightReader, WeightWriter
 
 DESCRIPTORS = 17
@@ -55,8 +61,14 @@ DESCRIPTORS = 17
 MOST_REQUESTS = 2 * WINDOW
 """Requests of a mirror that may wait: those of a version that was overwritten, and of the next."""
 
+MOST_UNREAD_BYTES = MOST_REQUESTS * CHUNK_BYTES
+"""Bytes of chunks that may wait for a mirror to receive them: one that keeps to its window never has so many."""
+
 FLUSH_S = 5.0
 """Bound on the time in which ZeroMQ sends the last messages."""
+
+CHECK_INTERVAL_S = 1.0
+"""The interval between checks for mirrors whose messages do not end."""
 
 _WATCHED = int(
     zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -64,21 +76,25 @@ _WATCHED = int(
 
 
 class _Mirror:
-    """The connection of a mirror: a `Conversation`."""
+    """A mirror that has subscribed: a `Conversation`."""
 
-    def __init__(self, request: Subscribe, fd: int, send: Callable[[Message], None]) -> None:
+    def __init__(self, request: Subscribe, identity: bytes, send: Callable[[bytes, Message], None]) -> None:
         self.name = f"{request.name} (pid {request.pid})"
-        self.fd = fd
-        """The descriptor of its connection."""
-        self.ready = False
-        """Whether it has answered: its connection was open after the events of its descriptor were read."""
+        self.identity = identity
+        """The identity of its socket."""
+        self.tcp: TcpConnection | None = None
+        """Its connection, once it has answered: that was open after the events of its descriptor were read."""
         self.requests: asyncio.Queue[ChunkRequest | None] = asyncio.Queue()
         """Chunks to send; None at the end of the connection."""
+        self.sent_bytes = 0
+        """Bytes of the chunks that were sent."""
+        self.unfinished_from = 0
+        """Bytes that had been received when the last message arrived."""
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         self._send = send
 
     async def send(self, message: Message) -> None:
-        self._send(message)
+        self._send(self.identity, message)
 
     async def receive(self) -> Message:
         message = await self._messages.get()
@@ -86,110 +102,188 @@ class _Mirror:
             raise anyio.EndOfStream
         return message
 
-    def on_message(self, message: Message) -> None:
-        """Pass a message on to the task that handles it.
+    def on_message(self, message: Message, received: int) -> None:
+        """Pass a message on to the task that handles it; `received` bytes have arrived in all.
 
         Raises:
             ProtocolMismatch: the mirror may not send it, or has sent too many.
         """
+        self.unfinished_from = received
         if isinstance(message, ChunkRequest) and self.requests.qsize() < MOST_REQUESTS:
             self.requests.put_nowait(message)
         elif isinstance(message, PauseAck) and self._messages.qsize() < MOST_REQUESTS:
             self._messages.put_nowait(message)
         else:
-            raise ProtocolMismatch(f"expected at most {MOST_REQUESTS} requests at a time, got another {message}")
+            kind = type(message).__name__
+            raise ProtocolMismatch(f"expected at most {MOST_REQUESTS} requests at a time, got another {kind}")
 
     def on_end(self) -> None:
         self.requests.put_nowait(None)
         self._messages.put_nowait(None)
 
 
+class _Connection:
+    """A connection to the port."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.host = ""
+        """The other side's address, where the kernel still knew it."""
+        self.mirror: _Mirror | None = None
+        """The mirror that has subscribed on it."""
+        self.closing = False
+        """Whether it is about to be closed: its messages are ignored."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Closes it, unless its mirror answers before."""
+        with suppress(OSError), TcpConnection(fd) as tcp:
+            self.host = tcp.host
+
+    @property
+    def pending(self) -> bool:
+        """Return whether no mirror has answered on it."""
+        return not self.closing and (self.mirror is None or self.mirror.tcp is None)
+
+
 class WeightServer:
     """Accepts mirrors, and serves each in tasks of its own."""
 
-    def __init__(self, socket: zmq.Socket[bytes], writer: WeightWriter, subscriptions: Subscriptions) -> None:
-        """Prepare to serve the segment of `writer` on `socket`, which is bound."""
+    def __init__(self, socket: zmq.Socket[bytes], url: str, writer: WeightWriter, subscriptions: Subscriptions) -> None:
+        """Prepare to serve the segment of `writer` on `socket`, which is bound to the port of `url`."""
         self._socket = socket
+        self._port = urlsplit(url).port
         self._events = EventSocket(socket)
         self._subscriptions = subscriptions
+        self._tasks: TaskGroup
+        """Serves the mirrors, while `run` runs."""
+        self._running = False
+        self._rejections = RejectionCounter(url)
         self._reader = WeightReader(writer.fd, writer.nbytes, writer.generation)
         self._generation = writer.generation
-        self._mirrors: dict[bytes, _Mirror] = {}
-        """Mirrors by the identity of their sockets."""
-        self._connections: dict[int, TcpConnection | None] = {}
-        """Open connections by descriptor."""
+        self._connections: dict[int, _Connection] = {}
+        """By descriptor, the oldest first."""
+        self._limit_scheduled = False
+        """Whether a count of the pending connections is scheduled."""
+        self._loop = asyncio.get_running_loop()
         self._monitor = SocketMonitor(socket, _WATCHED, self._on_event)
+        self._check = self._loop.call_later(CHECK_INTERVAL_S, self._check_connections)
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        async with anyio.create_task_group() as tasks:
-            while True:
-                identity, *frames = await self._events.receive()
-                fd = int(identity.get(zmq.SRCFD))
-                try:
-                    self._handle(identity.bytes, fd, decode(frames[-1].buffer), tasks)
-                except ProtocolMismatch as error:
-                    self._refuse(identity.bytes, Reject("ProtocolMismatch", str(error)))
+        async with anyio.create_task_group() as self._tasks:
+            self._running = True
+            try:
+                while True:
+                    self._handle(*await self._events.receive())
+            finally:
+                self._running = False
 
-    def _handle(self, identity: bytes, fd: int, message: Message, tasks: TaskGroup) -> None:
-        """Handle a message of the mirror `identity`, which came on connection `fd`."""
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, identity: zmq.Frame, *frames: zmq.Frame) -> None:
+        """Handle a message of the socket with `identity`."""
         self._monitor.read()
-        mirror = self._mirrors.get(identity)
-        if mirror is None:
-            self._admit(identity, fd, message)
-        elif mirror.ready:
-            mirror.on_message(message)
-        elif isinstance(message, Ready):
-            mirror.ready = True
-            subscription = Subscription(mirror.name, mirror)
-            self._subscriptions.all.add(subscription)
-            tasks.start_soon(self._serve, mirror, subscription)
-            with suppress(anyio.BrokenResourceError):  # its end is reported
-                self._events.send(identity, encode(Ready()))
-        else:
-            raise ProtocolMismatch(f"expected Ready, got {type(message).__name__}")
+        connection = self._connections.get(int(identity.get(zmq.SRCFD)))
+        if connection is None or connection.closing:
+            return
+        try:
+            self._step(connection, identity.bytes, _message(frames))
+        except (ProtocolMismatch, OSError) as error:
+            self._refuse(connection, identity.bytes, Reject(type(error).__name__, str(error)))
 
-    def _admit(self, identity: bytes, fd: int, request: Message) -> None:
+    def _step(self, connection: _Connection, identity: bytes, message: Message) -> None:
+        # There are four cases:
+        #
+        # 1. The mirror of this connection has answered before: the message is for its tasks.
+        # 2. It answers now: it is served from now on.
+        # 3. No mirror has answered: one subscribes. If another one had, its connection had the same descriptor.
+        # 4. The message is one of a connection that had the same descriptor.
+        mirror = connection.mirror
+        if mirror is not None and mirror.identity == identity:
+            if mirror.tcp is not None:
+                mirror.on_message(message, mirror.tcp.bytes_received)
+            elif isinstance(message, Ready):
+                self._admit(connection, mirror)
+            else:
+                raise ProtocolMismatch(f"expected Ready, got {type(message).__name__}")
+        elif connection.pending:
+            self._welcome(connection, identity, message)
+
+    def _welcome(self, connection: _Connection, identity: bytes, request: Message) -> None:
         if not isinstance(request, Subscribe):
             raise ProtocolMismatch(f"expected Subscribe, got {type(request).__name__}")
         rejection = refusal(request, same_user=True)
         if rejection is not None:
-            self._refuse(identity, rejection)
-        elif fd in self._connections:
-            self._mirrors[identity] = _Mirror(request, fd, lambda message: self._events.send(identity, encode(message)))
-            header, pause = self._reader.layout.header, self._subscriptions.pause
-            layout = Layout(PROTOCOL_VERSION, self._subscriptions.name, self._generation, pause, header)
-            with suppress(anyio.BrokenResourceError):  # its end is reported
-                self._events.send(identity, encode(layout))
+            raise ProtocolMismatch(rejection.reason)
+        connection.mirror = _Mirror(request, identity, self._send)
+        header, pause = self._reader.layout.header, self._subscriptions.pause
+        self._send_last(identity, Layout(PROTOCOL_VERSION, self._subscriptions.name, self._generation, pause, header))
 
-    def _refuse(self, identity: bytes, rejection: Reject) -> None:
-        self._subscriptions.refused(rejection.reason)
+    def _admit(self, connection: _Connection, mirror: _Mirror) -> None:
+        mirror.tcp = TcpConnection(connection.fd)
+        if connection.timer is not None:
+            connection.timer.cancel()
+        subscription = Subscription(mirror.name, mirror)
+        self._subscriptions.all.add(subscription)
+        self._tasks.start_soon(self._serve, connection, mirror, subscription)
+        self._send_last(mirror.identity, Ready())
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        self._events.send(identity, encode(message))
+
+    def _send_last(self, identity: bytes, message: Message) -> None:
+        """Send a message; where the connection has ended, that is reported by itself."""
         with suppress(anyio.BrokenResourceError):
-            self._events.send(identity, encode(rejection))
-        if identity in self._mirrors:
-            self._mirrors.pop(identity).on_end()
+            self._send(identity, message)
 
-    async def _serve(self, mirror: _Mirror, subscription: Subscription) -> None:
+    def _refuse(self, connection: _Connection, identity: bytes, rejection: Reject) -> None:
+        """Notify a peer that it is disconnected, and close its connection when the message has had time to leave."""
+        self._rejections.record(f"a connection from {connection.host}: {rejection.reason}")
+        self._send_last(identity, rejection)
+        self._close_after(GRACE_S, connection)
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    async def _serve(self, connection: _Connection, mirror: _Mirror, subscription: Subscription) -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._send_chunks, mirror)
+            tasks.start_soon(self._send_chunks, connection, mirror)
             await self._subscriptions.serve(subscription)
             tasks.cancel_scope.cancel()
 
-    async def _send_chunks(self, mirror: _Mirror) -> None:
+    async def _send_chunks(self, connection: _Connection, mirror: _Mirror) -> None:
         """Answer the requests of a mirror in their order, until its connection ends."""
-        with suppress(anyio.BrokenResourceError):
+        try:
             while (request := await mirror.requests.get()) is not None:
-                await mirror.send(await anyio.to_thread.run_sync(self._answer, request))
+                self._check_unread(mirror)
+                answer = await anyio.to_thread.run_sync(self._answer, request)
+                await mirror.send(answer)
+                mirror.sent_bytes += len(answer.content) if isinstance(answer, Chunk) else 0
+        except ProtocolMismatch as error:
+            self._refuse(connection, mirror.identity, Reject("ProtocolMismatch", str(error)))
+        except anyio.BrokenResourceError:
+            pass
+
+    def _check_unread(self, mirror: _Mirror) -> None:
+        """Check that a mirror receives the chunks that it requests: those that wait take memory here."""
+        assert mirror.tcp is not None  # noqa: S101 (it is served)
+        unread = mirror.sent_bytes - mirror.tcp.bytes_acked
+        if unread > MOST_UNREAD_BYTES:
+            raise ProtocolMismatch(
+                f"expected requests from {mirror.name} when chunks arrive, got more while {unread} bytes have not"
+            )
 
     def _answer(self, request: ChunkRequest) -> Message:
-        """Return the chunk that was requested; or that its version was overwritten, also if it was so meanwhile."""
+        """Return the chunk that was requested; or that its version was overwritten, also if it was so meanwhile.
+
+        Raises:
+            ProtocolMismatch: there is no such chunk.
+        """
         sequence, version = self._reader.sequence_of(request.policy_version), request.policy_version
         if sequence is None:
             return VersionGone(version)
         try:
             start, end = span(request.index, self._reader.layout.nbytes)
         except IndexError as error:
-            return Reject("ProtocolMismatch", str(error))
+            raise ProtocolMismatch(str(error)) from None
         first, memory = self._reader.tensors(sequence).start, self._reader.memory
         assert isinstance(memory, HostMemory)  # noqa: S101 (see `serving`)
         content = memory.bytes[first + start : first + end].tobytes()
@@ -197,39 +291,105 @@ class WeightServer:
             return VersionGone(version)
         return Chunk(version, request.index, digest(content), content)
 
+    # -- connections ---------------------------------------------------------------------------------------------------
+
     def _on_event(self, event: int, fd: int) -> None:
         """Note the beginning or the end of a connection."""
         if event == zmq.EVENT_ACCEPTED:
-            self._connections[fd] = None
-            with suppress(OSError):  # it has ended already
-                self._connections[fd] = TcpConnection(fd)
+            self._on_accepted(fd)
         elif event == zmq.EVENT_DISCONNECTED:
             self._forget(fd)
-            for identity in [identity for identity, mirror in self._mirrors.items() if mirror.fd == fd]:
-                self._mirrors.pop(identity).on_end()
         else:
-            self._subscriptions.refused("a handshake failed: the peer has another key or none, or is another program")
+            self._rejections.record("a handshake failed: the peer has another key or none, or is another program")
+
+    def _on_accepted(self, fd: int) -> None:
+        connection = self._connections[fd] = _Connection(fd)
+        connection.timer = self._loop.call_later(HANDSHAKE_S, self._expired, connection)
+        if not self._limit_scheduled and len(self._connections) > MAX_HANDSHAKES:
+            self._limit_scheduled = True
+            self._loop.call_soon(self._limit_pending)
+
+    def _expired(self, connection: _Connection) -> None:
+        self._drain()
+        if connection.pending:
+            self._drop(connection, f"a connection from {connection.host} did not subscribe for {HANDSHAKE_S} s")
+
+    def _limit_pending(self) -> None:
+        """Close the oldest connections of the address with the most, where too many have not subscribed."""
+        self._limit_scheduled = False
+        self._drain()  # a connection whose mirror has answered does not count
+        pending = [connection for connection in self._connections.values() if connection.pending]
+        for connection in excess(pending, MAX_HANDSHAKES):
+            self._drop(connection, f"too many connections from {connection.host} do not subscribe")
+
+    def _drain(self) -> None:
+        """Handle all messages that have arrived."""
+        while self._running and (message := self._events.receive_nowait()) is not None:
+            self._handle(*message)
+        self._monitor.read()
+
+    def _drop(self, connection: _Connection, reason: str) -> None:
+        self._rejections.record(reason)
+        self._close_after(0, connection)
+
+    def _close_after(self, delay_s: float, connection: _Connection) -> None:
+        """Ignore a connection from now on, and close it after `delay_s`."""
+        connection.closing = True
+        if connection.timer is not None:
+            connection.timer.cancel()
+        if connection.mirror is not None:
+            connection.mirror.on_end()
+        connection.timer = self._loop.call_later(delay_s, self._shut_down, connection)
+
+    def _shut_down(self, connection: _Connection) -> None:
+        if self._connections.get(connection.fd) is connection:
+            shut_down(connection.fd, connection.host, self._port)
 
     def _forget(self, fd: int) -> None:
+        """Release what is held for a connection that has ended."""
         connection = self._connections.pop(fd, None)
-        if connection is not None:
-            connection.close()
+        if connection is None:
+            return
+        if connection.timer is not None:
+            connection.timer.cancel()
+        if connection.mirror is not None:
+            connection.mirror.on_end()
+            if connection.mirror.tcp is not None:
+                connection.mirror.tcp.close()
+
+    def _check_connections(self) -> None:
+        """Disconnect mirrors of whose messages one does not end."""
+        self._check = self._loop.call_later(CHECK_INTERVAL_S, self._check_connections)
+        self._drain()
+        for connection in list(self._connections.values()):
+            mirror = connection.mirror
+            if mirror is None or mirror.tcp is None or connection.closing:
+                continue
+            if mirror.tcp.bytes_received - mirror.unfinished_from > MOST_UNREAD_BYTES:
+                self._refuse(connection, mirror.identity, Reject("ProtocolMismatch", "a message does not end"))
 
     async def aclose(self) -> None:
         """Notify every mirror that no newer version follows, and close."""
-        for identity in self._mirrors:
-            with suppress(anyio.BrokenResourceError):
-                self._events.send(identity, encode(EndOfWeights()))
+        mirrors = [connection.mirror for connection in self._connections.values() if connection.mirror is not None]
+        for mirror in mirrors:
+            self._send_last(mirror.identity, EndOfWeights())
+        self._check.cancel()
         self._monitor.close()
         self._events.close()
         self._socket.close()
-        held = [connection for connection in self._connections.values() if connection is not None]
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as tasks:
-                for connection in held:
-                    tasks.start_soon(connection.finish, FLUSH_S)
+                for mirror in mirrors:
+                    if mirror.tcp is not None:
+                        tasks.start_soon(mirror.tcp.finish, FLUSH_S)
         for fd in list(self._connections):
             self._forget(fd)
+
+
+def _message(frames: Sequence[zmq.Frame]) -> Message:
+    if len(frames) != 1:
+        raise ProtocolMismatch(f"expected a message in one frame, got {len(frames)}")
+    return decode(frames[0].buffer)
 
 
 @asynccontextmanager
@@ -242,17 +402,19 @@ async def serving(
             f"expected versions in memory of the host, which other hosts can receive, got some on "
             f"{writer.handle.device}: publish with device='cpu'"
         )
+    available(DESCRIPTORS, "weights over tcp")
     with extra("torch", "weights over tcp"):
         import xxhash  # noqa: F401, PLC0415 (chunks are hashed with it)
-    available(DESCRIPTORS, "weights over tcp")
     place = await anyio.to_thread.run_sync(resolved, url, key)
     host = await anyio.to_thread.run_sync(host_identity)
     socket = router()
     try:
+        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_HANDSHAKE_MESSAGE)  # longer ones are of no mirror
+        socket.setsockopt(zmq.RCVHWM, 2 * MOST_REQUESTS)
         enable_heartbeats(socket, DEFAULT_HEARTBEAT_TIMEOUT_S)
         place.key.protect(socket, "receiver")
-        port = bind(socket, place)
-        server = WeightServer(socket, writer, subscriptions)
+        served = f"tcp://{bracketed(place.host)}:{bind(socket, place)}"
+        server = WeightServer(socket, served, writer, subscriptions)
     except BaseException:
         socket.close(linger=0)
         raise
@@ -262,8 +424,6 @@ async def serving(
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
         tasks.start_soon(server.run)
-        yield WeightAddress(
-            f"tcp://{bracketed(place.host)}:{port}", place.key, subscriptions.url, host, writer.generation
-        )
+        yield WeightAddress(served, place.key, subscriptions.url, host, writer.generation)
     finally:
         await stack.aclose()  # not `async with`: the task group would wrap exceptions of the body

@@ -8,12 +8,15 @@ Each number is tried by a child of its own, for ZeroMQ opens its own descriptors
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -24,9 +27,11 @@ from penstock import TrajectoryGroup
 from penstock.channels import connect, serve
 from penstock.errors import OutOfFileDescriptors
 from penstock.testing import group
-from penstock.weights import WeightPublisher, WeightSubscriber
+from penstock.weights import WeightAddress, WeightPublisher, WeightSubscriber
 
 TENSORS = {"weight": np.zeros(4, np.float32)}
+
+LOOPBACK = "tcp://127.0.0.1:0"
 
 ENOUGH = 100
 
@@ -56,23 +61,45 @@ async def sending(url: str, left: int) -> None:
         await outbox.send(group())
 
 
+async def serving_weights(left: int) -> None:
+    async with WeightPublisher(TENSORS) as publisher:
+        leave(left)
+        async with publisher.serve(LOOPBACK) as address:
+            leave(ENOUGH)
+            async with WeightSubscriber(replace(address, host="another")):
+                pass
+
+
+async def mirroring(address: WeightAddress, left: int) -> None:
+    leave(left)
+    async with WeightSubscriber(address) as subscriber:
+        await subscriber.newer()
+
+
+async def publisher_elsewhere(writer: int) -> None:
+    async with WeightPublisher(TENSORS) as publisher, publisher.serve(LOOPBACK) as address:
+        await publisher.publish(TENSORS, 0)
+        os.write(writer, pickle.dumps(replace(address, host="another")))
+        await anyio.sleep_forever()
+
+
 async def receiver(url: str, writer: int) -> None:
     async with serve(url, TrajectoryGroup) as inbox:
-        os.write(writer, inbox.url.encode())
+        os.write(writer, pickle.dumps(inbox.url))
         await inbox.receive()
         await anyio.sleep_forever()
 
 
 @contextmanager
-def receiver_elsewhere(url: str) -> Iterator[str]:
-    """Give the URL of a receiver in another process, so that this one has nothing of ZeroMQ yet."""
+def elsewhere(work: Callable[[int], Awaitable[None]]) -> Iterator[Any]:
+    """Run `work` in another process, so that this one has nothing of ZeroMQ yet; yield what it writes."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         signal.alarm(HUNG_S)
-        anyio.run(receiver, url, writer)
+        anyio.run(work, writer)
     try:
-        yield os.read(reader, 1000).decode()
+        yield pickle.loads(os.read(reader, 4096))  # noqa: S301 (our own)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -104,10 +131,15 @@ async def attempt(work: Callable[[int], Awaitable[None]], left: int) -> None:
 
 def try_with(what: str, left: int) -> None:
     action, _, transport = what.partition(" ")
-    url = {"": "", "shm": "shm://", "tcp": "tcp://127.0.0.1:0"}[transport]
+    url = {"shm": "shm://", "tcp": LOOPBACK}.get(transport, "")
     if action == "connect":
-        with receiver_elsewhere(url) as served:
+        with elsewhere(partial(receiver, url)) as served:
             anyio.run(attempt, partial(sending, served), left)
+    elif action == "mirror":
+        with elsewhere(publisher_elsewhere) as address:
+            anyio.run(attempt, partial(mirroring, address), left)
+    elif what == "serve weights":
+        anyio.run(attempt, serving_weights, left)
     elif action == "serve":
         anyio.run(attempt, partial(receiving, url), left)
     elif action == "publish":

@@ -1,0 +1,246 @@
+"""At the port of published weights, strangers and peers with the key take bounded memory, descriptors and log lines."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import numpy as np
+import pytest
+import zmq
+from structlog.testing import capture_logs
+from tests.failsafe import FAILSAFE_S
+from tests.fixed_limits import set_limits
+from tests.hostile.test_tcp_strangers import is_ended, key_holder, no_more_than, until_closed, until_ended
+
+from penstock._schemas.control import (
+    PROTOCOL_VERSION,
+    ChunkRequest,
+    EndOfWeights,
+    Layout,
+    Message,
+    PauseAck,
+    Ready,
+    Reject,
+    Subscribe,
+    decode,
+    encode,
+)
+from penstock.channels import ChannelKey
+from penstock.errors import PeerClosed
+from penstock.weights import WeightAddress, WeightPublisher, WeightSubscriber
+
+KEY = ChannelKey(bytes(32))
+
+SUBSCRIBE = Subscribe(PROTOCOL_VERSION, "a mirror", 1)
+
+TENSORS = {"weight": np.ones(2**18, np.float32)}
+"""One chunk."""
+
+MAX_HANDSHAKES = 64
+"""Connections without a subscription that a publisher keeps open."""
+
+
+def port_of(address: WeightAddress) -> int:
+    return int(address.url.rpartition(":")[2])
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[WeightAddress]:
+    async with (
+        WeightPublisher(TENSORS) as publisher,
+        publisher.serve("tcp://127.0.0.1:0", key=KEY) as address,
+    ):
+        await publisher.publish(TENSORS, version=1)
+        yield replace(address, host="another")
+
+
+@contextmanager
+def idle(address: WeightAddress, count: int = 1) -> Iterator[list[socket.socket]]:
+    """Open connections that send nothing."""
+    with ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            opened.append(stack.enter_context(socket.create_connection(("127.0.0.1", port_of(address)), FAILSAFE_S)))
+            opened[-1].setblocking(False)
+        yield opened
+
+
+async def still_works(address: WeightAddress) -> None:
+    async with WeightSubscriber(address) as subscriber:
+        assert await subscriber.newer() == 1
+
+
+async def answer(one: zmq.Socket[bytes]) -> Message:
+    with anyio.fail_after(FAILSAFE_S):
+        while not int(one.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            await anyio.lowlevel.checkpoint()
+    return decode(one.recv(zmq.NOBLOCK))
+
+
+async def subscribe(one: zmq.Socket[bytes]) -> None:
+    one.send(encode(SUBSCRIBE))
+    assert isinstance(await answer(one), Layout)
+    one.send(encode(Ready()))
+    assert isinstance(await answer(one), Ready)
+
+
+async def refusal(one: zmq.Socket[bytes]) -> str:
+    """Return the reason of the first refusal that arrives."""
+    while not isinstance(message := await answer(one), Reject):
+        pass
+    return message.reason
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------------
+
+
+async def test_more_idle_connections_than_permitted_keep_no_mirror_out_and_are_closed() -> None:
+    async with served() as address:
+        with idle(address, 300) as strangers:
+            await still_works(address)
+            with anyio.fail_after(FAILSAFE_S):
+                while sum(map(is_ended, strangers)) < 300 - MAX_HANDSHAKES:
+                    await anyio.lowlevel.checkpoint()
+
+
+async def test_an_idle_connection_is_closed_after_the_timeout_of_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, HANDSHAKE_S=0.05)
+    async with served() as address:
+        with idle(address) as [stranger]:
+            await until_closed(stranger)
+        monkeypatch.undo()
+        await still_works(address)
+
+
+@pytest.mark.parametrize("sent", [[], [SUBSCRIBE]], ids=["nothing", "Subscribe"])
+async def test_a_peer_with_the_key_that_does_not_complete_the_handshake_is_disconnected(
+    sent: list[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, HANDSHAKE_S=0.3)
+    async with served() as address:
+        with key_holder(address.url) as one:
+            for message in sent:
+                one.send(encode(message))
+                assert isinstance(await answer(one), Layout)
+            with anyio.fail_after(FAILSAFE_S):  # it is writable once it is connected
+                while not int(one.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+                    await anyio.lowlevel.checkpoint()
+            await until_ended(one)
+        monkeypatch.undo()
+        await still_works(address)
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", bytes(4096)], ids=range(2))
+async def test_invalid_bytes_change_nothing(sent: bytes) -> None:
+    async with served() as address:
+        with idle(address) as [stranger]:
+            stranger.sendall(sent)
+            await still_works(address)
+
+
+async def test_many_peers_with_another_key_take_few_lines_of_the_log() -> None:
+    with capture_logs() as logs:
+        async with served() as address:
+            for _ in range(40):
+                with pytest.raises(PeerClosed, match="has it the same key"):
+                    async with WeightSubscriber(replace(address, key=ChannelKey(bytes(range(32))))):
+                        pass
+            await still_works(address)
+
+    assert 1 <= sum(entry["event"] == "peer_rejected" for entry in logs) <= 20
+
+
+# -- peers with the key ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        ([encode(Ready())], "expected Subscribe, got Ready"),
+        ([encode(ChunkRequest(1, 0))], "expected Subscribe, got ChunkRequest"),
+        ([encode(Subscribe(99, "a mirror", 1))], f"expected protocol version {PROTOCOL_VERSION}, got 99"),
+        ([encode(SUBSCRIBE), b"and more"], "expected a message in one frame, got 2"),
+        ([b"\xc1"], "expected a message of protocol version"),
+        ([b""], "expected a message of protocol version"),
+    ],
+    ids=range(6),
+)
+async def test_an_invalid_handshake_is_refused_and_disconnected(sent: list[bytes], reason: str) -> None:
+    async with served() as address:
+        with key_holder(address.url) as one:
+            one.send_multipart(sent)
+            assert reason in await refusal(one)
+            await until_ended(one)
+        await still_works(address)
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (SUBSCRIBE, "got another Subscribe"),
+        (EndOfWeights(), "got another EndOfWeights"),
+        (ChunkRequest(1, 1), "expected a chunk of 1048576 bytes, got number 1"),
+        (ChunkRequest(1, -1), "Expected `int` >= 0"),
+    ],
+    ids=range(4),
+)
+async def test_an_invalid_message_of_a_mirror_ends_it_and_no_other(sent: Message, reason: str) -> None:
+    async with served() as address, WeightSubscriber(address) as other:
+        with key_holder(address.url) as one:
+            await subscribe(one)
+            one.send(encode(sent))
+            assert reason in await refusal(one)
+            await until_ended(one)
+        assert await other.newer() == 1
+
+
+async def test_a_message_longer_than_any_of_a_mirror_ends_the_connection() -> None:
+    async with served() as address:
+        with key_holder(address.url) as one:
+            await subscribe(one)
+            one.send(bytes(70_000))
+            await until_ended(one)
+        await still_works(address)
+
+
+@pytest.mark.parametrize("message", [ChunkRequest(1, 0), PauseAck(7)], ids=lambda message: type(message).__name__)
+async def test_more_requests_than_a_mirror_ever_has_end_it(message: Message) -> None:
+    async with served() as address:
+        with key_holder(address.url) as one:
+            await subscribe(one)
+            for _ in range(2000):
+                one.send(encode(message))
+            assert "expected at most 32 requests at a time" in await refusal(one)
+        await still_works(address)
+
+
+async def test_a_mirror_that_requests_chunks_and_receives_none_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, MOST_REQUESTS=10**6)
+    async with served() as address:
+        with key_holder(address.url) as one, capture_logs() as logs:
+            await subscribe(one)
+            one.setsockopt(zmq.RCVHWM, 1)
+            one.setsockopt(zmq.RCVBUF, 2**16)
+            for _ in range(200):
+                one.send(encode(ChunkRequest(1, 0)))
+            with anyio.fail_after(FAILSAFE_S):
+                while not any("when chunks arrive, got more while" in str(entry) for entry in logs):
+                    await anyio.lowlevel.checkpoint()
+        await still_works(address)
+
+
+async def test_a_message_of_endless_parts_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, CHECK_INTERVAL_S=0.05, MOST_UNREAD_BYTES=2**20)
+    async with served() as address:
+        with no_more_than(2**23, port_of(address)) as port, key_holder(f"tcp://127.0.0.1:{port}") as flooder:
+            await subscribe(flooder)
+            flooder.send_multipart([bytes(2**15)] * 2**9)  # 16 MiB, of which half arrives
+            assert await refusal(flooder) == "a message does not end"
+            await until_ended(flooder)
+        await still_works(address)
