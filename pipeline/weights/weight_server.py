@@ -86,6 +86,8 @@ class _Mirror:
         """Its connection, once it has answered: that was open after the events of its descriptor were read."""
         self.requests: asyncio.Queue[ChunkRequest | None] = asyncio.Queue()
         """Chunks to send; None at the end of the connection."""
+        self.ended = False
+        """Whether its connection has ended, and `tcp` with it."""
         self.sent_bytes = 0
         """Bytes of the chunks that were sent."""
         self.unfinished_from = 0
@@ -118,6 +120,7 @@ class _Mirror:
             raise ProtocolMismatch(f"expected at most {MOST_REQUESTS} requests at a time, got another {kind}")
 
     def on_end(self) -> None:
+        self.ended = True
         self.requests.put_nowait(None)
         self._messages.put_nowait(None)
 
@@ -236,10 +239,15 @@ class WeightServer:
             self._send(identity, message)
 
     def _refuse(self, connection: _Connection, identity: bytes, rejection: Reject) -> None:
-        """Notify a peer that it is disconnected, and close its connection when the message has had time to leave."""
+        """Notify a peer that it is refused, and disconnect it if it has subscribed.
+
+        Another one may have had a connection with the same descriptor: then this connection is not to blame. If it is,
+        it is closed after `HANDSHAKE_S`.
+        """
         self._rejections.record(f"a connection from {connection.host}: {rejection.reason}")
         self._send_last(identity, rejection)
-        self._close_after(GRACE_S, connection)
+        if connection.mirror is not None and connection.mirror.identity == identity:
+            self._close_after(GRACE_S, connection)  # when the message has had the time to leave
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
@@ -252,7 +260,7 @@ class WeightServer:
     async def _send_chunks(self, connection: _Connection, mirror: _Mirror) -> None:
         """Answer the requests of a mirror in their order, until its connection ends."""
         try:
-            while (request := await mirror.requests.get()) is not None:
+            while (request := await mirror.requests.get()) is not None and not mirror.ended:
                 self._check_unread(mirror)
                 answer = await anyio.to_thread.run_sync(self._answer, request)
                 await mirror.send(answer)

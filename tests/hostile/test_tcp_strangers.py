@@ -75,10 +75,10 @@ async def still_works(inbox: Inbox, key: ChannelKey | None = None) -> None:
 
 
 @contextmanager
-def key_holder(url: str) -> Iterator[zmq.Socket[bytes]]:
+def key_holder(url: str, number: int = 0) -> Iterator[zmq.Socket[bytes]]:
     """Open a ZeroMQ connection with the key, without a handshake."""
     one: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    one.setsockopt(zmq.IDENTITY, b"p" + bytes(15))
+    one.setsockopt(zmq.IDENTITY, b"p" + number.to_bytes(15))
     one.setsockopt(zmq.RECONNECT_IVL, -1)
     KEY.protect(one, "sender")
     one.connect(url)

@@ -171,12 +171,16 @@ async def test_many_peers_with_another_key_take_few_lines_of_the_log() -> None:
     ],
     ids=range(6),
 )
-async def test_an_invalid_handshake_is_refused_and_disconnected(sent: list[bytes], reason: str) -> None:
+async def test_an_invalid_handshake_is_refused_and_disconnected(
+    sent: list[bytes], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, HANDSHAKE_S=1.0)
     async with served() as address:
         with key_holder(address.url) as one:
             one.send_multipart(sent)
             assert reason in await refusal(one)
             await until_ended(one)
+        monkeypatch.undo()
         await still_works(address)
 
 
@@ -217,6 +221,17 @@ async def test_more_requests_than_a_mirror_ever_has_end_it(message: Message) -> 
             for _ in range(2000):
                 one.send(encode(message))
             assert "expected at most 32 requests at a time" in await refusal(one)
+        await still_works(address)
+
+
+async def test_a_mirror_that_leaves_with_requests_open_changes_nothing() -> None:
+    async with served() as address:
+        for number in range(30):
+            with key_holder(address.url, number) as one:
+                await subscribe(one)
+                for _ in range(32):
+                    one.send(encode(ChunkRequest(1, 0)))
+                await answer(one)
         await still_works(address)
 
 
