@@ -8,8 +8,8 @@ Knows nothing about torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from .._pipeline.durability.resumption import ResumePoint, Snapshot, Stateful
 from .._pipeline.graph.context import current
 from .._pipeline.graph.flush import FlushableInbox
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
-from .._pipeline.util.exception_groups import unwrap_single
+from .._pipeline.util.exception_groups import unwrap_first, unwrap_single
 from .._pipeline.weights.shielded import limit_once_cancelled
 from .._schemas import GroupId, StopReason, TrainBatch
 from .._schemas.numbers import normalize_counts, normalize_numbers
@@ -101,6 +101,15 @@ class KeepsState(Protocol):
     @property
     def state(self) -> Mapping[str, Stateful]:
         """Return those objects, by name."""
+        ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A trainer that can fail between two steps, for example because it has other processes."""
+
+    async def watch(self) -> None:
+        """Wait until no further step is possible, and raise the reason."""
         ...
 
 
@@ -219,11 +228,14 @@ class SinkTrainer:
 
         Raises:
             ValueError: `checkpoint_every` or `keep_checkpoints` without a folder for checkpoints.
-            Exception: raised by the trainer's `step`, unchanged; that batch is not committed.
+            Exception: raised by the trainer's `step`, unchanged; that batch is not committed. Or raised by its `watch`.
         """
         self._check_folder()
+        async with _watching(self.trainer):
+            await self._run(inbox, current().ledger)
+
+    async def _run(self, inbox: ReceiveChannel[TrainBatch], ledger: Ledger) -> None:
         thread = anyio.CapacityLimiter(1)
-        ledger = current().ledger
         self._restore(ledger)
         resumed_at = ledger.step
         await _in_thread(self._evaluated.link_best, thread)
@@ -381,6 +393,19 @@ def _require(trainer: object, protocol: type, purpose: str, methods: str) -> Non
 async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:
     """Return the result of `work` in a worker thread, which is abandoned if the wait is cancelled."""
     return await anyio.to_thread.run_sync(work, limiter=thread, abandon_on_cancel=True)
+
+
+@asynccontextmanager
+async def _watching(trainer: Trainer) -> AsyncIterator[None]:
+    """Cancel the body, and raise the reason, if the trainer fails between two steps."""
+    if not isinstance(trainer, Watched):
+        yield
+        return
+    with unwrap_first():  # a step may fail of the same cause
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer.watch)
+            yield
+            tasks.cancel_scope.cancel()
 
 
 async def _uninterrupted(work: Callable[[], Awaitable[None]], cancel_timeout_s: float, step: int) -> None:

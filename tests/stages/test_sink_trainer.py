@@ -19,6 +19,7 @@ from tests.failsafe import FAILSAFE_S
 from penstock import Context, GroupId, SinkTrainer, StopReason, TrainBatch
 from penstock.accounting import Ledger
 from penstock.channels import MemoryReceiver, memory_channel
+from penstock.errors import PeerLost
 from penstock.testing import batch, drive_sink, entered
 from penstock.training import write_checkpoint
 
@@ -345,6 +346,36 @@ async def test_a_run_that_waits_for_a_batch_is_cancelled_at_once() -> None:
         tasks.start_soon(SinkTrainer(Foreign(), cancel_timeout_s=60).run, inbox)
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
+
+
+# -- a trainer that fails between steps --------------------------------------------------------------------------------
+
+
+class Lost(Foreign):
+    """A trainer that has lost a process."""
+
+    async def watch(self) -> None:
+        raise PeerLost("rank 1 died")
+
+
+class Watched(Foreign):
+    """A trainer that does not fail."""
+
+    async def watch(self) -> None:
+        await anyio.sleep_forever()
+
+
+async def test_a_trainer_that_fails_between_steps_ends_a_run_that_waits_for_a_batch() -> None:
+    async with fed() as (_, inbox):
+        with anyio.fail_after(FAILSAFE_S), pytest.raises(PeerLost, match="rank 1 died"):
+            await SinkTrainer(Lost()).run(inbox)
+
+
+async def test_a_run_ends_with_its_stream_though_its_trainer_is_watched() -> None:
+    with anyio.fail_after(FAILSAFE_S):
+        driven = await drive_sink(SinkTrainer(Watched()), [batch(groups=2)])
+
+    assert driven.ledger.balance().ended["trained"] == 4
 
 
 # -- invalid arguments -------------------------------------------------------------------------------------------------
