@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-__all__ = ["NEAR", "Link", "LinkNotPossible", "apart", "within"]
+__all__ = ["FAR", "NEAR", "Link", "LinkNotPossible", "apart", "within"]
 
 NEAR, FAR = "10.231.0.1", "10.231.0.2"
 """Addresses of the trainer's side and of the senders' side, the only ones in these namespaces."""

@@ -9,18 +9,17 @@ batch, so the step equals that of a single process up to rounding.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from ..._pipeline.durability.resumption import Stateful
 from ..._pipeline.errors import PeerLost
+from ..._pipeline.util.exception_groups import single_exception
 from ..._schemas import GroupId, TokenizerIdentity, TrainBatch
 from .shares import decode_share, encode_share, shares
 from .torch_trainer import TorchTrainer
-
-R = TypeVar("R")
 
 STEP, GATHER, SAVE, RESUME, END, FAILED = range(6)
 """Commands of the leader."""
@@ -55,12 +54,14 @@ class RankedTrainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """End the other ranks, with an error if the body raised one."""
-        if self.leads:
-            failed = kind is not None and issubclass(kind, Exception)
-            with suppress(RuntimeError, PeerLost):
-                self._ranks.send_command(FAILED if failed else END)
+        if self.leads and isinstance(error, Exception):
+            cause = single_exception(error)
+            self._ranks.fail(FAILED, str(cause) if isinstance(cause, PeerLost) else "")
+        elif self.leads:
+            with suppress(RuntimeError):
+                self._ranks.end(END)
         self._ranks.close()
 
     @property
@@ -93,18 +94,19 @@ class RankedTrainer:
             Exception: see `TorchTrainer.step`.
         """
         mine, *theirs = shares(batch, self._ranks.count)
-        self._ranks.send_command(STEP, [encode_share(share) for share in theirs])
-        return self._together(lambda: self._trainer.step(mine))
+        with self._ranks.command(STEP, [encode_share(share) for share in theirs]):
+            return self._trainer.step(mine)
 
     def weights(self) -> Mapping[str, Any]:
         """Return the tensors, sharded ones gathered; see `TorchTrainer.weights`."""
-        self._ranks.send_command(GATHER)
-        return self._together(self._trainer.weights)
+        with self._ranks.command(GATHER):
+            return self._trainer.weights()
 
     def save(self, folder: str | Path, committed: Mapping[GroupId, int]) -> Path:
         """Write a checkpoint, from which a single process can resume too; see `TorchTrainer.save`."""
-        self._ranks.send_command(SAVE)
-        return self._together(lambda: self._trainer.save(folder, committed))
+        with self._ranks.command(SAVE):
+            tensors = self._trainer.tensors()
+        return self._trainer.write(folder, committed, *tensors)
 
     def keep(self, state: Mapping[str, Stateful]) -> None:
         """Include other state in checkpoints, on the leader only; see `TorchTrainer.keep`."""
@@ -113,12 +115,16 @@ class RankedTrainer:
     def resume(self, checkpoint: str | Path) -> None:
         """Resume from a checkpoint, which every rank reads; see `TorchTrainer.resume`."""
         path = str(Path(checkpoint).absolute()).encode()
-        self._ranks.send_command(RESUME, [path] * (self._ranks.count - 1))
-        self._together(lambda: self._trainer.resume(checkpoint))
+        with self._ranks.command(RESUME, [path] * (self._ranks.count - 1)):
+            self._trainer.resume(checkpoint)
 
-    def _together(self, work: Callable[[], R]) -> R:
-        with self._ranks.connected():
-            return work()
+    async def watch(self) -> None:
+        """Wait until another rank is lost while the leader waits for a batch. SinkTrainer does so.
+
+        Raises:
+            PeerLost: a rank died or hangs; the message names it.
+        """
+        await self._ranks.watch()
 
     # -- on other ranks ------------------------------------------------------------------------------------------------
 
@@ -143,7 +149,7 @@ class RankedTrainer:
         elif command == RESUME:
             self._trainer.resume(payload.decode())
         else:
-            raise PeerLost(f"rank 0 of {self._ranks.count} ended with an error, which it reports itself")
+            raise PeerLost(payload.decode() or f"rank 0 of {self._ranks.count} ended with an error: see its output")
 
 
 @contextmanager

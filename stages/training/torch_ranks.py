@@ -1,20 +1,23 @@
 """Ranks: the processes of a torchrun that train one model together, as a trainer sees them.
 
-Rank 0 leads: it sends commands (`send_command`), and all ranks execute them together. Commands have a process group of
-their own without a timeout, because sampling may take long; collective operations have the timeout of the default
-group. Every rank sends heartbeats to the store of the process group, so that the others can name the rank that failed
-when a connection breaks. No received data is unpickled. Knows no channel and no model.
+Rank 0 leads: it sends commands (`command`), and all ranks execute them together. Commands have a process group of their
+own. Between commands, while the leader waits for a batch, it sends pings in their place, so that a rank that is lost is
+noticed then too: by the other end's closed connection, or after the timeout of the default group where no packet comes.
+Every rank sends heartbeats to the store of the process group, so that the others can name the rank that failed. A rank
+of a torchrun that is killed is killed by the kernel. No received data is unpickled. Knows no channel and no model.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
 import torch
@@ -22,15 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._pipeline.errors import PeerLost
+from ..._pipeline.processes.worker import die_with
 from ..losses.metrics import EffectiveSamples, Extreme, Mean, Metric, TokensUsed, merge
 
 HEARTBEAT_S = 0.25
-"""Interval of the heartbeats of a rank."""
+"""Interval of the heartbeats of a rank, and of the pings of the leader."""
 
 HEARTBEAT_TIMEOUT_S = 3.0
 """A rank without a heartbeat for this time after a connection broke is lost."""
 
-FOREVER = timedelta(days=3650)
+PING = -1
+"""The command to do nothing."""
 
 METRICS: dict[str, Any] = {each.__name__: each for each in (EffectiveSamples, Extreme, Mean, TokensUsed)}
 
@@ -39,39 +44,79 @@ class Ranks:
     """This process among those of the default process group."""
 
     def __init__(self) -> None:
+        if dist.is_torchelastic_launched():
+            die_with(os.getppid())
         self.index: int = dist.get_rank()
         self.count: int = dist.get_world_size()
-        self._commands: Any = dist.new_group(backend="gloo", timeout=FOREVER)
-        """Group for commands, which other ranks await while the leader waits for a batch."""
         world: Any = dist.group.WORLD
         self._work: Any = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         """Group for tensors on the host."""
         self._timeout: timedelta = self._work._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001
-        """Bound on the time in which the others receive a command."""
-        self._heartbeat = _Heartbeat(self.index)
+        """Bound on the time in which another rank receives a command, or its absence is noticed."""
+        self._commands: Any = dist.new_group(backend="gloo", timeout=self._timeout)
+        """Group for commands. One of its own, because its operations are in another thread than collective ones."""
+        self._heartbeat = _Heartbeat(self.index, self.count)
+        self._pings = _Pings(self)
+        if self.index == 0:
+            self._pings.start()
 
     def __repr__(self) -> str:
         return f"<Ranks: {self.index} of {self.count}>"
 
     # -- commands of the leader ----------------------------------------------------------------------------------------
 
-    def send_command(self, command: int, payloads: Sequence[bytes] = ()) -> None:
-        """Send `command` from the leader to all other ranks, with a payload for each, if there are any."""
-        with self.connected():
-            sent: list[Any] = [
-                dist.isend(tensor, rank, group=self._commands)
-                for rank, each in enumerate(payloads or [b""] * (self.count - 1), start=1)
-                for tensor in (torch.tensor([command, len(each)]), _bytes_of(each))
-                if len(tensor)
-            ]
-            for each in sent:
-                each.wait(self._timeout)
+    @contextmanager
+    def command(self, number: int, payloads: Sequence[bytes] = ()) -> Iterator[None]:
+        """Send a command from the leader to all other ranks, and execute it in the body; no ping is sent meanwhile.
+
+        Args:
+            number: the command, at least 0.
+            payloads: one for each other rank, if there are any.
+        """
+        with self.connected(), self._pings.lock:
+            self.send(number, payloads)
+            yield
+
+    def end(self, number: int) -> None:
+        """Send the last command, after which the others listen no more."""
+        with self._pings.lock:
+            self._pings.stopped.set()
+            self.send(number)
+
+    def fail(self, number: int, message: str) -> None:
+        """Send the last command, with a message, to the ranks that are not lost; do not wait for those that are."""
+        with self._pings.lock:
+            self._pings.stopped.set()
+            posted: list[Any] = []
+            for rank in range(1, self.count):
+                with suppress(RuntimeError):
+                    posted += self._post(rank, number, message.encode())
+            for each in posted:
+                with suppress(RuntimeError):
+                    each.wait(timedelta(seconds=HEARTBEAT_TIMEOUT_S))
+
+    async def watch(self) -> None:
+        """Wait on the leader until another rank is lost between two commands, and raise that."""
+        await anyio.wait_readable(self._pings.failed_fd)
+        raise self._pings.failure
+
+    def send(self, number: int, payloads: Sequence[bytes] = ()) -> None:
+        """Send a command, while no other thread does."""
+        each_its_own = payloads or [b""] * (self.count - 1)
+        for each in [work for rank, own in enumerate(each_its_own, start=1) for work in self._post(rank, number, own)]:
+            each.wait(self._timeout)
+
+    def _post(self, rank: int, number: int, payload: bytes) -> list[Any]:
+        """Begin to send a command to `rank`; return what to wait for."""
+        tensors = (torch.tensor([number, len(payload)]), _bytes_of(payload))
+        return [dist.isend(tensor, rank, group=self._commands) for tensor in tensors if len(tensor)]
 
     def receive_command(self) -> tuple[int, bytes]:
         """Wait for the next command of the leader, on another rank; return it with its payload."""
         with self.connected():
-            header = torch.empty(2, dtype=torch.int64)
-            dist.recv(header, 0, group=self._commands)
+            header = torch.tensor([PING, 0])
+            while header[0] == PING:
+                dist.recv(header, 0, group=self._commands)
             command, length = header.tolist()
             payload = torch.empty(length, dtype=torch.uint8)
             if length:
@@ -115,22 +160,67 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if lost := self._heartbeat.lost_ranks(self.count):
+            if lost := self._heartbeat.lost_ranks():
                 names = " and ".join(f"rank {rank}" for rank in lost)
                 raise PeerLost(f"{names} of {self.count} died, or hangs: the others cannot continue") from error
             raise
 
     def close(self) -> None:
-        """Stop the heartbeats."""
+        """Stop the heartbeats, and on the leader the pings."""
+        self._pings.close()
         self._heartbeat.stop()
 
 
-class _Heartbeat:
-    """Sends the heartbeats of this rank, and checks those of the others."""
+class _Pings:
+    """Sends pings of the leader whenever no command is executed."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.lock = threading.Lock()
+        """Held by the thread that sends, and while a command is executed."""
+        self.stopped = threading.Event()
+        """Set, under the lock, before the last command."""
+        self.failure: Exception = RuntimeError("no rank was lost")
+        """The reason why a ping could not be sent."""
+        self.failed_fd = os.eventfd(0)
+        """Readable once `failure` is set: an event loop waits for it."""
+        self._thread = threading.Thread(target=self._run, name="penstock pings", daemon=True)
+
+    def start(self) -> None:
+        """Begin, on the leader."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self.stopped.wait(HEARTBEAT_S):
+                with self._ranks.connected(), self.lock:
+                    if not self.stopped.is_set():
+                        self._ranks.send(PING)
+        except Exception as error:  # noqa: BLE001 (`watch` raises it)
+            self.failure = error
+            os.eventfd_write(self.failed_fd, 1)
+
+    def close(self) -> None:
+        """Stop, and wait for the thread."""
+        self.stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(HEARTBEAT_TIMEOUT_S)
+        if not self._thread.is_alive():
+            os.close(self.failed_fd)
+
+
+class _Heartbeat:
+    """Sends the heartbeats of this rank, and checks those of the others.
+
+    Its thread alone uses the store: a call blocks while the host of the store does not respond.
+    """
+
+    def __init__(self, rank: int, count: int) -> None:
         self._rank = rank
+        self._count = count
         self._store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 (the store of the process group)
+        self._checks: list[list[list[int]]] = []
+        """For each check in progress, the counts of all ranks' heartbeats, read again and again."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="penstock rank", daemon=True)
         self._thread.start()
@@ -139,21 +229,22 @@ class _Heartbeat:
         try:
             while not self._stopped.wait(HEARTBEAT_S):
                 self._store.add(_beats_of(self._rank), 1)
+                for counts in tuple(self._checks):
+                    counts.append([self._store.add(_beats_of(rank), 0) for rank in range(self._count)])
         except RuntimeError:
             """The store ended with its process; `lost_ranks` reports that."""
 
-    def lost_ranks(self, count: int) -> list[int]:
-        """Return the ranks without a heartbeat for `HEARTBEAT_TIMEOUT_S`; rank 0 if its store is closed."""
-        others = set(range(count)) - {self._rank}
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks without a heartbeat for `HEARTBEAT_TIMEOUT_S`; rank 0 if its host's store is lost."""
+        counts: list[list[int]] = []
+        self._checks.append(counts)
+        lost = set(range(self._count)) - {self._rank}
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
-        try:
-            first = {rank: self._store.add(_beats_of(rank), 0) for rank in others}
-            while others and time.monotonic() < deadline:
-                time.sleep(HEARTBEAT_S)
-                others -= {rank for rank in others if self._store.add(_beats_of(rank), 0) > first[rank]}
-        except RuntimeError:
-            return [0]
-        return sorted(others)
+        while lost and time.monotonic() < deadline:
+            time.sleep(HEARTBEAT_S)
+            lost = {rank for rank in lost if not counts or counts[-1][rank] == counts[0][rank]}
+        self._checks.remove(counts)
+        return sorted(lost) if len(counts) > 1 else sorted({0} - {self._rank})
 
     def stop(self) -> None:
         """Stop, and wait for the thread: one that is inside the store when the interpreter ends aborts the process."""

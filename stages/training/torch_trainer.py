@@ -326,14 +326,23 @@ class TorchTrainer:
             ValueError: a `state` contains a number that is not finite.
             DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written; earlier checkpoints are intact.
         """
-        weights, optimizer = self.tensors()
-        return write_checkpoint(
-            Path(folder), self._steps, lambda into: self._write(into, committed, weights, optimizer)
-        )
+        return self.write(folder, committed, *self.tensors())
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the weights and the optimizer's state, whole: the collective part of `save`."""
         return self.weights(), gathered(self._optimizer.state_dict())
+
+    def write(
+        self,
+        folder: str | Path,
+        committed: Mapping[GroupId, int],
+        weights: dict[str, Tensor],
+        optimizer: dict[str, Any],
+    ) -> Path:
+        """Write a checkpoint with what `tensors` returned: the other part of `save`, of one rank."""
+        return write_checkpoint(
+            Path(folder), self._steps, lambda into: self._write(into, committed, weights, optimizer)
+        )
 
     def _write(
         self, folder: Path, committed: Mapping[GroupId, int], weights: dict[str, Tensor], optimizer: dict[str, Any]
