@@ -157,12 +157,20 @@ class ClusterUnreachable(PenstockError, ConnectionError):
     """No Ray cluster answers at an address."""
 
 
+class WorkerRefused(PenstockError):
+    """A pipeline has no place for a worker that wants to join it; the message says why."""
+
+
 class PlacementTimedOut(PenstockError, TimeoutError):
     """A Ray cluster did not reserve what the workers of a stage need; the message has a table: asked, free, by node."""
 
 
 class WorkerFailed(StageFailed):
     """A stage raised in a worker; the message contains its traceback."""
+
+
+class WorkersAbsent(StageFailed):
+    """No worker was there for too long, of a stage whose workers join."""
 
 
 class EngineFailed(PenstockError):

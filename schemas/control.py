@@ -171,6 +171,12 @@ class Outcomes(_Message, frozen=True):
     entries: tuple[tuple[GroupId, tuple[Repetition, ...], str, int], ...]
 
 
+class Instruction(_Message, frozen=True):
+    """What the pipeline tells a worker that has joined it: an encoded `worker_messages.WorkerInstruction`."""
+
+    payload: bytes
+
+
 class CloseAck(_Message, frozen=True):
     """The receiver has everything up to the sender's Close."""
 
@@ -301,6 +307,7 @@ Message = (
     | Close
     | CreditGrant
     | Outcomes
+    | Instruction
     | CloseAck
     | Closed
     | Subscribe

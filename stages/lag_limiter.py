@@ -10,7 +10,7 @@ step on, and is never exceeded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import anyio
@@ -30,7 +30,15 @@ MIN_STALL_TIMEOUT_S = 1.0
 class LagLimiter:
     """Limits the trajectories in flight by the bound on lag; without a bound, or before p is known, not at all."""
 
-    def __init__(self, ledger: Ledger, group_size: int, max_lag: int | None, *, per_step: int | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        group_size: int,
+        max_lag: int | None,
+        *,
+        per_step: int | None = None,
+        sampling_elsewhere: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._ledger = ledger
         self._per_step = per_step
         """p, where it is given."""
@@ -38,6 +46,8 @@ class LagLimiter:
         self._max_lag = max_lag
         self._sampling = 0
         """Groups that are being sampled; while there are any, the trainer is not assumed to wait."""
+        self._sampling_elsewhere = sampling_elsewhere
+        """Returns the number of those that other processes sample."""
         self._step = ledger.step
         self._step_began = anyio.current_time()
         self._step_s = 0.0
@@ -74,7 +84,7 @@ class LagLimiter:
             before = self._counts()
             with anyio.move_on_after(self._stall_timeout_s) as timeout:
                 await self._ledger.room(limit)
-            if timeout.cancelled_caught and self._counts() == before and not self._sampling:
+            if timeout.cancelled_caught and self._counts() == before and not before[2]:
                 log.debug("lag_limit_overridden", in_flight=self._ledger.in_flight, limit=limit, step=self._ledger.step)
                 return
 
@@ -84,7 +94,7 @@ class LagLimiter:
         if step > self._step:
             self._step_s = (now - self._step_began) / (step - self._step)
             self._step, self._step_began = step, now
-        return step, self._ledger.in_flight, self._sampling
+        return step, self._ledger.in_flight, self._sampling + self._sampling_elsewhere()
 
     @property
     def _stall_timeout_s(self) -> float:

@@ -13,7 +13,7 @@ clock: a run can be repeated bit for bit as far as its environment and its polic
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,12 +22,13 @@ import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
+from .._pipeline.accounting.ledger import Ledger
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import SendChannel
 from .._pipeline.durability.resumption import ResumePoint
 from .._pipeline.errors import InvalidConfig
 from .._pipeline.graph.context import Context, Worker, current
-from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from .._pipeline.graph.stage_info import Assignment, StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_first
 from .._schemas import GroupId, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
@@ -101,9 +102,20 @@ class SourceEnv:
             sends_at_most_tokens=None if self.max_length is None else self.group_size * self.max_length,
             begins_at_most=self._begins_at_most,
             check_workers=self.check_workers,
+            assign=self.assign,
             tokenizers=tokenizer_of(self, self.chat, self.policy, self.make_env),
             evaluation=self.evaluation,
         )
+
+    async def assign(self, ledger: Ledger, sampling: Callable[[], int]) -> AsyncIterator[Assignment]:
+        """Admit the prompts of workers that are told which to sample, each when `max_lag` allows it; see `Assign`."""
+        per_step = None if self.step_groups is None else self.step_groups * self.group_size
+        limiter = LagLimiter(ledger, self.group_size, self.max_lag, per_step=per_step, sampling_elsewhere=sampling)
+        for number in self.numbers(Worker()):
+            await limiter.wait_for_slot()
+            group = GroupId(self.env_name, instance_id(number))
+            ledger.admit(group, range(self.group_size))
+            yield Assignment(number, group, (1 << self.group_size) - 1)
 
     def resume_from(self, point: ResumePoint) -> SourceEnv:
         """Return the source of a resumed run: it samples the prompts that were not trained, also those begun before."""
@@ -294,9 +306,9 @@ async def _all(calls: Sequence[Callable[[], Awaitable[R]]]) -> list[R]:
     return [returned[place] for place in range(len(calls))]
 
 
-def instance_id(number: int, worker: Worker) -> str:
-    """Return the name of prompt `number` as sampled by `worker`: a restarted worker uses other names."""
-    return f"{worker.restart}.{number}" if worker.restart else str(number)
+def instance_id(number: int, restart: int = 0) -> str:
+    """Return the name of prompt `number`: a worker that was restarted, and takes its prompts itself, uses others."""
+    return f"{restart}.{number}" if restart else str(number)
 
 
 class _RolloutScheduler:
@@ -312,10 +324,16 @@ class _RolloutScheduler:
         self._env = source.env_name
         self._groups = anyio.Semaphore(max(1, source.concurrency // source.group_size))
         """One permit for each group that is being sampled, or waits to be sent."""
-        per_step = source.per_step(context.worker)
-        self._lag_limiter = LagLimiter(context.ledger, source.group_size, source.max_lag, per_step=per_step)
+        self._assignments = context.assignments
+        limited = self._assignments is None
+        self._lag_limiter = LagLimiter(
+            context.ledger,
+            source.group_size,
+            source.max_lag if limited else None,
+            per_step=source.per_step(context.worker) if limited else None,
+        )
         self._evaluator: Evaluator | None = None
-        if (evaluation := source.evaluation) is not None:
+        if (evaluation := source.evaluation) is not None and context.worker.index < context.worker.count:
             make_source = partial(source.evaluated, engine, context.worker)
             self._evaluator = Evaluator(evaluation, make_source, source.decodes_with, context)
 
@@ -324,7 +342,7 @@ class _RolloutScheduler:
             if self._evaluator is not None:
                 await self._evaluator.begin()
             async with anyio.create_task_group() as groups:
-                if self._source.synchronous:
+                if self._source.synchronous and self._assignments is None:
                     await self._in_waves()
                 else:
                     if self._evaluator is not None:
@@ -332,14 +350,25 @@ class _RolloutScheduler:
                     await self._begin(groups)
 
     async def _begin(self, groups: TaskGroup) -> None:
-        """Begin one group after another, each when there is a permit and the lag limit allows it."""
+        """Begin one group after another."""
+        async for group, number in self._prompts():
+            groups.start_soon(self._group, group, number)
+
+    async def _prompts(self) -> AsyncIterator[tuple[GroupId, int]]:
+        """Yield one prompt after another, each when there is a permit for its group and the lag limit allows it."""
+        if self._assignments is not None:
+            while True:
+                await self._groups.acquire()
+                if (number := await self._assignments.next()) is None:
+                    return
+                yield GroupId(self._env, instance_id(number)), number
         for number in self._source.numbers(self._context.worker):
             await self._groups.acquire()
             await self._lag_limiter.wait_for_slot()
-            groups.start_soon(self._group, self._admitted(number), number)
+            yield self._admitted(number), number
 
     def _admitted(self, number: int) -> GroupId:
-        group = GroupId(self._env, instance_id(number, self._context.worker))
+        group = GroupId(self._env, instance_id(number, self._context.worker.restart))
         self._context.ledger.admit(group, range(self._source.group_size))
         return group
 

@@ -118,6 +118,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "connect_with_replay": partial(connect_with_replay, "shm:///nowhere"),
     "processes": partial(PUBLIC.processes, count=4),
     "ray": partial(PUBLIC.ray, workers=4),
+    "joining": partial(PUBLIC.joining, expected=4),
     "serve": partial(PUBLIC.serve, "shm://", TrajectoryGroup),
     "trl_reward": partial(PUBLIC.trl_reward, length),
     "verl_reward": partial(PUBLIC.verl_reward, length),
@@ -199,6 +200,7 @@ FROM_ZERO = {
         "ray.num_gpus",
         "ray.restarts",
         "ray.stop_timeout_s",
+        "joining.stop_timeout_s",
     ),
     *(
         "ReplayingSender.reconnect_timeout_s",

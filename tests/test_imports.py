@@ -19,8 +19,8 @@ LAYERS = ["schemas", "pipeline", "stages", "stages/integrations", "src/penstock"
 """Each may import those before it, and itself. Benchmarks and examples do not import each other."""
 
 PIPELINE_FOLDERS = (
-    *("errors", "util", "accounting", "trackers", "channels", "graph"),
-    *("processes", "weights", "durability", "view", "runtime", "testing"),
+    *("errors", "util", "accounting", "trackers", "channels", "weights", "graph"),
+    *("processes", "durability", "view", "runtime", "testing"),
 )
 """The parts of pipeline/, each of which may import those before it, and itself."""
 

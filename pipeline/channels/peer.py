@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
+import anyio
+
 from ..._schemas import GroupId
 from ..._schemas.control import Connect, Reject
 from ..._schemas.descriptor import Descriptor
@@ -19,7 +21,7 @@ from .transport import PayloadReader
 class Peer:
     """The state of a sender at its receiver."""
 
-    def __init__(self, request: Connect, schedule: Callable[[Peer], None], release_at: int) -> None:
+    def __init__(self, request: Connect, schedule: Callable[[Peer], None], release_at: int) -> None:  # noqa: PLR0915 (its state)
         self.identity: bytes = request.identity
         self.name: str = request.name or f"process {request.pid}"
         """Its name in messages."""
@@ -32,6 +34,8 @@ class Peer:
         """Its connection; set when it is admitted."""
         self.open = True
         """Until it sends Close, or is lost."""
+        self.gone: anyio.Event = anyio.Event()
+        """Set when its connection has ended."""
         self.awaits_saved = False
         """Whether it has sent Close("staying") and waits until all is saved, when it sends Close("done")."""
         self.disconnected_for_error = False

@@ -426,6 +426,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         elif self._listener is not None and not peer.disconnected_for_error:
             self._arrivals.append((peer, "disconnected"))
         self.peers.pop(peer.identity, None)
+        peer.gone.set()
         self._waiting.wake_all()
         return peer.rejection
 

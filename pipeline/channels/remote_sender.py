@@ -7,7 +7,7 @@ gave. All clones of a sender share it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Generic
@@ -24,6 +24,7 @@ from ..._schemas.control import (
     Closed,
     CreditGrant,
     CreditRequest,
+    Instruction,
     Leaving,
     Message,
     Outcomes,
@@ -75,6 +76,8 @@ class SenderConnection:
         """Set when the connection has ended, and all messages that arrived on it were handled."""
         self.on_ended: Origin | None = None
         """Called with the outcomes of trajectories."""
+        self.on_instruction: Callable[[bytes], None] | None = None
+        """Called with what the pipeline tells this worker."""
         self.waiting: Waiters = Waiters()
         self._control = control
         self._socket = socket
@@ -248,6 +251,8 @@ class SenderConnection:
                 if self.on_ended is not None:
                     for group, repetitions, state, step in entries:
                         self.on_ended(group, sum(1 << r for r in repetitions), state, step)  # type: ignore[arg-type]
+            case Instruction(payload) if self.on_instruction is not None:
+                self.on_instruction(payload)
             case Closed():
                 self._fail(PeerClosed(f"{self.accepted.name}, the receiver, closed the channel"))
                 self._control.disconnected()  # the receiver waits for the end of the connection
@@ -352,6 +357,10 @@ class RemoteSender(AsyncCloseable, Generic[R]):
     def on_ended(self, listener: Origin) -> None:
         """Have `listener` called with the outcomes of trajectories that were sent here."""
         self._connection.on_ended = listener
+
+    def on_instruction(self, listener: Callable[[bytes], None]) -> None:
+        """Have `listener` called with what the pipeline tells this worker, encoded."""
+        self._connection.on_instruction = listener
 
     @property
     def failure(self) -> PeerClosed | PeerLost | InvalidRecord | None:

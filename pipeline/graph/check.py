@@ -18,7 +18,7 @@ from ..._schemas.tokenizer import disagreements
 from ..accounting.telemetry import get_logger
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .misplaced import written
-from .placement import Here, Remote
+from .placement import Here, Joining, Remote
 from .record_types import RecordTypes, never_fits, record_types, type_name
 from .stage_info import info_of
 from .stage_node import StageNode, output_type, sent_along
@@ -157,6 +157,8 @@ def _of_stage(node: StageNode, *, first: bool) -> Iterator[str]:
 
 def _of_workers(node: StageNode) -> Iterator[str]:
     """Check the number of workers; every stage of a fragment has as many as the fragment."""
+    if isinstance(node.on, Joining) and info_of(node.stage).assign is not None:
+        return
     count = 1 if isinstance(node.on, Here) else node.on.count
     for stage in (node.stage, *(inner.stage for inner in info_of(node.stage).nodes)):
         check_workers = info_of(stage).check_workers
@@ -182,6 +184,10 @@ def _of_remote(node: StageNode, on: Remote) -> Iterator[str]:
             f"{node.name}: it runs in {node.on.__class__.__name__.lower()} and sends {record.__name__}, but between "
             f"processes only TrajectoryGroup and TrainBatch travel"
         )
+    if isinstance(node.on, Joining):
+        if record is TrainBatch:
+            yield f"{node.name}: expected a stage that sends TrajectoryGroup, for its workers join, got TrainBatch"
+        return
     try:
         pickled = pickle.dumps(node.stage)
     except Exception as error:  # noqa: BLE001 (pickling runs the stage's own code, which may raise anything)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..._schemas import TrajectoryGroup, TrajectoryId
 from ..accounting.ledger import Ledger
@@ -30,6 +31,14 @@ class Worker:
     """Workers that share the work."""
     restart: int = 0
     """Times that the worker was restarted."""
+
+
+class Assignments(Protocol):
+    """The prompts that a source's worker is told to sample; the pipeline has admitted their trajectories."""
+
+    async def next(self) -> int | None:
+        """Return the number of the next prompt, waiting until the pipeline allows one; None if no more come."""
+        ...
 
 
 class FlushRequest:
@@ -83,6 +92,8 @@ class Context:
     ledger: Ledger = field(default_factory=Ledger)
     metrics: Metrics = field(default_factory=Metrics)
     worker: Worker = Worker()
+    assignments: Assignments | None = None
+    """In a worker that joined the pipeline: its prompts. None where a source takes its share of them itself."""
     dropped: Counter[EndState] = field(default_factory=Counter)
     """Trajectories that this stage has dropped, by their end state."""
     flush: FlushRequest = field(default_factory=FlushRequest)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..channels.channel import MEMORY_CAPACITY, REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
-from .placement import Ray
+from .placement import Joining, Ray
 from .stage_node import StageNode
 
 
@@ -28,8 +28,14 @@ def _edge(before: StageNode, after: StageNode) -> str:
         capacity = _records(after.capacity or MEMORY_CAPACITY)
         return f"memory: {capacity}" + (f", {_bytes(after.capacity_bytes)}" if after.capacity_bytes else "")
     capacity = _records(after.capacity or REMOTE_CAPACITY)
-    transport = "shm on this host, tcp elsewhere" if Ray in {type(before.on), type(after.on)} else "shm"
+    transport = _transport({type(before.on), type(after.on)})
     return f"{transport}: {capacity} and {_bytes(after.capacity_bytes or REMOTE_CAPACITY_BYTES)} for each process"
+
+
+def _transport(placements: set[type]) -> str:
+    if Joining in placements:
+        return "tcp"
+    return "shm on this host, tcp elsewhere" if Ray in placements else "shm"
 
 
 def _records(count: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_origin
 from ..channels.channel import ReceiveChannel, SendChannel
 from ..errors import InvalidPipeline
 from .each import Each
-from .placement import Here, Processes, Ray, processes, ray
+from .placement import Here, Joining, Processes, Ray, processes, ray
 from .record_types import annotations_of
 
 Kind: TypeAlias = Literal["source", "stage", "sink"]
@@ -98,12 +98,14 @@ def refuse_unknown_placement(on: object) -> None:
     Raises:
         InvalidPipeline: with the line to write instead.
     """
-    if isinstance(on, Here | Processes | Ray):
+    if isinstance(on, Here | Processes | Ray | Joining):
         return
     count = 4 if on is processes else on
     line = "ray(workers=4)" if on is ray else f"processes({count})" if type(count) is int else "here()"
     got = on.__name__ if inspect.isfunction(on) else repr(on)
-    raise InvalidPipeline(f"on: expected here(), processes(n) or ray(workers=n), got {got}: write on={line}")
+    raise InvalidPipeline(
+        f"on: expected here(), processes(n), ray(workers=n) or joining(expected=n), got {got}: write on={line}"
+    )
 
 
 def ends_in_a_sink(run: Run) -> Run:

@@ -1,4 +1,4 @@
-"""The placement of a stage: `here()`, in the pipeline's event loop, in `processes(n)`, or on `ray(workers=n)`.
+"""The placement of a stage: `here()`, in `processes(n)`, on `ray(workers=n)`, or in workers that join, `joining(n)`.
 
 Placement belongs to the edge, not to the stage: the same stage runs alone in a test, here, and in four processes.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from ..._schemas.errors import InvalidConfig
 from ..._schemas.numbers import normalize_counts, normalize_numbers
+
+if TYPE_CHECKING:
+    from ..weights.weight_address import WeightAddress
 
 STOP_TIMEOUT_S = 3.0
 """Seconds between SIGTERM and SIGKILL of a worker: a run that is interrupted ends within five seconds."""
@@ -113,10 +116,61 @@ class Ray:
         return {name: amount for name, amount in asked.items() if amount}
 
 
-Remote: TypeAlias = Processes | Ray
+JOIN_URL = "tcp://0.0.0.0:5555"
+
+ABSENCE_TIMEOUT_S = 600.0
+"""Seconds without any worker after which a run on `joining()` ends: finding a machine takes less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """The placement in workers that are started elsewhere, and join over tcp; each makes the stage itself."""
+
+    expected: int
+    """Workers that share the work of a source that cannot tell them which prompts to sample; more wait for a place."""
+    url: str = JOIN_URL
+    """Where the pipeline listens for them."""
+    key: str = ""
+    """Path of the key file; empty for this user's key."""
+    weights: WeightAddress | None = None
+    """The weights with which they sample."""
+    digest: str = ""
+    """The digest of the configuration from which they make the stage; empty for that of the running script."""
+    absence_timeout_s: float = ABSENCE_TIMEOUT_S
+    """Seconds without any worker after which the run ends."""
+    stop_timeout_s: float = STOP_TIMEOUT_S
+    """Seconds that a worker has to stop before its connection is closed."""
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "expected")
+        normalize_numbers(self, "stop_timeout_s", zero=True)
+        normalize_numbers(self, "absence_timeout_s")
+        if not self.url.startswith("tcp://"):
+            raise InvalidConfig(f"url: expected tcp://HOST:PORT, got {self.url!r}")
+
+    def __str__(self) -> str:
+        return f"workers that join at {self.url}, {self.expected} expected"
+
+    @property
+    def count(self) -> int:
+        """The number of workers that share the work."""
+        return self.expected
+
+    @property
+    def restarts(self) -> int:
+        """Nothing is restarted from here: a worker may leave and come back as often as it likes."""
+        return 0
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Seconds that a worker that has joined may take until its stage begins."""
+        return START_TIMEOUT_S
+
+
+Remote: TypeAlias = Processes | Ray | Joining
 """A placement in workers with copies of the stage."""
 
-Placement: TypeAlias = Here | Processes | Ray
+Placement: TypeAlias = Here | Processes | Ray | Joining
 
 HERE = Here()
 """The default."""
@@ -204,3 +258,40 @@ def ray(
         stop_timeout_s,
         start_timeout_s,
     )
+
+
+def joining(
+    expected: int,
+    *,
+    url: str = JOIN_URL,
+    key: str = "",
+    weights: WeightAddress | None = None,
+    digest: str = "",
+    absence_timeout_s: float = ABSENCE_TIMEOUT_S,
+    stop_timeout_s: float = STOP_TIMEOUT_S,
+) -> Joining:
+    """Place a stage in workers that are started on other hosts, by `penstock worker --join URL --key FILE …`.
+
+    They may join, leave and come back while the run goes on. Each makes the stage of the configuration, or of the
+    script, on its own host, which must be equal to that of the pipeline. `SourceEnv` tells every worker which prompts
+    to sample, so there can be any number of them. Another source is shared by `expected` workers: more wait until one
+    leaves. A worker that dies is not restarted from here, and the trajectories that it held are counted as lost.
+
+    >>> str(joining(expected=4))
+    'workers that join at tcp://0.0.0.0:5555, 4 expected'
+
+    Args:
+        expected: how many workers share the work, and an evaluation.
+        url: where to listen for them; by default at port 5555 of every address.
+        key: the path of the key file, which is created if it does not exist; the workers need a copy. By default this
+            user's key, which the workers have too where the home folder is shared.
+        weights: what `publisher.serve(…)` yields, if they sample with published weights. Its port must be reachable by
+            the workers too, by the host of the URL that they join.
+        digest: the digest of what they make the stage of; by default that of the running script.
+        absence_timeout_s: how long there may be no worker before the run fails.
+        stop_timeout_s: how long a worker may take to stop.
+
+    Raises:
+        InvalidConfig: fewer than one worker, seconds that are not finite or negative, or a URL of another kind.
+    """
+    return Joining(expected, url, key, weights, digest, absence_timeout_s, stop_timeout_s)

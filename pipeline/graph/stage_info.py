@@ -10,12 +10,29 @@ A misspelled field is a type error. This module knows nothing about how the fact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+from ..._schemas import GroupId
+from ..accounting.ledger import Ledger
 
 if TYPE_CHECKING:
     from .stage_node import StageNode
+
+
+class Assignment(NamedTuple):
+    """A prompt, whose trajectories were admitted, for a worker of a source."""
+
+    number: int
+    group: GroupId
+    mask: int
+    """Its repetitions, as a bit mask."""
+
+
+Assign: TypeAlias = Callable[[Ledger, Callable[[], int]], AsyncIterator[Assignment]]
+"""Yields the prompts of a source, each when the next one may begin, which it admits to the ledger. The second argument
+returns the number of groups that are being sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +61,8 @@ class StageInfo:
     """True where it must receive every record, so that it cannot run in several processes."""
     check_workers: Callable[[int], None] | None = None
     """Called with a number of workers; raises InvalidConfig where so many cannot share its work."""
+    assign: Assign | None = None
+    """Of a source whose workers, however many, can be told which prompts to sample, by `Context.assignments`."""
     tokenizers: tuple[Any, ...] | None = None
     """The tokenizers that it uses, or their `TokenizerIdentity`. Empty where it uses one that is not known; None where
     it uses none."""

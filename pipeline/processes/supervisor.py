@@ -1,7 +1,8 @@
 """Start, watch, restart and stop the workers of a stage; the parent's side.
 
-The supervisor knows workers by their handles: processes of this host (`WorkerProcess`) or actors of Ray (`RayWorker`).
-`WorkerAccounting` knows which trajectories they hold. A worker passes through four phases:
+The supervisor knows workers by their handles: processes of this host (`WorkerProcess`), actors of Ray (`RayWorker`), or
+processes that were started elsewhere (`JoinedWorker`). `WorkerAccounting` knows which trajectories they hold. A worker
+passes through four phases:
 
 1. Start: its process is started, imports what its stage needs, and connects; one that takes too long is killed.
 2. Run: it reports events, until its stage returns or raises, or the process dies.
@@ -19,6 +20,7 @@ from typing import Protocol, TypeAlias
 import anyio
 
 from ..accounting.telemetry import get_logger
+from ..channels.peer import Peer
 from ..errors import WorkerFailed
 from ..graph.context import Worker
 from ..graph.placement import Remote
@@ -118,10 +120,10 @@ class Supervisor:
             if known.progress.name == worker:
                 known.kill(why)
 
-    def handle(self, worker: str, event: WorkerEvent) -> None:
+    def handle(self, worker: Peer, event: WorkerEvent) -> None:
         """Handle an event of `worker` that arrived with its records."""
         for known in self._workers.values():
-            if known.progress.name == worker:
+            if known.progress.name == worker.name:
                 known.progress.handle(event)
 
     async def run(self, spawning: AbstractAsyncContextManager[Spawner], feed: Feed | None = None) -> None:
@@ -215,9 +217,14 @@ class Supervisor:
         worker.kill()
 
     async def _feed(self, progress: WorkerProgress, feed: Feed) -> None:
+        """Send records to a worker of a middle stage until it leaves."""
         await progress.started.wait()
-        if progress.url:
+        if not progress.url:
+            return
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_when, progress.leaving, tasks.cancel_scope)
             await feed(progress.name, progress.url)
+            tasks.cancel_scope.cancel()
 
     async def _stop(self, worker: WorkerHandle) -> None:
         """End a worker in every case, and set its final state."""
@@ -228,3 +235,8 @@ class Supervisor:
         # 2. It may have reported a result just before it ended.
         await worker.finish()
         worker.progress.end()
+
+
+async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()

@@ -40,8 +40,8 @@ NO_GROUP = GroupId("", "")
 OnUnresponsive: TypeAlias = Callable[[str, str], None]
 """Kills the process of a worker that is unresponsive: called with its name and the reason."""
 
-OnEvent: TypeAlias = Callable[[str, WorkerEvent], None]
-"""Handles an event that arrived with the records of a worker: called with its name and the event."""
+OnEvent: TypeAlias = Callable[[Peer, WorkerEvent], None]
+"""Handles an event that arrived with the records of a worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +72,13 @@ class WorkerAccounting:
     """The accounting of the workers of one stage: a `PeerListener` of the channel on which they send."""
 
     def __init__(
-        self, ledger: Ledger, metrics: Metrics | WaitAggregator, counter: EdgeCounter, *, source: bool
+        self,
+        ledger: Ledger,
+        metrics: Metrics | WaitAggregator,
+        counter: EdgeCounter,
+        *,
+        source: bool,
+        assigned: bool = False,
     ) -> None:
         self.on_unresponsive: OnUnresponsive = lambda _worker, _reason: None
         self.on_event: OnEvent = lambda _worker, _event: None
@@ -81,6 +87,8 @@ class WorkerAccounting:
         self._counter = counter
         self._source = source
         """True for a source, whose workers admit trajectories themselves."""
+        self._assigned = assigned
+        """True for a source whose workers are told which prompts to sample: their trajectories are `held`."""
         self._workers: dict[str, _Worker] = {}
 
     def open(self, worker: str) -> int:
@@ -120,6 +128,16 @@ class WorkerAccounting:
         for group, mask in masks_by_group(record):
             held[group] = held.get(group, 0) | mask
 
+    def assigned(self, worker: str, group: GroupId, mask: int) -> None:
+        """Record that `worker` was told to sample these repetitions of a prompt."""
+        held = self._workers[worker].held
+        held[group] = held.get(group, 0) | mask
+
+    @property
+    def groups_held(self) -> int:
+        """Return the number of groups that workers hold."""
+        return sum(len(known.held) for known in self._workers.values())
+
     def returned(self, worker: str, record: Any) -> None:
         """Record that `worker` does not have `record`: it could not be sent, or was returned."""
         if known := self._workers.get(worker):
@@ -133,6 +151,8 @@ class WorkerAccounting:
         """
         if not self._source:
             self.returned(peer.name, record)
+            if self._assigned:
+                self._ledger.succeed(len(record))
         else:
             known = self._workers.get(peer.name)
             if copies := self._ledger.take_over(record, peer.ended, known.counters if known else None):
@@ -147,9 +167,11 @@ class WorkerAccounting:
         if report.observations is not None:
             self._metrics.merge(report.observations)
         if report.event is not None:
-            self.on_event(peer.name, report.event)
-            if isinstance(report.event, Connected) and self._source:
+            self.on_event(peer, report.event)
+            if isinstance(report.event, Connected) and (self._source or self._assigned):
                 peer.ended(NO_GROUP, 0, "trained", self._ledger.step)  # it could not read the step where it began
+        if report.alone:
+            return
         known = self._workers.get(peer.name)
         if known is None:
             return

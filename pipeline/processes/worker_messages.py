@@ -6,6 +6,8 @@ Only the stage itself is pickled, by the parent for the child that it starts; a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
@@ -37,6 +39,13 @@ class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
     """The key of the run's tcp channels, in hexadecimal digits."""
     host: str = ""
     """`host_identity` of the parent."""
+    assigned: bool = False
+    """Whether the workers of a source are told which prompts to sample."""
+
+    @property
+    def held_by_parent(self) -> bool:
+        """Return whether the trajectories of a worker are in the ledger of the parent, and not in its own."""
+        return bool(self.inbox_kind) or self.assigned
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,8 +108,71 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     traceback: str
 
 
-WorkerEvent = Starting | Connected | Serving | Finished | Failed
-"""The events that a worker sends to its parent on the pipe, each as a line of JSON."""
+class Joins(msgspec.Struct, frozen=True, tag=True):
+    """A worker that was started elsewhere has connected, and asks for its place."""
+
+    digest: str
+    """The digest of the configuration or script from which it makes the stage."""
+
+
+class Wants(msgspec.Struct, frozen=True, tag=True):
+    """The worker has room for another prompt."""
+
+
+class Leaves(msgspec.Struct, frozen=True, tag=True):
+    """The worker completes what it has begun, and takes nothing more."""
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """The worker ends before its stage is done, for the reason."""
+
+    reason: str
+
+
+WorkerEvent = Starting | Connected | Serving | Finished | Failed | Joins | Wants | Leaves | Left
+"""The events that a worker sends to its parent: on a pipe, each as a line of JSON, or with its records."""
+
+
+class PublishedWeights(msgspec.Struct, frozen=True):
+    """A `WeightAddress` without its key, which a worker has already."""
+
+    url: str
+    local: str
+    host: str
+    generation: int
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """The worker has a place, and begins."""
+
+    config: StageConfig
+    step: int
+    """The last optimizer step."""
+    weights: PublishedWeights | None
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The worker gets no place."""
+
+    reason: str
+
+
+class Assigned(msgspec.Struct, frozen=True, tag=True):
+    """The worker samples this prompt."""
+
+    number: int
+
+
+class NoneLeft(msgspec.Struct, frozen=True, tag=True):
+    """There is no more work: no prompt, or no place."""
+
+
+WorkerInstruction = Joined | Refused | Assigned | NoneLeft
+"""What the pipeline tells a worker that was started elsewhere."""
+
+encode_instruction = msgspec.msgpack.Encoder().encode
+
+decode_instruction: Callable[[bytes], WorkerInstruction] = msgspec.msgpack.Decoder(WorkerInstruction).decode
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +196,13 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     """From a source's worker whose counters the parent cannot read: `SharedCounters.counts`."""
     event: WorkerEvent | None = None
     """An event, where no pipe takes it."""
+    alone: bool = False
+    """Whether the event is all that it contains."""
+
+    @classmethod
+    def of(cls, event: WorkerEvent) -> WorkerReport:
+        """Return a report of `event` alone."""
+        return cls(None, [], {}, event=event, alone=True)
 
 
 _decode_lines = msgspec.json.Decoder(WorkerEvent).decode_lines

@@ -6,7 +6,7 @@ import anyio
 
 from ..graph.context import Worker
 from ..graph.statistics import WorkerState, WorkerStatistics
-from .worker_messages import Connected, Failed, Finished, Serving, Starting, WorkerEvent
+from .worker_messages import Connected, Failed, Finished, Leaves, Left, Serving, Starting, WorkerEvent
 
 
 class WorkerProgress:
@@ -29,6 +29,10 @@ class WorkerProgress:
         """The exception of its stage, if it raised one."""
         self.done = anyio.Event()
         """Set when the stage returned or raised: its process is about to end."""
+        self.leaving = anyio.Event()
+        """Set when it takes nothing more, for it is about to end."""
+        self.left = ""
+        """The reason for which it left before its stage was done."""
         self.url = ""
         """The URL to which records may be sent, once a middle stage has started; empty before."""
         self.pid: int | None = None
@@ -51,6 +55,10 @@ class WorkerProgress:
             case Serving(url):
                 self.url = url
                 self.started.set()
+            case Leaves():
+                self.leaving.set()
+            case Left(reason):
+                self.left = reason
             case Finished():
                 self.finished = True
                 self.done.set()
@@ -61,7 +69,7 @@ class WorkerProgress:
 
     def end(self) -> None:
         """Set the final state; one that was stopped counts as finished."""
-        if self.state == "stopping" or self.finished:
+        if self.state == "stopping" or self.finished or self.left:
             self.state = "finished"
         else:
             self.state = "failed" if self.failure else "dead"
@@ -81,7 +89,10 @@ class WorkerProgress:
         # 2. The stage raised.
         if self.failure is not None:
             return f"{self.label} {self.failure.error}"
-        # 3. It died.
+        # 3. It left before its stage was done.
+        if self.left:
+            return f"{self.label} left: {self.left}"
+        # 4. It died.
         return f"{self.label} {death}"
 
     def statistics(self, name: str) -> WorkerStatistics:

@@ -26,7 +26,7 @@ from ..channels.keys import ChannelKey
 from ..channels.remote_sender import RemoteSender
 from ..channels.transports import connect, serve
 from ..errors import StageFailed
-from ..graph.context import Context, current, entered
+from ..graph.context import Assignments, Context, current, entered
 from ..graph.edge import CountingSendChannel, EdgeCounter
 from ..util.exception_groups import consists_of
 from .worker_messages import (
@@ -70,7 +70,7 @@ class Link(NamedTuple):
 
 
 class _ReportingLedger(Ledger):
-    """The ledger of a middle stage's worker: collects ends for its parent, whose ledger holds the trajectories."""
+    """The ledger of a worker whose trajectories its parent's ledger holds: collects their ends for it."""
 
     def __init__(self) -> None:
         super().__init__(admits_on_end=True)
@@ -152,15 +152,6 @@ async def run_stage(stage: Any, config: StageConfig, counters: SharedCounters, l
     Raises:
         Exception: what the stage raised.
     """
-    ledger = _ReportingLedger() if config.channels.inbox_kind else Ledger(counters)
-    context = Context(ledger, Metrics(), config.worker)
-    with entered(context):
-        await _run_connected(stage, config, context, counters, link)
-
-
-async def _run_connected(
-    stage: Any, config: StageConfig, context: Context, counters: SharedCounters, link: Link
-) -> None:
     if link.report is not None:
         link.report(Starting(f"connecting to {link.outbox_url}"))
     async with connect(
@@ -170,17 +161,32 @@ async def _run_connected(
         key=link.key,
         heartbeat_timeout_s=None,
     ) as sender:
+        await run_connected(stage, config, counters, link, sender)
+
+
+async def run_connected(
+    stage: Any,
+    config: StageConfig,
+    counters: SharedCounters,
+    link: Link,
+    sender: RemoteSender[Any],
+    *,
+    assignments: Assignments | None = None,
+) -> None:
+    """Run `stage` until it returns, or the parent closes the channel, which `sender` sends on; see `run_stage`."""
+    ledger = _ReportingLedger() if config.channels.held_by_parent else Ledger(counters)
+    context = Context(ledger, Metrics(), config.worker, assignments=assignments)
+    with entered(context):
         reports = _ReportSender(sender, context, counters if link.report is None else None)
         report = link.report or reports.send_event
         report(Connected(link.outbox_url.partition("://")[0], os.getpid(), link.node))
         sender.on_ended(context.ledger.settle)
         context.ledger.step = max(context.ledger.step, counters.step)  # from now on it is notified of each step
         context.metrics.send_evaluation = reports.flush
-        admits_to = None if config.channels.inbox_kind else context.ledger
+        admits_to = None if config.channels.held_by_parent else context.ledger
         outbox = CountingSendChannel(sender.clone(), EdgeCounter(admits_to, on_sent=reports.flush_if_due))
         try:
-            ledger = context.ledger
-            ends = ledger.on_end if config.channels.inbox_kind else ledger.on_failure
+            ends = ledger.on_end if config.channels.held_by_parent else ledger.on_failure
             with ends(reports.flush_soon):
                 async with _watching(sender, reports, link):
                     await _run_stage(stage, config, outbox, report, link)

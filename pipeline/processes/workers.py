@@ -9,10 +9,18 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from typing import Any
 
 import anyio
+import anyio.to_thread
 from msgspec import structs
 
 from ..accounting.telemetry import WaitAggregator
@@ -26,11 +34,14 @@ from ..channels.transports import connect, serve
 from ..errors import NobodyListens
 from ..graph.context import Context
 from ..graph.edge import EdgeCounter
-from ..graph.placement import Ray, Remote
+from ..graph.placement import Joining, Ray, Remote
+from ..graph.stage_info import info_of
 from ..graph.stage_node import StageNode, wire_type
 from ..graph.statistics import WorkerStatistics
 from ..util.file_descriptors import reserved
 from ..util.host import host_identity
+from .join import digest_of_main, key_of
+from .joined_workers import JoinedWorkers
 from .supervisor import Spawner, Supervisor
 from .worker_accounting import NO_GROUP, WorkerAccounting
 from .worker_messages import WorkerChannels
@@ -44,6 +55,9 @@ model."""
 WORKER_DESCRIPTORS, FEED_DESCRIPTORS, SPARE_DESCRIPTORS = 4, 6, 5
 """File descriptors of a worker in this process (pidfd, events, control connection, socket), of its feed, and of a stage
 while it starts one."""
+
+MOST_JOINED = 16_384
+"""Workers that may join a stage at a time; what the process may open bounds them before."""
 
 _WORKER_DIED = (NobodyListens, anyio.BrokenResourceError, anyio.EndOfStream)
 """The exceptions of a feed whose worker died; the supervisor reports the death and its reason."""
@@ -69,10 +83,24 @@ class Workers:
         self._waits = WaitAggregator(context.metrics, node.name)
         """Receives their metrics."""
         self._ledger = context.ledger
-        self._accounting = WorkerAccounting(context.ledger, self._waits, counter, source=before is None)
+        assign = info_of(node.stage).assign if isinstance(on, Joining) and before is None else None
+        self._assigned = assign is not None
+        self._accounting = WorkerAccounting(
+            context.ledger, self._waits, counter, source=before is None and not self._assigned, assigned=self._assigned
+        )
         self._feeder = None if before is None else _Feeder(before, self._accounting)
         """Sends records to them; None for a source."""
         self._supervisor = Supervisor(node.name, on, self._accounting)
+        if isinstance(on, Joining):
+            ledger, accounting, feeder = context.ledger, self._accounting, self._feeder
+            self._supervisor = JoinedWorkers(
+                node.name,
+                on,
+                accounting,
+                prompts=None if assign is None else lambda: assign(ledger, lambda: accounting.groups_held),
+                fed=None if feeder is None else lambda: feeder.ended,
+                ledger=ledger,
+            )
         self._accounting.on_unresponsive = self._supervisor.kill
         self._accounting.on_event = self._supervisor.handle
         self._spawning: Callable[[], AbstractAsyncContextManager[Spawner]]
@@ -89,10 +117,16 @@ class Workers:
         Raises:
             OutOfFileDescriptors: this process may not open as many files as they take.
             MissingExtra, ClusterUnreachable, PlacementTimedOut: there is no place for them on Ray.
+            InvalidKey, KeyUnavailable, OSError: the key of those that join cannot be used, or their port is in use.
         """
         async with AsyncExitStack() as stack:
-            opened = self._on_ray(stack, self._on) if isinstance(self._on, Ray) else self._in_processes(stack)
-            self._receiver = await opened
+            match self._on:
+                case Ray():
+                    self._receiver = await self._on_ray(stack, self._on)
+                case Joining():
+                    self._receiver = await self._joined(stack, self._on)
+                case _:
+                    self._receiver = await self._in_processes(stack)
             self._receiver.keep_open()  # workers may be restarted, so the number of senders is not known
             purpose = f"the workers of {self._node.name} ({self._on.count})"
             with reserved(self._descriptors, purpose, ", or run fewer workers") as self._reserved:
@@ -134,13 +168,28 @@ class Workers:
         )
         return receiver
 
-    def _served(self, url: str, key: ChannelKey | None = None) -> AbstractAsyncContextManager[RemoteReceiver[Any]]:
+    async def _joined(self, stack: AsyncExitStack, on: Joining) -> AnyReceiver:
+        """Open the channel of workers that join by themselves."""
+        supervisor = self._supervisor
+        assert isinstance(supervisor, JoinedWorkers)  # noqa: S101 (see `__init__`)
+        key = await anyio.to_thread.run_sync(key_of, on.key)
+        supervisor.digest = on.digest or await anyio.to_thread.run_sync(digest_of_main)
+        receiver = await stack.enter_async_context(self._served(on.url, key=key, max_senders=MOST_JOINED))
+        supervisor.receiver, supervisor.channels = receiver, self._channels(receiver.url)
+        if self._feeder is not None:
+            self._feeder.key = key
+        self._spawning = lambda: nullcontext(supervisor)
+        return receiver
+
+    def _served(
+        self, url: str, key: ChannelKey | None = None, max_senders: int | None = None
+    ) -> AbstractAsyncContextManager[RemoteReceiver[Any]]:
         return serve(
             url,
             wire_type(self._node.stage),
             capacity=self._after.capacity or REMOTE_CAPACITY,
             capacity_bytes=self._after.capacity_bytes or REMOTE_CAPACITY_BYTES,
-            max_senders=self._on.count * (2 if self._on.restarts else 1),
+            max_senders=max_senders or self._on.count * (2 if self._on.restarts else 1),
             listener=self._accounting,
             name=self._after.name,
             key=key,
@@ -180,6 +229,7 @@ class Workers:
             inbox_kind=self._feeder.record_type.schema.kind if self._feeder else "",
             inbox_capacity=self._node.capacity or REMOTE_CAPACITY,
             inbox_capacity_bytes=self._node.capacity_bytes or REMOTE_CAPACITY_BYTES,
+            assigned=self._assigned,
         )
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
@@ -208,6 +258,7 @@ class _Feeder:
         """The channel of the records; all workers share it."""
         self.key: ChannelKey | None = None
         """The key of workers that are reached over tcp."""
+        self._inbox_ended = False
         self._unsent: deque[Any] = deque()
         """Records that could not be sent to a worker because it died: another worker gets them."""
 
@@ -223,9 +274,16 @@ class _Feeder:
 
     async def _next(self) -> Any:
         if not self._unsent:
-            with suppress(anyio.EndOfStream):
+            try:
                 return await self.inbox.receive()
+            except anyio.EndOfStream:
+                self._inbox_ended = True
         return self._unsent.popleft() if self._unsent else None
+
+    @property
+    def ended(self) -> bool:
+        """Return whether there are no more records."""
+        return self._inbox_ended and not self._unsent
 
     async def _send(self, worker: str, record: Any, outbox: SendChannel[Any]) -> None:
         self.accounting.handed(worker, record)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ._pipeline.channels.channel import ReceiveChannel, SendChannel
 from ._pipeline.graph.context import Context, Worker, current, drop
 from ._pipeline.graph.each import each
-from ._pipeline.graph.placement import here, processes, ray
+from ._pipeline.graph.placement import here, joining, processes, ray
 from ._pipeline.graph.stage import Sink, Source, Stage
 from ._pipeline.graph.stage_info import StageInfo
 from ._pipeline.graph.statistics import Report
@@ -64,6 +64,7 @@ __all__ = [
     "drop",
     "each",
     "here",
+    "joining",
     "processes",
     "ray",
     "source",

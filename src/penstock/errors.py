@@ -65,6 +65,8 @@ from ._pipeline.errors import (
     WeightsInUse,
     WeightsMismatch,
     WorkerFailed,
+    WorkerRefused,
+    WorkersAbsent,
 )
 
 __all__ = [
@@ -130,4 +132,6 @@ __all__ = [
     "WeightsInUse",
     "WeightsMismatch",
     "WorkerFailed",
+    "WorkerRefused",
+    "WorkersAbsent",
 ]

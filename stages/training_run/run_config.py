@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from ..._pipeline.graph.placement import PLACEMENT_TIMEOUT_S, Strategy
+from ..._pipeline.graph.placement import ABSENCE_TIMEOUT_S, JOIN_URL, PLACEMENT_TIMEOUT_S, Strategy
 from ..._schemas.config import Config, check_finite, nearest
 from ..advantages.formulas import Mode
 from ..advantages.presets import Library
@@ -216,6 +216,19 @@ class RayConfig(Config, frozen=True):
     """Seconds after which samplers that do not fit into the cluster end the run."""
 
 
+class JoiningConfig(Config, frozen=True):
+    """Workers that join from other hosts; see `joining`."""
+
+    url: Text = JOIN_URL
+    """Where the run listens for them."""
+    weights: Text = "tcp://0.0.0.0:5556"
+    """Where they get the weights."""
+    key: str = ""
+    """Path of the key file, which is created if it does not exist; by default the key of this user."""
+    absence_timeout_s: Positive = ABSENCE_TIMEOUT_S
+    """Seconds without any worker after which the run ends."""
+
+
 class PlacementConfig(Config, frozen=True):
     """Processes and devices."""
 
@@ -223,6 +236,8 @@ class PlacementConfig(Config, frozen=True):
     """Processes that sample."""
     ray: RayConfig | None = None
     """Samples in actors of Ray, by their requirements; null for processes of this host."""
+    joining: JoiningConfig | None = None
+    """Samples in workers that join from other hosts; null for processes of this host."""
     device: str = ""
     """Device that trains, `cuda:0`; by default the first GPU, and the processor where there is none."""
     sampler_device: str = ""
@@ -295,7 +310,9 @@ class RunConfig(Config, frozen=True):
             if name not in TRACKERS and ":" not in name:
                 known = f"{', '.join(TRACKERS)} or module:function"
                 raise ValueError(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
-        if self.algorithm.prompts % self.placement.samplers:
+        if self.placement.ray is not None and self.placement.joining is not None:
+            raise ValueError("placement: expected either ray or joining, got both")
+        if self.placement.joining is None and self.algorithm.prompts % self.placement.samplers:
             raise ValueError(
                 f"placement: expected samplers that divide the {self.algorithm.prompts} prompts of a step, got "
                 f"{self.placement.samplers}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cached_property, partial
 
+import msgspec
 import torch
 from msgspec import structs
 
 from ..._pipeline.errors import InvalidConfig
-from ..._pipeline.graph.placement import Remote, processes, ray
+from ..._pipeline.graph.placement import Remote, joining, processes, ray
 from ..._pipeline.runtime.flow import Pipeline, source
 from ..._pipeline.trackers.tensorboard import TensorBoard
 from ..._pipeline.trackers.tracker import Tracker
@@ -43,7 +45,7 @@ from ..training.causal_model import CausalModel
 from ..training.optimizers import ReferenceUpdates, adamw
 from ..training.torch_trainer import TorchTrainer
 from ..truncation_mask import TruncationMask
-from .run_config import AlgorithmConfig, RunConfig
+from .run_config import AlgorithmConfig, PlacementConfig, RunConfig
 
 CONCURRENCY = 256
 """Rollouts at once in a sampling process, or more where a step without lag needs them."""
@@ -251,12 +253,21 @@ class RunParts:
 
     # -- the pipeline --------------------------------------------------------------------------------------------------
 
-    @property
-    def _samplers(self) -> Remote:
+    def _samplers(self, policy: Policy) -> Remote:
         placement = self.config.placement
-        if placement.ray is None:
-            return processes(placement.samplers, start_timeout_s=START_TIMEOUT_S)
-        return ray(placement.samplers, start_timeout_s=START_TIMEOUT_S, **structs.asdict(placement.ray))
+        if placement.ray is not None:
+            return ray(placement.samplers, start_timeout_s=START_TIMEOUT_S, **structs.asdict(placement.ray))
+        if (on := placement.joining) is not None:
+            weights = policy.weights if isinstance(policy, TorchPolicy) else None
+            return joining(
+                placement.samplers,
+                url=on.url,
+                key=on.key,
+                weights=weights if isinstance(weights, WeightAddress) else None,
+                digest=digest_of(self.config),
+                absence_timeout_s=on.absence_timeout_s,
+            )
+        return processes(placement.samplers, start_timeout_s=START_TIMEOUT_S)
 
     def pipeline(self, policy: Policy, trainer: Trainer, publisher: WeightSink | None) -> Pipeline:
         """Return the pipeline of the run."""
@@ -281,7 +292,7 @@ class RunParts:
             samples=Samples(self.tokenizer, every=config.samples.every, count=config.samples.count),
         )
         compared = (
-            source(self.source(policy), on=self._samplers)
+            source(self.source(policy), on=self._samplers(policy))
             .then(self.rewards)
             .then(AdvantageNormalizer(algorithm.advantages, batch_groups=gathered, preset=algorithm.preset))
         )
@@ -340,6 +351,12 @@ def _policy_term(algorithm: AlgorithmConfig) -> Term:
         return DPPO() if low is None or high is None else DPPO(low=low, high=high)
     term = PPOClip if algorithm.loss == "ppo" else GSPO
     return term() if low is None or high is None else term(low, high)
+
+
+def digest_of(config: RunConfig) -> str:
+    """Return the digest of what all processes of a run must agree on: the configuration without places and folder."""
+    agreed = structs.replace(config, placement=PlacementConfig(), folder="", trackers=())
+    return hashlib.sha256(msgspec.json.encode(agreed, order="deterministic")).hexdigest()
 
 
 def device_of(config: RunConfig) -> torch.device:

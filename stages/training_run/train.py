@@ -31,11 +31,13 @@ from ..._pipeline.channels.tcp_address import bracketed
 from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.graph.context import Context, Worker
 from ..._pipeline.graph.statistics import Report
+from ..._pipeline.processes.join import Program, key_of
 from ..._pipeline.processes.ray_worker import node_address
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.named_objects import import_object
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..._pipeline.view.watching import View
+from ..._pipeline.weights.weight_address import WeightAddress
 from ..engines.engine_publisher import EnginePublisher
 from ..engines.policies import Policy
 from ..evaluation.evaluation import Evaluation
@@ -43,9 +45,10 @@ from ..evaluation.evaluator import Evaluator
 from ..sink_trainer import WeightSink
 from ..training.best_checkpoint import best_checkpoint
 from ..training.checkpoint import checkpoint_of
-from .run_config import RunConfig
+from .run_config import PlacementConfig, RunConfig
 
 if TYPE_CHECKING:
+    from ..._pipeline.weights.weight_publisher import WeightPublisher
     from ..models.hf_model import HFModel
     from .torch_parts import RunParts
 
@@ -134,6 +137,18 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
     return summary
 
 
+def sampler_program(config: RunConfig) -> Program:
+    """Return what a worker runs that joins the run of the same configuration. Blocks.
+
+    Raises: see `train`.
+    """
+    _prepare(config)
+    parts = parts_of(config)
+    from .torch_parts import digest_of  # noqa: PLC0415 (needs torch)
+
+    return Program(make_stage=lambda weights: parts.source(parts.policy(weights)), digest=digest_of(config))
+
+
 def describe_run(config: RunConfig) -> str:
     """Build all parts of a run but the weights; return its pipeline, its model and its first prompt as text. Blocks.
 
@@ -186,13 +201,7 @@ async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Po
             from ..._pipeline.weights.weight_publisher import WeightPublisher  # noqa: PLC0415 (needs torch)
 
             publisher = await stack.enter_async_context(WeightPublisher(model))
-            if config.placement.ray is None:
-                yield parts.policy(publisher.url), publisher
-                return
-            host = await anyio.to_thread.run_sync(node_address)
-            key = ChannelKey(secrets.token_bytes(SECRET_BYTES))
-            served = publisher.serve(f"tcp://{bracketed(host)}:0", key=key)
-            yield parts.policy(await stack.enter_async_context(served)), publisher
+            yield parts.policy(await _served(publisher, config.placement, stack)), publisher
             return
         from ..engines.torch_weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)
         from ..models.hf_model import MergedWeights  # noqa: PLC0415 (needs torch)
@@ -203,6 +212,18 @@ async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Po
         engine = await stack.enter_async_context(policy.open(Worker()))
         published = folder if config.model.lora is None else MergedWeights(folder, model)
         yield policy, EnginePublisher(published, [engine])
+
+
+async def _served(publisher: WeightPublisher, placement: PlacementConfig, stack: AsyncExitStack) -> str | WeightAddress:
+    """Return where the samplers get the weights: over tcp if they may be on other hosts."""
+    if placement.ray is not None:
+        url = f"tcp://{bracketed(await anyio.to_thread.run_sync(node_address))}:0"
+        key = ChannelKey(secrets.token_bytes(SECRET_BYTES))
+    elif placement.joining is not None:
+        url, key = placement.joining.weights, await anyio.to_thread.run_sync(key_of, placement.joining.key)
+    else:
+        return publisher.url
+    return await stack.enter_async_context(publisher.serve(url, key=key))
 
 
 async def _evaluated(parts: RunParts, evaluation: Evaluation, policy: Policy) -> tuple[float | None, float | None]:

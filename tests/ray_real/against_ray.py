@@ -20,11 +20,12 @@ import anyio.to_thread
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests import configured_run
 from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.processes.worker_sinks import Attentive, Commit
 from tests.processes.worker_stages import Sample, SampleAndDie
-from tests.ray_real import configured, stages
+from tests.ray_real import stages
 from tests.ray_real.conftest import AddNode
 
 from penstock import ReceiveChannel, Report, TrajectoryGroup, current, ray, source
@@ -174,12 +175,14 @@ def test_a_configured_run_trains_what_actors_sample(
     if far:
         add_other_host("sampling")
     resources = {"sampling": 0.1} if far else {}
-    config = configured.write_run(tmp_path, {"address": cluster.address, "num_cpus": 0.5, "resources": resources})
+    config = configured_run.write_run(
+        tmp_path, {"ray": {"address": cluster.address, "num_cpus": 0.5, "resources": resources}}
+    )
 
     summary = anyio.run(train, load_run_config(config))
 
-    assert summary.steps == configured.STEPS
-    assert summary.ledger["ended"]["trained"] == configured.STEPS * configured.TRAJECTORIES
+    assert summary.steps == configured_run.STEPS
+    assert summary.ledger["ended"]["trained"] == configured_run.STEPS * configured_run.TRAJECTORIES
     assert summary.ledger["in_flight"] == 0
     changed = load_file(Path(summary.checkpoint) / "model.safetensors")
     initial = load_file(tmp_path / "model" / "model.safetensors")
@@ -188,7 +191,7 @@ def test_a_configured_run_trains_what_actors_sample(
 
 
 def test_a_configured_run_is_a_job_of_the_cluster(job_server: str, tmp_path: Path) -> None:
-    config = configured.write_run(tmp_path, {"num_cpus": 0.5})
+    config = configured_run.write_run(tmp_path, {"ray": {"num_cpus": 0.5}})
     submit = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "job", "submit"]
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
 
@@ -210,7 +213,7 @@ def test_a_configured_run_is_a_job_of_the_cluster(job_server: str, tmp_path: Pat
 
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["ledger"]["ended"]["trained"] == configured.STEPS * configured.TRAJECTORIES
+    assert summary["ledger"]["ended"]["trained"] == configured_run.STEPS * configured_run.TRAJECTORIES
 
 
 # -- death -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from .init import init
 from .run import check, run
 from .samples import samples
 from .top import top
+from .worker import worker
 
 commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -26,7 +27,7 @@ def penstock() -> None:
     """Bring trajectories from reinforcement-learning environments to a trainer."""
 
 
-for command in (init, run, check, top, samples, export, doctor, gateway):
+for command in (init, run, check, worker, top, samples, export, doctor, gateway):
     commands.command()(command)
 
 

@@ -45,7 +45,8 @@ BEGIN: Any = source
 def test_an_invalid_placement_is_refused(on: object) -> None:
     for place in (partial(BEGIN, Groups(1)), partial(FLOW.then, Pack())):
         with pytest.raises(
-            InvalidPipeline, match=r"on: expected here\(\), processes\(n\) or ray\(workers=n\), got .*: write on="
+            InvalidPipeline,
+            match=r"on: expected here\(\), .*, ray\(workers=n\) or joining\(expected=n\), got .*: write on=",
         ):
             place(on=on)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock import here, processes, ray
+from penstock import here, joining, processes, ray
 from penstock.errors import InvalidConfig
 
 
@@ -16,6 +16,7 @@ def test_a_placement_reads_like_a_sentence() -> None:
         str(ray(4, num_cpus=0, num_gpus=0.5, resources={"slot": 2}, strategy="PACK", restarts=0))
         == "4 actors of Ray, PACK, each reserves 0.5 GPU, 2 slot, no restarts"
     )
+    assert str(joining(expected=4)) == "workers that join at tcp://0.0.0.0:5555, 4 expected"
 
 
 @pytest.mark.parametrize(("count", "options"), [(0, {}), (1, {"restarts": -1}), (1, {"stop_timeout_s": -0.1})])
@@ -28,6 +29,11 @@ def test_impossible_numbers_are_refused(count: int, options: dict[str, float]) -
 def test_a_worker_needs_time_to_start(seconds: float) -> None:
     with pytest.raises(ValueError, match="start_timeout_s: expected a finite number above 0"):
         processes(1, start_timeout_s=seconds)
+
+
+def test_workers_can_join_over_tcp_alone() -> None:
+    with pytest.raises(InvalidConfig, match="url: expected tcp://HOST:PORT, got 'shm://'"):
+        joining(expected=1, url="shm://")
 
 
 def test_an_unknown_strategy_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""A configured run of a tiny model, which samples in actors of Ray."""
+"""A configured run of a tiny model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS, PROMPTS, GROUP = 3, 4, 4
 TRAJECTORIES = PROMPTS * GROUP
 
 
-def write_run(folder: Path, ray: dict[str, Any]) -> Path:
+def write_run(folder: Path, placement: dict[str, Any]) -> Path:
     """Write model, data, reward and configuration into `folder`; return the path of the configuration."""
     write_letter_model(folder / "model", LETTERS)
     rows = [{"prompt": f"{a}{b}:"} for a in "abcd" for b in "abcd"]
@@ -22,10 +22,10 @@ def write_run(folder: Path, ray: dict[str, Any]) -> Path:
     config = {
         "model": {"path": str(folder / "model")},
         "data": {"path": str(folder / "data.jsonl"), "chat": False},
-        "reward": {"functions": [{"function": "tests.ray_real.configured:letters_e"}]},
+        "reward": {"functions": [{"function": "tests.configured_run:letters_e"}]},
         "algorithm": {"steps": STEPS, "prompts": PROMPTS, "group_size": GROUP, "optimizer": {"lr": 1e-2}},
         "sampling": {"max_completion_tokens": 6},
-        "placement": {"samplers": 2, "ray": ray},
+        "placement": {"samplers": 2, **placement},
         "folder": str(folder / "run"),
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))

@@ -1,0 +1,328 @@
+"""Join a pipeline as a worker, from any host; the worker's side.
+
+What the worker runs is made on its own host, of a configuration or a script whose digest the pipeline compares. Over
+the wire come its place, the address of the weights and the numbers of prompts: no code, and nothing is unpickled.
+
+A worker that is asked to stop takes nothing more, and completes what it has begun, until a deadline. One whose
+connection ends before the pipeline is done connects again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import inspect
+import os
+import platform
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from ..._schemas import TrajectoryGroup
+from ..._schemas.config import nearest
+from ..accounting.shared_counters import COUNTERS_BYTES, SharedCounters
+from ..accounting.telemetry import get_logger
+from ..channels.default_key import default_key
+from ..channels.keys import ChannelKey
+from ..channels.remote_sender import RemoteSender
+from ..channels.tcp_address import bracketed
+from ..channels.transports import connect
+from ..errors import InvalidConfig, InvalidPipeline, NobodyListens, PeerClosed, PeerLost, TooManySenders, WorkerRefused
+from ..graph.placement import ABSENCE_TIMEOUT_S
+from ..graph.stage_node import name_of
+from ..util.exception_groups import single_exception
+from ..weights.weight_address import WeightAddress
+from .worker_messages import (
+    Assigned,
+    Failed,
+    Finished,
+    Joined,
+    Joins,
+    Leaves,
+    Left,
+    PublishedWeights,
+    Refused,
+    StageConfig,
+    Wants,
+    WorkerEvent,
+    WorkerInstruction,
+    WorkerReport,
+    decode_instruction,
+)
+from .worker_stage import Link, description_of, importing_main, run_connected, traceback_of
+
+log = get_logger("penstock.worker")
+
+DRAIN_TIMEOUT_S = 25.0
+"""Seconds that a worker which is asked to stop may take to complete what it has begun: SLURM and Kubernetes give 30
+between SIGTERM and SIGKILL."""
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
+
+MakeStage: TypeAlias = Callable[[WeightAddress | None], Any]
+"""Makes the stage, which samples with the weights at this address, if the pipeline publishes any."""
+
+_UNAVAILABLE = (NobodyListens, PeerClosed, PeerLost, TooManySenders, OSError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a worker runs."""
+
+    make_stage: MakeStage
+    digest: str
+    """Of the configuration or the script from which it is made."""
+
+
+def program_in(script: str) -> Program:
+    """Return what a worker runs of a script, `train.py:sampler`: a stage, or a function that returns one. Blocks.
+
+    The function takes nothing, or the `WeightAddress` of the published weights.
+
+    Raises:
+        InvalidConfig: `script` has another form, or there is no such file, or no such name in it.
+        Exception: raised by the script while it was imported.
+    """
+    file, _, name = script.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not name.isidentifier():
+        raise InvalidConfig(
+            f"expected a configuration or script.py:function, for example train.py:sampler, got {script!r}"
+        )
+    if not path.is_file():
+        raise InvalidConfig(f"expected a script, got {file}, where there is none")
+    sys.path.insert(0, str(path.parent.absolute()))  # as if it was run
+    with importing_main():
+        module = importlib.import_module(path.stem)
+    if not hasattr(module, name):
+        raise InvalidConfig(f"expected a function or a stage of {file}, got {name!r}{nearest(name, dir(module))}")
+    made = getattr(module, name)
+
+    def make_stage(weights: WeightAddress | None) -> Any:
+        if hasattr(made, "run"):
+            return made
+        return made(weights) if inspect.signature(made).parameters else made()
+
+    return Program(make_stage=make_stage, digest=digest_of(path))
+
+
+def digest_of(path: Path) -> str:
+    """Return the digest of a script. Blocks."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def digest_of_main() -> str:
+    """Return the digest of the running script. Blocks.
+
+    Raises:
+        ValueError: none is running: this is an interactive session.
+    """
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None:
+        raise ValueError("expected a script, whose content workers that join can compare, got an interactive session")
+    return digest_of(Path(path))
+
+
+def key_of(path: str) -> ChannelKey:
+    """Return the key in the file, which is created if it does not exist; without a path that of this user. Blocks.
+
+    Raises:
+        InvalidKey, KeyUnavailable, NotWritable: it cannot be used.
+    """
+    if not path:
+        return default_key()
+    try:
+        return ChannelKey.create(path)
+    except FileExistsError:
+        return ChannelKey.load(path)
+
+
+def default_name() -> str:
+    """Return a name for this worker: its host, and its process id."""
+    return f"{platform.node()}:{os.getpid()}"
+
+
+async def join(
+    url: str,
+    program: Program,
+    *,
+    key: ChannelKey,
+    name: str,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
+) -> None:
+    """Run a stage for the pipeline at `url`, until it is done or SIGTERM or Ctrl-C arrives.
+
+    Raises:
+        WorkerRefused: the pipeline has no place for it.
+        NobodyListens, PeerClosed, PeerLost: there was no pipeline for ten minutes.
+        Exception: what the stage raised; the pipeline has been told.
+    """
+    stopping = anyio.Event()
+    async with _on_signals(stopping, drain_timeout_s):
+        retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + ABSENCE_TIMEOUT_S
+        while not stopping.is_set():
+            try:
+                async with connect(url, TrajectoryGroup, name=name, key=key) as sender:
+                    if await _Session(url, program, key, sender, stopping).run():
+                        return
+                retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + ABSENCE_TIMEOUT_S
+                log.warning("pipeline_lost", url=url, reason=str(sender.failure))
+            except _UNAVAILABLE as error:
+                if anyio.current_time() >= deadline:
+                    raise
+                if retry_s == FIRST_RETRY_S:
+                    log.info("waiting_for_pipeline", url=url, reason=str(error))
+            with anyio.move_on_after(retry_s):
+                await stopping.wait()
+            retry_s = min(2 * retry_s, LAST_RETRY_S)
+
+
+@asynccontextmanager
+async def _on_signals(stopping: anyio.Event, drain_timeout_s: float) -> AsyncIterator[None]:
+    """Set `stopping` at SIGTERM or Ctrl-C within the body, and cancel the body after a deadline, or at the next one."""
+    loop = asyncio.get_running_loop()
+    with anyio.CancelScope() as scope:
+
+        def stop() -> None:
+            if stopping.is_set():
+                scope.cancel()
+            else:
+                stopping.set()
+                scope.deadline = anyio.current_time() + drain_timeout_s
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+class _Session:
+    """One connection to the pipeline, from the request for a place on."""
+
+    def __init__(
+        self, url: str, program: Program, key: ChannelKey, sender: RemoteSender[Any], stopping: anyio.Event
+    ) -> None:
+        self._url = url
+        self._program = program
+        self._key = key
+        self._sender = sender
+        self._stopping = stopping
+        self._instructions: asyncio.Queue[WorkerInstruction] = asyncio.Queue()
+        sender.on_instruction(lambda payload: self._instructions.put_nowait(decode_instruction(payload)))
+
+    async def run(self) -> bool:
+        """Ask for a place, and run the stage in it; return whether nothing is left to do here.
+
+        Raises:
+            WorkerRefused: there is no place.
+            Exception: what the stage raised.
+        """
+        self._report(Joins(self._program.digest))
+        match await self._answer():
+            case Joined() as joined:
+                await self._run(joined)
+            case Refused(reason):
+                raise WorkerRefused(f"the pipeline at {self._url} has no place for this worker: {reason}")
+            case _:
+                pass  # nothing is left to do, it was asked to stop, or the connection has ended
+        return self._stopping.is_set() or not isinstance(self._sender.failure, PeerLost)
+
+    async def _answer(self) -> WorkerInstruction | None:
+        """Wait for the answer; return None where this worker is asked to stop before, or the connection ends."""
+        answer = None
+        async with anyio.create_task_group() as tasks:
+            for event in (self._sender.wait_failed, self._stopping.wait):
+                tasks.start_soon(_cancel_after, event, tasks.cancel_scope)
+            answer = await self._instructions.get()
+            tasks.cancel_scope.cancel()
+        return answer
+
+    async def _run(self, joined: Joined) -> None:
+        config = joined.config
+        log.info("joined", url=self._url, worker=config.name)
+        node = await anyio.to_thread.run_sync(_own_address, self._url)
+        link = Link(self._url, f"tcp://{bracketed(node)}:0", self._key, node, None)
+        counters = SharedCounters(bytearray(COUNTERS_BYTES))
+        counters.step = joined.step
+        event: WorkerEvent = Left("it was stopped, and did not complete in time what it had begun")
+        try:
+            stage = self._made(config.stage, joined.weights)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._drain, config, tasks.cancel_scope)
+                prompts = _Prompts(self._instructions, self._report) if config.channels.assigned else None
+                await run_connected(stage, config, counters, link, self._sender, assignments=prompts)
+                tasks.cancel_scope.cancel()
+            event = Left("it was stopped") if self._stopping.is_set() else Finished()
+        except Exception as error:  # noqa: BLE001 (of the stage, which may raise anything)
+            cause = single_exception(error)
+            event = Failed(description_of(cause), traceback_of(cause))
+            raise cause from None
+        finally:
+            self._report(event)
+            log.info("left", worker=config.name)
+
+    async def _drain(self, config: StageConfig, scope: anyio.CancelScope) -> None:
+        """When this worker is asked to stop, take nothing more; cancel a source that cannot be told so."""
+        await self._stopping.wait()
+        self._report(Leaves())
+        if not config.channels.held_by_parent:
+            scope.cancel()
+
+    def _made(self, name: str, published: PublishedWeights | None) -> Any:
+        """Return the stage, which must have this name."""
+        stage = self._program.make_stage(None if published is None else self._address(published))
+        if name_of(stage) != name:
+            raise InvalidPipeline(f"expected the stage {name}, got {name_of(stage)}: name another function")
+        return stage
+
+    def _address(self, published: PublishedWeights) -> WeightAddress:
+        """Return the address of the weights: at the host that this worker has joined, as it reaches that."""
+        host, port = urlsplit(self._url).hostname or "", urlsplit(published.url).port
+        url = f"tcp://{bracketed(host)}:{port}"
+        return WeightAddress(url, self._key, published.local, published.host, published.generation)
+
+    def _report(self, event: WorkerEvent) -> None:
+        self._sender.send_telemetry(msgspec.msgpack.encode(WorkerReport.of(event)))
+
+
+class _Prompts:
+    """The prompts that the pipeline assigns; `Assignments`."""
+
+    def __init__(self, instructions: asyncio.Queue[WorkerInstruction], report: Callable[[WorkerEvent], None]) -> None:
+        self._instructions = instructions
+        self._report = report
+
+    async def next(self) -> int | None:
+        """Return the number of the next prompt; None if no more come."""
+        if self._instructions.empty():
+            self._report(Wants())
+        instruction = await self._instructions.get()
+        return instruction.number if isinstance(instruction, Assigned) else None
+
+
+async def _cancel_after(event: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:
+    await event()
+    scope.cancel()
+
+
+def _own_address(url: str) -> str:
+    """Return the address of this host from which it reaches that of `url`. Blocks."""
+    parts = urlsplit(url)
+    family, kind, _, _, address = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,77 @@
+"""A configured run whose samplers join: the commands, on one host, with the weights over tcp."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from tests import configured_run
+from tests.failsafe import FAILSAFE_S
+
+COMMAND = [sys.executable, "-c", "from penstock._cli.app import main; main()"]
+
+
+@pytest.fixture
+def urls() -> tuple[str, str]:
+    """Two free ports: workers must know the first before the run listens."""
+    with socket.socket() as first, socket.socket() as second:
+        for probe in (first, second):
+            probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{first.getsockname()[1]}", f"tcp://127.0.0.1:{second.getsockname()[1]}"
+
+
+@pytest.fixture
+def config(tmp_path: Path, urls: tuple[str, str]) -> Path:
+    return configured_run.write_run(
+        tmp_path, {"joining": {"url": urls[0], "weights": urls[1], "key": str(tmp_path / "run.key")}}
+    )
+
+
+@contextmanager
+def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    with subprocess.Popen([*COMMAND, *arguments], env=environment, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_configured_run_trains_what_a_worker_that_joins_samples(
+    config: Path, urls: tuple[str, str], tmp_path: Path
+) -> None:
+    join = ["worker", "--join", urls[0], "--key", str(tmp_path / "run.key"), str(config)]
+
+    with started("run", str(config)) as run, started(*join) as worker:
+        codes = [process.wait(FAILSAFE_S) for process in (run, worker)]
+
+    assert codes == [0, 0]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == configured_run.STEPS
+    assert summary["ledger"]["ended"]["trained"] == configured_run.STEPS * configured_run.TRAJECTORIES
+    assert summary["ledger"]["in_flight"] == 0
+    changed = load_file(Path(summary["checkpoint"]) / "model.safetensors")
+    initial = load_file(tmp_path / "model" / "model.safetensors")
+    assert any((changed[name] != initial[name]).any() for name in initial)
+
+
+def test_a_worker_of_another_configuration_is_refused(config: Path, urls: tuple[str, str], tmp_path: Path) -> None:
+    join = ["worker", "--join", urls[0], "--key", str(tmp_path / "run.key"), str(config), "seed=7"]
+
+    with started("run", str(config)) as run, started(*join, stderr=subprocess.PIPE) as worker:
+        _, printed = worker.communicate(timeout=FAILSAFE_S)
+        run.send_signal(signal.SIGTERM)
+        run.wait(FAILSAFE_S)
+
+    assert worker.returncode == 1
+    assert "has no place for this worker: it makes its stage of other content" in printed

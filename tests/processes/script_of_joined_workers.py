@@ -1,0 +1,129 @@
+"""A script whose stages run in workers that join the pipeline of a test."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import anyio
+import numpy as np
+from msgspec.structs import replace
+from tests.processes.worker_stages import Sample
+
+from penstock import ReceiveChannel, SendChannel, SourceEnv, StopReason, TrajectoryGroup, current
+from penstock.environments import RolloutResult
+from penstock.policies import Completion, NoOpPolicy
+from penstock.testing import group
+
+GROUP_SIZE = 2
+
+FOLDER = Path(os.environ.get("JOINED_FOLDER", "."))
+"""Where the workers write, and find, the files by which a test directs them."""
+
+
+async def go() -> None:
+    """Wait until the file `go` exists."""
+    while not (FOLDER / "go").exists():  # noqa: ASYNC110 (no event tells of it)
+        await anyio.sleep(0.01)
+
+
+@dataclass
+class Rollouts:
+    """Every rollout writes the name of its prompt; from prompt `held` on they wait until the file `go` exists."""
+
+    held: int | None = None
+
+    async def rollout(self, task: int, repetition: int) -> RolloutResult:
+        if repetition == 0:
+            (FOLDER / f"prompt {task} in {os.getpid()}").touch()
+        if self.held is not None and task >= self.held:
+            await go()
+        completion = Completion(
+            tokens=np.arange(3, dtype=np.int32),
+            logprobs=np.zeros(3, np.float32),
+            stop_reason=StopReason.STOP,
+            policy_versions=np.zeros(3, np.int64),
+        )
+        return RolloutResult(turns=[np.arange(2, dtype=np.int32), completion], reward=float(repetition))
+
+
+def numbered() -> SourceEnv:
+    """Sample 20 prompts, whoever is there."""
+    return SourceEnv(Rollouts, NoOpPolicy(), group_size=GROUP_SIZE, groups=20, concurrency=4)
+
+
+def held() -> SourceEnv:
+    """Sample 20 prompts, of which those from the fourth on wait."""
+    return SourceEnv(partial(Rollouts, 3), NoOpPolicy(), group_size=GROUP_SIZE, groups=20, concurrency=4)
+
+
+def endless() -> SourceEnv:
+    return SourceEnv(Rollouts, NoOpPolicy(), group_size=GROUP_SIZE, concurrency=8)
+
+
+def on_policy() -> SourceEnv:
+    """Sample no further than the step that trains next: six prompts each."""
+    return SourceEnv(Rollouts, NoOpPolicy(), group_size=GROUP_SIZE, groups=18, concurrency=16, max_lag=0, step_groups=6)
+
+
+def shared() -> Sample:
+    """Sample a share of 20 groups, that of the worker's place."""
+    return Sample(20)
+
+
+@dataclass(frozen=True)
+class WaitForGo(Sample):
+    """Sends its share when the file `go` exists."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        worker = current().worker
+        (FOLDER / f"place {worker.index} of {worker.count}").touch()
+        await go()
+        await super().run(outbox)
+
+
+waiting = WaitForGo(20)
+
+
+@dataclass(frozen=True)
+class Raise:
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        await outbox.send(group(instance_id="first"))
+        raise ValueError("expected water, got sand")
+
+
+def raising() -> Raise:
+    return Raise()
+
+
+@dataclass(frozen=True)
+class Double:
+    """Doubles the rewards; a middle stage."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        async for record in inbox:
+            (FOLDER / f"doubled in {os.getpid()}").touch()
+            await outbox.send(replace(record, rewards=record.rewards * 2))
+
+
+def doubling() -> Double:
+    return Double()
+
+
+@dataclass(frozen=True)
+class Dies(Sample):
+    """Dies after three groups where the file `died` does not exist."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        if not (FOLDER / "died").exists():
+            (FOLDER / "died").touch()
+            await outbox.send(group(instance_id="doomed"))
+            os.kill(os.getpid(), signal.SIGKILL)
+        await super().run(outbox)
+
+
+def dying() -> Dies:
+    return Dies(20)

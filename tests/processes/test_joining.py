@@ -1,0 +1,452 @@
+"""Workers that join a pipeline over tcp: real processes of the command, on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio.abc import Process
+from tests.failsafe import FAILSAFE_S
+from tests.pages import program
+from tests.pipeline.flow_stages import Pack, Train
+from tests.processes import script_of_joined_workers as script
+from tests.processes.worker_sinks import Commit
+from tests.processes.worker_stages import Sample
+
+from penstock import (
+    Pipeline,
+    ReceiveChannel,
+    SendChannel,
+    TrainBatch,
+    TrajectoryGroup,
+    TrajectoryId,
+    current,
+    joining,
+    source,
+)
+from penstock.channels import ChannelKey
+from penstock.errors import InvalidPipeline, WorkerFailed, WorkersAbsent
+
+pytestmark = pytest.mark.anyio
+
+SCRIPT = Path(script.__file__)
+DIGEST = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
+COMMAND = "from penstock._cli.app import main; main()"
+
+
+@pytest.fixture
+def url() -> str:
+    """A free port: workers must know it before the pipeline listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@dataclass
+class Workers:
+    """Starts workers, and stops them at the end."""
+
+    url: str
+    folder: Path
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def start(self, function: str, *options: str) -> Process:
+        command = [sys.executable, "-c", COMMAND, "worker", "--join", self.url, f"{SCRIPT}:{function}"]
+        environment = {**os.environ, "JOINED_FOLDER": str(self.folder), "PYTHONPATH": ":".join(sys.path)}
+        process = await anyio.open_process([*command, *options], env=environment, stdout=None, stderr=None)
+        self.stack.push_async_callback(_ended, process)
+        return process
+
+    async def seen(self, pattern: str, count: int = 1) -> list[Path]:
+        """Wait until the workers have written so many files."""
+        with anyio.fail_after(FAILSAFE_S):
+            while len(found := sorted(self.folder.glob(pattern))) < count:  # noqa: ASYNC110 (files tell of it)
+                await anyio.sleep(0.01)
+        return found
+
+    def go(self) -> None:
+        (self.folder / "go").touch()
+
+
+async def _ended(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.aclose()
+
+
+@pytest.fixture
+async def workers(url: str, tmp_path: Path) -> AsyncIterator[Workers]:
+    started = Workers(url, tmp_path)
+    async with started.stack:
+        yield started
+
+
+class Names:
+    """Trains on everything, and notes the names of the workers that are there."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.pipeline: Pipeline
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+        async for group in inbox:
+            current().ledger.end(group, "trained")
+            self.names.update(worker.name for worker in self.pipeline.statistics().stages[0].workers)
+
+
+@asynccontextmanager
+async def running(pipeline: Pipeline) -> AsyncIterator[None]:
+    """Run `pipeline` beside the body, and wait for its end."""
+    with anyio.fail_after(FAILSAFE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pipeline.run)
+            yield
+
+
+def report_of(pipeline: Pipeline) -> Any:
+    assert pipeline.report is not None
+    return pipeline.report
+
+
+# -- work ------------------------------------------------------------------------------------------------------------
+
+
+async def test_prompts_are_assigned_to_whoever_is_there_each_once(url: str, workers: Workers) -> None:
+    sink = Commit()
+    pipeline = source(script.held(), on=joining(expected=2, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        ended = [await workers.start("held") for _ in range(3)]
+        await workers.seen("prompt *", 3 + 3 * 2)  # each has begun as many as it may
+        workers.go()
+        codes = [await each.wait() for each in ended]
+
+    assert codes == [0, 0, 0]
+    assert sorted(map(int, sink.received)) == list(range(20))
+    balance = report_of(pipeline).balance
+    assert balance.admitted == balance.ended["trained"] == 20 * script.GROUP_SIZE
+    assert report_of(pipeline).stop_reason == "end of stream"
+
+
+async def test_workers_have_the_names_that_they_were_given(url: str, workers: Workers) -> None:
+    sink = Names()
+    sink.pipeline = pipeline = source(script.waiting, on=joining(expected=2, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        for name in ("left", "right"):
+            await workers.start("waiting", "--name", name)
+        await workers.seen("place *", 2)
+        workers.go()
+
+    assert sink.names == {"WaitForGo left", "WaitForGo right"}
+
+
+async def test_a_source_that_cannot_assign_prompts_is_shared_by_those_expected_and_more_wait(
+    url: str, workers: Workers
+) -> None:
+    sink = Commit()
+    pipeline = source(script.waiting, on=joining(expected=2, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        first = [await workers.start("waiting") for _ in range(3)]
+        places = await workers.seen("place *", 2)
+        while pipeline.statistics().edges[0].channel.senders < 3:  # noqa: ASYNC110 (no event tells of it)
+            await anyio.sleep(0.01)
+        workers.go()
+        codes = [await each.wait() for each in first]
+
+    assert [place.name for place in places] == ["place 0 of 2", "place 1 of 2"]
+    assert codes == [0, 0, 0]
+    assert sorted(sink.received) == sorted(f"{number}.0" for number in range(20))
+
+
+async def test_a_worker_that_joins_later_gets_its_part(url: str, workers: Workers) -> None:
+    sink = Commit()
+    pipeline = source(script.held(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        await workers.start("held")
+        await workers.seen("prompt 3 in *")
+        await workers.start("held")
+        begun = await workers.seen("prompt *", 6)
+        workers.go()
+
+    assert len({path.name.rpartition(" ")[2] for path in begun}) == 2
+    assert sorted(map(int, sink.received)) == list(range(20))
+
+
+async def test_the_records_of_a_middle_stage_go_to_the_worker_that_joins(url: str, workers: Workers) -> None:
+    sink = Commit()
+    pipeline = source(Sample(50)).then(script.doubling(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        code = await (await workers.start("doubling")).wait()
+
+    assert code == 0
+    assert sorted(sink.received) == sorted(f"{number}.0" for number in range(50))
+    assert report_of(pipeline).balance.ended["trained"] == 100
+
+
+async def test_the_limit_of_the_lag_is_that_of_the_run_however_many_workers_there_are(
+    url: str, workers: Workers
+) -> None:
+    most = 0
+
+    class Measure:
+        """Trains on six groups at a time, and measures what is in flight."""
+
+        async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+            nonlocal most
+            groups: list[TrajectoryGroup] = []
+            ledger, step = current().ledger, 0
+            async for group in inbox:
+                groups.append(group)
+                most = max(most, ledger.in_flight)
+                if len(groups) == 6:
+                    step += 1
+                    ids = [TrajectoryId(*taken.id, number) for taken in groups for number in range(len(taken))]
+                    ledger.commit_ids(ids, step)
+                    groups.clear()
+
+    pipeline = source(script.on_policy(), on=joining(expected=4, url=url, digest=DIGEST)).sink(Measure())
+
+    async with running(pipeline):
+        for _ in range(3):
+            await workers.start("on_policy")
+
+    assert most == 6 * script.GROUP_SIZE
+    assert report_of(pipeline).balance.ended["trained"] == 18 * script.GROUP_SIZE
+
+
+async def test_batches_are_trained_of_what_joined_workers_sample(url: str, workers: Workers) -> None:
+    pipeline = source(script.numbered(), on=joining(expected=1, url=url, digest=DIGEST)).then(Pack()).sink(Train())
+
+    async with running(pipeline):
+        await workers.start("numbered")
+
+    assert report_of(pipeline).balance.ended["trained"] == 20 * script.GROUP_SIZE
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(program(Path(__file__).parents[2] / "docs" / "several-hosts.md"))
+    return path
+
+
+async def test_the_script_of_the_page_runs(page: Path, url: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    worker = [sys.executable, "-c", COMMAND, "worker", "--join", url, f"{page}:sampler"]
+    async with (
+        await anyio.open_process([sys.executable, page, url], env=environment, stderr=None) as pipeline,
+        await anyio.open_process(worker, env=environment, stderr=None) as sampler,
+    ):
+        assert pipeline.stdout is not None
+        printed = b"".join([part async for part in pipeline.stdout])
+        codes = await pipeline.wait(), await sampler.wait()
+
+    assert codes == (0, 0)
+    assert b"trained       40" in printed
+
+
+# -- leaving and coming back -------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_is_asked_to_stop_completes_what_it_has_begun(url: str, workers: Workers) -> None:
+    sink = Commit()
+    pipeline = source(script.held(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        leaving = await workers.start("held")
+        await workers.seen("prompt 4 in *")
+        leaving.send_signal(signal.SIGTERM)
+        workers.go()
+        code = await leaving.wait()
+        await workers.start("held")
+
+    assert code == 0
+    balance = report_of(pipeline).balance
+    assert balance.ended["lost"] == 0
+    assert balance.ended["trained"] == 20 * script.GROUP_SIZE
+    assert sorted(map(int, sink.received)) == list(range(20))
+
+
+async def test_what_a_worker_does_not_complete_by_the_deadline_is_lost_by_name(url: str, workers: Workers) -> None:
+    pipeline = source(script.held(), on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
+
+    async with running(pipeline):
+        leaving = await workers.start("held", "--name", "spot", "--drain-timeout-s", "0")
+        await workers.seen("prompt 4 in *")
+        leaving.send_signal(signal.SIGTERM)
+        code = await leaving.wait()
+        workers.go()
+        await workers.start("held")
+
+    assert code == 0
+    balance = report_of(pipeline).balance
+    ((reason, count),) = balance.reasons["lost"].items()
+    assert reason.startswith("SourceEnv spot (pid ")
+    assert "left: it was stopped" in reason
+    assert balance.ended["trained"] + count == 20 * script.GROUP_SIZE
+    assert balance.balanced
+
+
+async def test_what_a_killed_worker_held_is_lost_by_name_and_the_run_goes_on(url: str, workers: Workers) -> None:
+    pipeline = source(script.held(), on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
+
+    async with running(pipeline):
+        killed = await workers.start("held", "--name", "spot")
+        await workers.seen("prompt 4 in *")
+        killed.kill()
+        await killed.wait()
+        workers.go()
+        await workers.start("held")
+
+    balance = report_of(pipeline).balance
+    ((reason, count),) = balance.reasons["lost"].items()
+    assert reason.startswith("SourceEnv spot (pid ")
+    assert "without a word" in reason
+    assert balance.ended["trained"] + count == 20 * script.GROUP_SIZE
+    assert balance.balanced
+
+
+async def test_the_share_of_a_killed_worker_is_that_of_the_next(url: str, workers: Workers) -> None:
+    sink = Commit()
+    pipeline = source(script.dying(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        await (await workers.start("dying")).wait()
+        await workers.start("dying")
+
+    assert sorted(name for name in sink.received if name != "doomed") == sorted(f"{n}.1" for n in range(20))
+
+
+async def test_a_worker_of_a_middle_stage_that_is_asked_to_stop_loses_nothing(url: str, workers: Workers) -> None:
+    sink = Commit()
+    pipeline = source(Sample(2000)).then(script.doubling(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        leaving = await workers.start("doubling")
+        await workers.seen("doubled in *")
+        await workers.start("doubling")
+        leaving.send_signal(signal.SIGTERM)
+
+    assert leaving.returncode == 0 or await leaving.wait() == 0
+    assert len(sink.received) == 2000
+    assert report_of(pipeline).balance.ended["lost"] == 0
+
+
+async def test_a_worker_joins_the_next_pipeline_when_the_first_one_dies(url: str, workers: Workers) -> None:
+    first = [sys.executable, "-m", "tests.processes.script_of_a_pipeline", url, DIGEST]
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    sink = Commit(enough=10)
+    async with await anyio.open_process(first, env=environment, stderr=None) as process:
+        worker = await workers.start("endless")
+        assert process.stdout is not None
+        await process.stdout.receive()  # it has trained
+        process.kill()
+        await process.wait()
+
+    pipeline = source(script.endless(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+    async with running(pipeline):
+        pass
+
+    assert await worker.wait() == 0
+    assert len(sink.received) == 10
+    assert report_of(pipeline).balance.balanced
+
+
+# -- ends and errors ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_sink_that_returns_ends_the_workers(url: str, workers: Workers) -> None:
+    pipeline = source(script.endless(), on=joining(expected=2, url=url, digest=DIGEST)).sink(Commit(enough=10))
+
+    async with running(pipeline):
+        code = await (await workers.start("endless")).wait()
+
+    assert code == 0
+    assert report_of(pipeline).balance.balanced
+
+
+async def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(url: str, workers: Workers) -> None:
+    pipeline = source(script.raising(), on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
+    worker = await workers.start("raising")
+
+    with (
+        anyio.fail_after(FAILSAFE_S),
+        pytest.raises(WorkerFailed, match="ValueError: expected water, got sand") as caught,
+    ):
+        await pipeline.run()
+
+    assert "in run\n" in str(caught.value)
+    assert await worker.wait() == 1
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    path = tmp_path / "other.py"
+    path.write_text(SCRIPT.read_text() + "\n# another one\n")
+    return path
+
+
+async def test_a_worker_of_another_script_is_refused(url: str, workers: Workers, other: Path, tmp_path: Path) -> None:
+    pipeline = source(script.numbered(), on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
+    command = [sys.executable, "-c", COMMAND, "worker", "--join", url, f"{other}:numbered"]
+    environment = {**os.environ, "JOINED_FOLDER": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+
+    async with running(pipeline):
+        refused = await anyio.run_process(command, env=environment, check=False)
+        await workers.start("numbered")
+
+    assert refused.returncode == 1
+    assert b"has no place for this worker: it makes its stage of other content" in refused.stderr
+
+
+@pytest.fixture
+def own_key(tmp_path: Path) -> Path:
+    path = tmp_path / "own.key"
+    ChannelKey.create(path)
+    return path
+
+
+async def test_a_worker_with_another_key_does_not_join(
+    url: str, workers: Workers, own_key: Path, tmp_path: Path
+) -> None:
+    on = joining(expected=1, url=url, digest=DIGEST, key=str(tmp_path / "run.key"))
+    pipeline = source(script.numbered(), on=on).sink(Commit())
+
+    async with running(pipeline):
+        stranger = await workers.start("numbered", "--key", str(own_key), "--name", "stranger")
+        await workers.start("numbered", "--key", str(tmp_path / "run.key"))
+
+    assert stranger.returncode is None  # it tries again
+    assert report_of(pipeline).balance.ended["trained"] == 20 * script.GROUP_SIZE
+
+
+async def test_a_run_that_no_worker_joins_ends(url: str) -> None:
+    on = joining(expected=1, url=url, digest=DIGEST, absence_timeout_s=0.05)
+
+    with pytest.raises(WorkersAbsent, match=r"expected a worker of SourceEnv to join at .* within 0.05 s, got none"):
+        await source(script.numbered(), on=on).sink(Commit()).run()
+
+
+def test_a_stage_that_sends_batches_cannot_run_in_workers_that_join(url: str) -> None:
+    class Batches:
+        async def run(self, outbox: SendChannel[TrainBatch]) -> None: ...
+
+    class Whatever:
+        async def run(self, inbox: ReceiveChannel[TrainBatch]) -> None: ...
+
+    with pytest.raises(InvalidPipeline, match="expected a stage that sends TrajectoryGroup"):
+        source(Batches(), on=joining(expected=1, url=url)).sink(Whatever()).check()
