@@ -26,8 +26,8 @@ FROM_A_WHEEL = ("docs/coming-from.md", "docs/data.md", "docs/rewards.md", "docs/
 
 
 ELSEWHERE = ("docs/trl.md", "docs/ray.md", "docs/several-hosts.md")
-"""`make test-trl` and `make test-ray` run the first two, for they need TRL and Ray; tests/processes/test_joining.py runs
-the last one, whose script waits for a worker."""
+"""`make test-trl` and `make test-ray` run the first two, which need TRL and Ray; the script of the last one waits for a
+worker: tests/processes/test_joining.py runs both."""
 
 
 def pages_with_code() -> list[str]:
