@@ -13,6 +13,7 @@ MODULES = {
     "CANCELLED_RESUME_TIMEOUT_S": ["_stages.engines.http_engine"],
     "CANCEL_TIMEOUT_S": ["_pipeline.weights.engine_sync"],
     "CHECK_INTERVAL_S": ["_pipeline.channels.tcp_acceptor", "_pipeline.weights.weight_server"],
+    "CLOSE_TIMEOUT_S": ["_pipeline.channels.remote_sender"],
     "HANDSHAKE_S": [
         "_pipeline.channels.shm_acceptor",
         "_pipeline.channels.tcp_acceptor",
@@ -24,6 +25,7 @@ MODULES = {
     "MOST_UNREAD_BYTES": ["_pipeline.weights.weight_server"],
     "POLL_S": ["_stages.engines.torch_folder_subscriber"],
     "POLLS": ["_stages.integrations.atropos.client"],
+    "RECONNECT_TIMEOUT_S": ["_pipeline.weights.weight_mirror", "_pipeline.weights.weight_subscriber"],
     "SLEEP_TIMEOUT_S": ["_pipeline.weights.engine_sync"],
     "STEP_POLL_S": ["_stages.integrations.atropos.server.gateway"],
     "WORKER_HEARTBEAT_TIMEOUT_S": ["_pipeline.processes.workers"],

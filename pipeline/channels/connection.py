@@ -47,6 +47,10 @@ class SenderControl(Protocol):
         """Note that ZeroMQ has no connection any more; from now on `next_event` returns the end soon."""
         ...
 
+    def delivered_bytes(self) -> int:
+        """Return the bytes that have reached the receiver's host on this connection; 0 where nothing counts them."""
+        ...
+
     async def aclose(self) -> None:
         """Close this side."""
         ...

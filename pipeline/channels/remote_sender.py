@@ -53,6 +53,10 @@ FLUSH_AT = 64
 CLOSE_TIMEOUT_S = 10.0
 """Bound on the wait of a closing sender for a receiver that is connected but does not answer."""
 
+DELIVERING_BYTES = 2**16
+"""Bytes that reach the receiver's host in that time while records are still on their way, over a slow link: more than
+heartbeats have."""
+
 
 class SenderConnection:
     """The connection that all clones of a sender share."""
@@ -92,6 +96,8 @@ class SenderConnection:
         """The last Close that was sent."""
         self.close_acknowledged: bool = False
         """Whether the receiver has answered a Close."""
+        self._delivered = 0
+        """Bytes that had reached the receiver's host when a closing sender looked last."""
         self.body_failed = False
         """Whether the body of an `async with` of this connection raised."""
         self._flush_scheduled = False
@@ -282,13 +288,25 @@ class SenderConnection:
         """Send Close, wait until the receiver has everything, and release the connection."""
         if self._close_sent is None:
             self.send_close("failed" if self.body_failed else "done")
+        self._delivered = self._control.delivered_bytes()
         try:
-            with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True) as bound:
-                await self._close_done.wait()
-            if bound.cancelled_caught:
-                log.warning("close_timeout", peer=self.accepted.name, waited_s=CLOSE_TIMEOUT_S)
+            with anyio.CancelScope(shield=True):
+                while not await self._close_done_in_time():
+                    if self.body_failed or not self._delivering():
+                        log.warning("close_timeout", peer=self.accepted.name, waited_s=CLOSE_TIMEOUT_S)
+                        break
         finally:  # a shield stops anyio's cancellations, not asyncio's own, such as that of Ctrl-C
             await self._release()
+
+    async def _close_done_in_time(self) -> bool:
+        with anyio.move_on_after(CLOSE_TIMEOUT_S):
+            await self._close_done.wait()
+        return self._close_done.is_set()
+
+    def _delivering(self) -> bool:
+        """Return whether records have been arriving at the receiver's host since the last call."""
+        before, self._delivered = self._delivered, self._control.delivered_bytes()
+        return self._delivered - before >= DELIVERING_BYTES
 
     async def _release(self) -> None:
         """Close the parts of the connection."""

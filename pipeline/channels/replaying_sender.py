@@ -23,6 +23,7 @@ from ..accounting.retention import Retention
 from ..accounting.telemetry import get_logger
 from ..errors import MemberNameInUse, NobodyListens, PeerClosed, PeerLost, ReplayBufferFull, TooManySenders
 from ..util.exception_groups import unwrap_single
+from ..util.retry_pace import RetryPace
 from ..util.waiting import WaitClock, Waiters
 from .channel import ChannelStatistics
 from .heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
@@ -39,9 +40,6 @@ DEFAULT_CAPACITY_BYTES = 2**30
 
 RECONNECT_TIMEOUT_S = 3600.0
 """Bound on the time without a receiver: a new machine has to be found and a model loaded."""
-
-FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
-"""Retries are timed, because the start of a receiver is no event that can be awaited."""
 
 LAST_MESSAGES_S = 1.0
 """Bound on the flight of messages that a receiver sent before it closed."""
@@ -189,7 +187,7 @@ class ReplayingSender:
 
     async def stay_connected(self, url: str | Path, connect_to: ConnectTo) -> None:
         """Connect, and reconnect, until cancelled or there was no receiver for too long."""
-        retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._reconnect_timeout_s
+        pace = RetryPace(self._reconnect_timeout_s)
         while True:
             try:
                 address = url if isinstance(url, str) else await anyio.to_thread.run_sync(url.read_text)
@@ -201,14 +199,13 @@ class ReplayingSender:
                         if self._finished:
                             connection.send_close("done")
                     log.warning("receiver_disconnected", reason=str(connection.failure), unsaved=len(self._unsaved))
-                retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + self._reconnect_timeout_s
+                pace.restart()
             except _UNAVAILABLE as error:
-                if anyio.current_time() >= deadline:
+                if pace.expired:
                     self._failure = error
                     self._changed.wake_all()
                     return
-            await anyio.sleep(retry_s)
-            retry_s = min(2 * retry_s, LAST_RETRY_S)
+            await pace.wait()
 
     async def _use(self, connection: RemoteSender[TrajectoryGroup]) -> None:
         """Send again what was sent before, let `send` send the rest, and return when the connection has ended."""

@@ -39,6 +39,10 @@ class ShmControl:
         self._deadline = min(self._deadline, asyncio.get_running_loop().time() + GRACE_S)
         self._scope.deadline = self._deadline
 
+    def delivered_bytes(self) -> int:
+        """See `SenderControl.delivered_bytes`: what was sent is there at once."""
+        return 0
+
     async def aclose(self) -> None:
         """See `SenderControl.aclose`."""
         await self._connection.aclose()

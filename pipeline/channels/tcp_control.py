@@ -92,6 +92,12 @@ class TcpControl:
         """See `SenderControl.disconnected`."""
         self._ended.set()
 
+    def delivered_bytes(self) -> int:
+        """See `SenderControl.delivered_bytes`; 0 when the connection has ended."""
+        with suppress(OSError):
+            return self._connection.bytes_acked
+        return 0
+
     async def aclose(self) -> None:
         """See `SenderControl.aclose`."""
         self.socket.close(linger=0)
@@ -102,7 +108,7 @@ async def connected(url: str, place: TcpAddress, identity: bytes, heartbeat_time
     """Connect to the first address of `place` where a receiver with its key answers.
 
     Raises:
-        NobodyListens: no connection can be made, or the program that listens there does not answer.
+        NobodyListens: no connection can be made, its cause is the reason; or what listens there does not answer.
         PeerClosed: the receiver ended the handshake: it has another key.
     """
     for address in place.addresses:
@@ -124,9 +130,8 @@ async def connected(url: str, place: TcpAddress, identity: bytes, heartbeat_time
             attempt.close()
             raise
         attempt.close()
-    raise NobodyListens(
-        f"expected a receiver at {url}, got {await _reason(place.addresses[-1], place.port)}: is its process running?"
-    )
+    reason = await _reason(place.addresses[-1], place.port)
+    raise NobodyListens(f"expected a receiver at {url}, got {reason}: is its process running?") from reason
 
 
 class _Attempt:
@@ -162,12 +167,12 @@ class _Attempt:
             self._connection.close()
 
 
-async def _reason(address: str, port: int) -> str:
+async def _reason(address: str, port: int) -> OSError:
     """Return the reason why connecting to `address` fails: ZeroMQ does not report it."""
     try:
         with anyio.move_on_after(ADDRESS_S):
             stream = await anyio.connect_tcp(address, port)
             await anyio.aclose_forcefully(stream)
     except OSError as error:
-        return str(error)
-    return "no connection"
+        return error.__cause__ if isinstance(error.__cause__, OSError) else error  # anyio's own has no number
+    return OSError("no connection")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..channels.keys import ChannelKey
 
 
@@ -26,6 +27,8 @@ class WeightAddress:
     """The identity of its host."""
     generation: int
     """The generation of its segment: another publisher at `url` has another one."""
+    heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
+    """Seconds without a sign of life after which either side takes the connection for cut."""
 
     @property
     def mirror(self) -> str:

@@ -4,8 +4,8 @@ It requests the chunks of a version over tcp, checks their hashes, writes them i
 publisher's, and serves subscribers of its host like the publisher does those of its own. So models are views here too,
 and a pause reaches every sampler: the mirror confirms it when all of its subscribers have.
 
-A connection that ends is made again once, and the transfer continues where it stopped. If that fails, the subscribers
-are notified that the publisher is lost.
+A connection that ends is made again, as often as it takes for `RECONNECT_TIMEOUT_S`, and the transfer continues where
+it stopped, or with the newest version. If that fails, the subscribers are notified that the publisher is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import socket as sockets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from os import getpid
 from pathlib import Path
 from typing import Self
@@ -47,7 +48,6 @@ from ..._schemas.control import (
 from ..accounting.telemetry import get_logger
 from ..channels.control_connection import serve_control
 from ..channels.handshake import handshake_timeout
-from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..channels.socket_directory import shared_directory
 from ..channels.tcp_address import resolved
 from ..channels.tcp_control import TcpControl, connected
@@ -56,11 +56,13 @@ from ..util.blocking import enter_in_thread
 from ..util.exception_groups import unwrap_single
 from ..util.extras import extra
 from ..util.file_descriptors import available
+from ..util.retry_pace import LAST_RETRY_S, RetryPace
 from ..util.waiting import Waiters
 from .event_socket import EventSocket
 from .tensor_layout import LENGTH, TensorLayout, WritePlan
 from .weight_address import WeightAddress
 from .weight_connection import SCHEME, listening_in
+from .weight_reconnection import RECONNECT_TIMEOUT_S, reconnected
 from .weight_subscriptions import RELEASE_TIMEOUT_S, Subscriptions
 from .weight_transfer import MOST_DAMAGED, WeightTransfer, span
 from .weights import NO_VERSION, WeightWriter
@@ -71,13 +73,18 @@ DESCRIPTORS = 24
 """File descriptors that a mirror takes: two sockets, a segment, temporary ones, and those of ZeroMQ itself, once."""
 
 
+LINK_DESCRIPTORS = 8
+"""Those of a connection: after a cut they may have been taken meanwhile."""
+
+
 class _Link:
     """A connection to the publisher."""
 
     def __init__(self, control: TcpControl, layout: Layout, events: EventSocket) -> None:
         self.layout = layout
-        self.used = False
+        self._used = False
         """Whether a message came on it after the handshake."""
+        self._opened_s = anyio.current_time()
         self._control = control
         self._events = events
 
@@ -90,14 +97,17 @@ class _Link:
             PeerClosed: the publisher has another key.
             StaleHandle: another publisher answers.
             ProtocolMismatch: the publisher has another protocol version.
+            OutOfFileDescriptors: this process has too few left.
         """
-        with handshake_timeout(DEFAULT_HEARTBEAT_TIMEOUT_S, address.url):
+        available(LINK_DESCRIPTORS, "weights of another host")
+        timeout_s = address.heartbeat_timeout_s
+        with handshake_timeout(timeout_s, address.url):
             place = await anyio.to_thread.run_sync(resolved, address.url, address.key)
         identity = b"m" + secrets.token_bytes(15)
-        control = await connected(address.url, place, identity, DEFAULT_HEARTBEAT_TIMEOUT_S)
+        control = await connected(address.url, place, identity, timeout_s)
         events = EventSocket(control.socket)
         try:
-            with handshake_timeout(DEFAULT_HEARTBEAT_TIMEOUT_S, address.url):
+            with handshake_timeout(timeout_s, address.url):
                 name = f"mirror on {sockets.gethostname()}"[:100]
                 events.send(encode(Subscribe(PROTOCOL_VERSION, name, getpid())))
                 layout = _layout(decode((await events.receive())[-1].buffer), address)
@@ -110,6 +120,11 @@ class _Link:
                 raise PeerLost(f"the publisher at {address.url} closed the connection in the handshake") from None
             raise
         return cls(control, layout, events)
+
+    @property
+    def worked(self) -> bool:
+        """Return whether it is a cut that ended it, and not its publisher at once."""
+        return self._used or anyio.current_time() > self._opened_s + LAST_RETRY_S
 
     def send(self, message: Message) -> None:
         """Send `message`.
@@ -127,7 +142,7 @@ class _Link:
             ProtocolMismatch: it is no message.
         """
         message = decode((await self._events.receive())[-1].buffer)
-        self.used = True
+        self._used = True
         return message
 
     async def until_unresponsive(self) -> None:
@@ -190,16 +205,19 @@ class WeightMirror:
     async def follow(self, address: WeightAddress) -> None:
         """Receive versions until the publisher closes, then notify the subscribers of the end."""
         last: EndOfWeights | Reject = EndOfWeights()
+        pace = RetryPace(RECONNECT_TIMEOUT_S)
         try:
             while not await self._received(self._link):
                 await self._link.aclose()
-                if not self._link.used:
+                if self._link.worked:
+                    pace.restart()
+                    log.warning("weights_reconnect", url=address.url, timeout_s=RECONNECT_TIMEOUT_S)
+                elif pace.expired:
                     raise PeerLost(f"the publisher at {address.url} ends each connection at once")
-                log.warning("weights_reconnect", url=address.url)
-                self._link = await _Link.open(address)
+                self._link = await reconnected(partial(_Link.open, address), pace)
                 self.pause(self._link.layout.pause)
         except (PenstockError, OSError) as error:
-            # The key was accepted before: a publisher that closes a new connection is about to end.
+            # The key was accepted before: a publisher, or a proxy, that closes new connections has lost its other side.
             reason = "it closed the connection" if isinstance(error, PeerClosed) else str(error)
             last = Reject("PeerLost", f"{self.subscriptions.name} at {address.url} is lost: {reason}")
             log.warning("weights_lost", url=address.url, reason=reason)

@@ -24,6 +24,7 @@ from anyio.abc import SocketListener, TaskGroup
 from ..._schemas.control import check_name
 from ..._schemas.numbers import finite_number
 from ..channels.control_connection import serve_control
+from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..channels.keys import ChannelKey
 from ..util.blocking import enter_in_thread
 from ..util.file_descriptors import available
@@ -189,7 +190,13 @@ class WeightPublisher:
             yield
 
     @asynccontextmanager
-    async def serve(self, url: str, *, key: ChannelKey | None = None) -> AsyncIterator[WeightAddress]:
+    async def serve(
+        self,
+        url: str,
+        *,
+        key: ChannelKey | None = None,
+        heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
+    ) -> AsyncIterator[WeightAddress]:
         """Serve the versions to samplers on other hosts within the body; yield the address to give to samplers.
 
         Each host receives a version once, for all its samplers. On the host of this publisher the address leads to
@@ -199,8 +206,11 @@ class WeightPublisher:
             url: `tcp://HOST:PORT`, with an address by which other hosts reach this one; port 0 chooses one.
             key: the key that samplers must have too, which they get with the address; on loopback this user's key is
                 used by default.
+            heartbeat_timeout_s: seconds after which a connection without a sign of life is taken for cut, and made
+                again. A sign of life is sent every third of it, which also keeps proxies from closing idle connections.
 
         Raises:
+            InvalidConfig: `heartbeat_timeout_s` is not above 0 and finite.
             ValueError: the URL is not such a one, or a host beyond loopback without a key; or the versions lie on a
                 device.
             OSError: the port is in use, or no address belongs to this machine.
@@ -208,7 +218,8 @@ class WeightPublisher:
             MissingExtra: xxhash is not installed.
             anyio.ClosedResourceError: the publisher is not open.
         """
-        async with serving(url, key, self._opened(), self._subscriptions) as address:
+        timeout_s = finite_number("heartbeat_timeout_s", heartbeat_timeout_s)
+        async with serving(url, key, timeout_s, self._opened(), self._subscriptions) as address:
             yield address
 
     def sync(self, engine: E) -> AbstractAsyncContextManager[E]:

@@ -38,7 +38,7 @@ from ..._schemas.control import (
     encode,
 )
 from ..channels.admission import RejectionCounter
-from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S, GRACE_S, enable_heartbeats
+from ..channels.heartbeat import GRACE_S, enable_heartbeats
 from ..channels.keys import ChannelKey
 from ..channels.socket_monitor import SocketMonitor
 from ..channels.tcp_address import bind, bracketed, resolved
@@ -402,7 +402,7 @@ def _message(frames: Sequence[zmq.Frame]) -> Message:
 
 @asynccontextmanager
 async def serving(
-    url: str, key: ChannelKey | None, writer: WeightWriter, subscriptions: Subscriptions
+    url: str, key: ChannelKey | None, heartbeat_timeout_s: float, writer: WeightWriter, subscriptions: Subscriptions
 ) -> AsyncIterator[WeightAddress]:
     """Serve the versions of `writer` to other hosts within the body; see `WeightPublisher.serve`."""
     if writer.handle is not None:
@@ -419,7 +419,7 @@ async def serving(
     try:
         socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_HANDSHAKE_MESSAGE)  # longer ones are of no mirror
         socket.setsockopt(zmq.RCVHWM, 2 * MOST_REQUESTS)
-        enable_heartbeats(socket, DEFAULT_HEARTBEAT_TIMEOUT_S)
+        enable_heartbeats(socket, heartbeat_timeout_s)
         place.key.protect(socket, "receiver")
         served = f"tcp://{bracketed(place.host)}:{bind(socket, place)}"
         server = WeightServer(socket, served, writer, subscriptions)
@@ -432,6 +432,6 @@ async def serving(
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
         tasks.start_soon(server.run)
-        yield WeightAddress(served, place.key, subscriptions.url, host, writer.generation)
+        yield WeightAddress(served, place.key, subscriptions.url, host, writer.generation, heartbeat_timeout_s)
     finally:
         await stack.aclose()  # not `async with`: the task group would wrap exceptions of the body

@@ -43,10 +43,12 @@ from ..channels.socket_directory import sweep_after
 from ..errors import NobodyListens, PeerClosed, PeerLost, PenstockError
 from ..util.file_descriptors import available
 from ..util.host import host_identity
+from ..util.retry_pace import RetryPace
 from ..util.waiting import Waiters
 from .weight_address import WeightAddress
 from .weight_connection import SCHEME, connect_publisher, directory_of
 from .weight_copies import CopiedModel, PrivateCopy, attached
+from .weight_reconnection import RECONNECT_TIMEOUT_S, reconnected
 from .weight_specs import FusedTensor, Tensor
 from .weights import NO_VERSION, WeightReader
 
@@ -375,7 +377,7 @@ class WeightSubscriber:
         try:
             while self._active:
                 await self._to_send.wait()
-            connection, reader = await self._connected()
+            connection, reader = await reconnected(self._connected, RetryPace(RECONNECT_TIMEOUT_S))
             if reader.layout.header != self._opened().layout.header:
                 await connection.aclose()
                 raise ProtocolMismatch("expected the same tensors from another mirror, got others")

@@ -1,0 +1,34 @@
+"""The pauses between attempts to connect, and the time in which one of them must succeed.
+
+Retries are timed, because the return of a peer, or of the network, is no event that can be awaited.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
+"""The first pause, and the longest one: each is twice the one before."""
+
+
+class RetryPace:
+    """The pace of attempts to connect, from now or from the last `restart`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Begin the time in which an attempt must succeed."""
+        self._timeout_s = timeout_s
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again: there was a connection until now."""
+        self._pause_s, self._deadline = FIRST_RETRY_S, anyio.current_time() + self._timeout_s
+
+    @property
+    def expired(self) -> bool:
+        """Return whether the time is over."""
+        return anyio.current_time() >= self._deadline
+
+    async def wait(self) -> None:
+        """Wait for the time of the next attempt."""
+        await anyio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, LAST_RETRY_S)
