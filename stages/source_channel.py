@@ -225,7 +225,7 @@ class _Unsaved:
 
     def lost(self, peer: Peer, error: PeerLost) -> None:
         """Forget the records of a lost sender, which it replays when it reconnects; see `PeerListener`."""
-        log.warning("sender_lost", reason=str(error))
+        del error  # the receiver has logged it
         self._kept.discard(peer)
         if self.ended:  # it had reconnected to learn which records are saved
             self._absent.add(peer.member)

@@ -421,7 +421,7 @@ class RemoteReceiver(AsyncReceiver[R]):
             error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
             self._lose(peer, error)
             if not peer.dismissed:
-                log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence)
+                log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence, reason=how)
             peer.rejection = Reject("PeerLost", str(error)) if peer.unresponsive_s else None
         elif self._listener is not None and not peer.disconnected_for_error:
             self._arrivals.append((peer, "disconnected"))
