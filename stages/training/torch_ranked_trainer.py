@@ -57,8 +57,7 @@ class RankedTrainer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """End the other ranks, with an error if the body raised one."""
         if self.leads and isinstance(error, Exception):
-            cause = single_exception(error)
-            self._ranks.fail(FAILED, str(cause) if isinstance(cause, PeerLost) else "")
+            self._ranks.fail(FAILED, _loss_of(error))
         elif self.leads:
             with suppress(RuntimeError):
                 self._ranks.end(END)
@@ -150,6 +149,14 @@ class RankedTrainer:
             self._trainer.resume(payload.decode())
         else:
             raise PeerLost(payload.decode() or f"rank 0 of {self._ranks.count} ended with an error: see its output")
+
+
+def _loss_of(error: BaseException) -> str:
+    """Return the message of the PeerLost that caused `error`; nothing if another exception did."""
+    cause: BaseException | None = single_exception(error)
+    while cause is not None and not isinstance(cause, PeerLost):
+        cause = cause.__cause__
+    return "" if cause is None else str(cause)
 
 
 @contextmanager

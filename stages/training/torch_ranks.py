@@ -74,8 +74,12 @@ class Ranks:
             payloads: one for each other rank, if there are any.
         """
         with self.connected(), self._pings.lock:
-            self.send(number, payloads)
-            yield
+            try:
+                self.send(number, payloads)
+                yield
+            except RuntimeError:
+                self._pings.stopped.set()  # a lost rank would keep a ping, and the lock, for the timeout
+                raise
 
     def end(self, number: int) -> None:
         """Send the last command, after which the others listen no more."""

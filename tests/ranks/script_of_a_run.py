@@ -79,6 +79,7 @@ def train(trainer: TorchTrainer | RankedTrainer, folder: Path, *, waits: bool = 
 
 def obey(pipe: Path) -> None:
     """Wait until `pipe` was written, and do what it says."""
+    print(f"rank {dist.get_rank()} waits", flush=True)  # noqa: T201 (what the test reads)
     said = pipe.read_text()
     pipe.unlink()
     if said == DIE:

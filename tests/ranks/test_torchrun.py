@@ -17,8 +17,8 @@ from tests.tiny_model import ReadModel
 
 from penstock import GroupId
 
-TIMEOUT_S = 5
-"""Timeout of the process group where a connection is to break without a sign."""
+TIMEOUT_S = 15
+"""Timeout of the process group where a connection is to break without a sign. A rank must not be behind by more."""
 
 UNHURRIED_S = 600
 """Timeout of a process group that is not to expire in a test."""
@@ -73,7 +73,7 @@ def test_torchrun_restarts_ranks_of_which_one_was_killed_and_nothing_is_trained_
 ) -> None:
     asked = pipe(tmp_path, rank)
     with Torchrun(tmp_path, UNHURRIED_S, options=restarting("localhost:0")) as torchrun:
-        torchrun.read_until(f"step {STEPS - 1}")
+        torchrun.read_until(f"rank {rank} waits")
         asked.write_text(DIE)
 
         assert torchrun.wait() == 0
@@ -93,8 +93,8 @@ def test_torchrun_restarts_the_ranks_of_two_hosts(hosts: Hosts, tmp_path: Path, 
         Torchrun(tmp_path, UNHURRIED_S, options=options[0], host=hosts.first) as first,
         Torchrun(tmp_path, UNHURRIED_S, options=options[1], host=hosts.second) as second,
     ):
-        first.read_until("is process")
-        second.read_until("is process")
+        first.read_until("rank 0 waits" if rank == 0 else "rank 0 is process")
+        second.read_until("rank 1 waits" if rank == 1 else "rank 1 is process")
         asked.write_text(DIE)
 
         assert first.wait() == second.wait() == 0
@@ -149,8 +149,8 @@ def test_a_run_on_two_hosts_goes_on_by_the_same_commands_after_a_step_in_which_t
     pipes = [pipe(tmp_path, rank) for rank in range(2)]
     arguments = tmp_path, TIMEOUT_S
     with Torchrun(*arguments, host=hosts.first) as first, Torchrun(*arguments, host=hosts.second) as second:
-        first.read_until(f"step {STEPS - 1}")
-        second.read_until("is process")
+        first.read_until("rank 0 waits")
+        second.read_until("rank 1 waits")
 
         with hosts.cut():
             for each in pipes:
