@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +34,12 @@ def bare(model: Trainable) -> CausalModel:
 def accumulating(model: Trainable, *, last: bool) -> AbstractContextManager[None]:
     """Accumulate gradients within the body; with the `last` micro-batch, reduce them over all ranks."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
+
+
+def device_of(parameter: Tensor) -> torch.device:
+    """Return the device that computes with `parameter`: that of its mesh, if CPUOffloadPolicy keeps it on the host."""
+    offloaded: Any = parameter
+    return torch.device(offloaded.device_mesh.device_type) if _is_offloaded(parameter) else parameter.device
 
 
 def gathered(value: Any) -> Any:
@@ -69,6 +76,10 @@ def _part(whole: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 (it takes a second, and most models are not sharded)
 
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _is_offloaded(value: Any) -> bool:
+    return _is_sharded(value) and value.device_mesh.device_type != value.device.type
 
 
 def _is_sharded(value: Any) -> bool:

@@ -48,7 +48,7 @@ from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .scoring import TEMPERATURE, check_temperature, own_temperatures, read_distributions, reads
 from .step_clock import StepClock
 from .torch_ranks import Ranks
-from .torch_sharding import Trainable, accumulating, bare, gathered, is_shared, spread, spread_optimizer
+from .torch_sharding import Trainable, accumulating, bare, device_of, gathered, is_shared, spread, spread_optimizer
 from .torch_weights_file import read_weights, write_weights
 
 R = TypeVar("R")
@@ -228,7 +228,7 @@ class TorchTrainer:
 
     @property
     def _device(self) -> torch.device:
-        return self._parameters[0].device
+        return device_of(self._parameters[0])
 
     def _check_reference(self) -> None:
         if self._reference is None:

@@ -1,4 +1,4 @@
-"""Two ranks on gloo, of DistributedDataParallel and of FSDP2, beside a single process; and two of which one dies.
+"""Ranks on gloo, of DistributedDataParallel and of FSDP2, beside a single process; and some of which one dies.
 
     python -m tests.ranks.script_of_ranks FOLDER
 
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from tests.tiny_model import ReadModel
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import GroupId, ReceiveChannel, SendChannel, SinkTrainer, TrainBatch, TrajectoryGroup, source
@@ -64,11 +64,11 @@ def ddp() -> DistributedDataParallel:
     return DistributedDataParallel(ReadModel())
 
 
-def fsdp() -> ReadModel:
+def fsdp(offload: OffloadPolicy) -> ReadModel:
     model = ReadModel()
     for block in model.mlp:
-        fully_shard(block)
-    return fully_shard(model)  # type: ignore[return-value]
+        fully_shard(block, offload_policy=offload)
+    return fully_shard(model, offload_policy=offload)  # type: ignore[return-value]
 
 
 def trainer(model: Any) -> TorchTrainer:
@@ -115,12 +115,18 @@ def lead(ranked: RankedTrainer, folder: Path) -> dict[str, Any]:
     single.resume(checkpoint)
     from_checkpoint = listed(single.weights())
     ranked.resume(checkpoint)
+    again = [later, plain(ranked.step(made(9))), plain(single.step(made(9)))]
+    steps_done = [ranked.steps, single.steps]
+    ranked.step(made(7))
+    ranked.resume(single.save(folder / "of-one", TRAINED))
     return {
         "steps": steps,
         "weights": weights,
         "from_checkpoint": from_checkpoint,
-        "later": [later, plain(ranked.step(made(9))), plain(single.step(made(9)))],
-        "steps_done": [ranked.steps, single.steps],
+        "later": again,
+        "steps_done": steps_done,
+        "from_one": (listed(single.weights()), listed(ranked.weights())),
+        "of_one": [plain(trained.step(made(8))) for trained in (single, ranked)],
         "committed": single.committed == ranked.committed == TRAINED,
     }
 
@@ -181,6 +187,30 @@ def die(rank: int, folder: Path, kind: str) -> None:
         os._exit(0)  # a remaining rank cannot leave the process group
 
 
+class Silent:
+    """Sends nothing."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:  # noqa: ARG002 (the form of a source)
+        await anyio.sleep_forever()
+
+
+def lose(folder: Path, kind: str) -> None:
+    """Kill the last rank while the leader waits for a batch; the others write their errors to files."""
+    ranked = RankedTrainer(trainer(ddp()))
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        with ranked:
+            if ranked.leads:
+                anyio.run(source(Silent()).then(Pack()).sink(SinkTrainer(ranked)).run)
+            else:
+                ranked.follow()
+    except Exception as error:  # noqa: BLE001 (whatever it is told)
+        (folder / f"{kind}-{dist.get_rank()}").write_text(f"{type(error).__name__}: {error}")
+        os._exit(0)  # as above
+
+
 class Stopping(RankedTrainer):
     """Has all ranks get SIGTERM when its third step begins."""
 
@@ -231,12 +261,12 @@ def stop(folder: Path, kind: str) -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def start(folder: Path, kind: str, rank: int, work: Callable[[Path, str], None]) -> int:
-    """Fork a child that is `rank` of two; return its process id."""
+def start(folder: Path, kind: str, rank: int, count: int, work: Callable[[Path, str], None]) -> int:
+    """Fork a child that is `rank` of `count`; return its process id."""
     pid = os.fork()
     if not pid:
         try:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/{kind}-met", rank=rank, world_size=2)
+            dist.init_process_group("gloo", init_method=f"file://{folder}/{kind}-met", rank=rank, world_size=count)
             work(folder, kind)
             dist.destroy_process_group()
         except BaseException:  # noqa: BLE001 (the child must not go on as its parent)
@@ -252,15 +282,17 @@ def main(folder: Path) -> None:
     trainer(ReadModel())  # what torch imports late, for all children
     kinds: dict[str, Callable[[Path, str], None]] = {
         "ddp": partial(train, ddp),
-        "fsdp": partial(train, fsdp),
+        "fsdp": partial(train, partial(fsdp, OffloadPolicy())),
+        "offloaded": partial(train, partial(fsdp, CPUOffloadPolicy(pin_memory=False))),  # pinning needs a GPU
         "leader": partial(die, 0),
         "follower": partial(die, 1),
         "stopped": stop,
         "divided": divide,
     }
-    pids = {(kind, rank): start(folder, kind, rank, work) for kind, work in kinds.items() for rank in range(2)}
+    pids = {(kind, rank): start(folder, kind, rank, 2, work) for kind, work in kinds.items() for rank in range(2)}
+    pids |= {("third", rank): start(folder, "third", rank, 3, lose) for rank in range(3)}
     codes = {who: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for who, pid in pids.items()}
-    killed = {("leader", 0), ("follower", 1)}
+    killed = {("leader", 0), ("follower", 1), ("third", 2)}
     assert codes == {who: -signal.SIGKILL if who in killed else 0 for who in codes}, codes
 
 

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["ddp", "fsdp"])
+@pytest.fixture(params=["ddp", "fsdp", "offloaded"])
 def found(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     read: dict[str, Any] = json.loads((folder / f"{request.param}.json").read_text())
     return read
@@ -56,6 +56,14 @@ def test_a_single_process_and_the_ranks_themselves_go_on_from_the_checkpoint(fou
     assert found["committed"]
 
 
+def test_the_ranks_go_on_from_a_checkpoint_of_a_single_process(found: dict[str, Any]) -> None:
+    weights, ranked_weights = found["from_one"]
+    alone, ranked = found["of_one"]
+
+    assert ranked_weights == weights
+    assert ranked == pytest.approx(alone, abs=1e-5)
+
+
 def test_each_group_is_whole_on_one_rank_and_the_largest_are_assigned_first(folder: Path) -> None:
     first, second = (json.loads((folder / f"divided-{rank}.json").read_text()) for rank in range(2))
     tokens = {name: sum(lengths) + 2 * len(lengths) for name, lengths in GROUPS.items()}
@@ -78,6 +86,13 @@ def test_when_a_rank_dies_the_other_ends_and_names_it(folder: Path, kind: str, g
     text = (folder / f"{kind}-left").read_text()
 
     assert text.startswith(f"PeerLost: rank {gone} of 2 died")
+
+
+def test_when_a_rank_dies_while_the_leader_waits_for_a_batch_all_others_end_and_name_it(folder: Path) -> None:
+    leader, follower = ((folder / f"third-{rank}").read_text() for rank in range(2))
+
+    assert "rank 2 of 3 died" in leader
+    assert follower.startswith("PeerLost: rank 2 of 3 died")
 
 
 def test_ranks_that_all_get_sigterm_finish_the_step_write_a_checkpoint_and_end(folder: Path) -> None:
