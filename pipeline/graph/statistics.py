@@ -32,9 +32,11 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     starting: str = ""
     """The phase of its start: `importing train.py`; "" at any other time."""
     node: str = ""
-    """The address of its host, on Ray; "" for a process of this host."""
+    """The address of its host, on Ray and where it joined; "" for a process of this host."""
     transport: str = ""
     """`shm` or `tcp`; "" before it has connected."""
+    lag: int | None = None
+    """Optimizer steps since the newest weights with which its last record was sampled; None before it has sent one."""
 
 
 class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):

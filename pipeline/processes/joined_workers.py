@@ -167,7 +167,7 @@ class JoinedWorkers(Supervisor):
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         """Return the state of the workers that are here now."""
-        return tuple(worker.progress.statistics(worker.progress.name) for worker in self._workers.values())
+        return tuple(self._statistics_of(worker, worker.progress.name) for worker in self._workers.values())
 
     def handle(self, worker: Peer, event: WorkerEvent) -> None:
         """Handle an event of `worker`, which may not have a place yet."""

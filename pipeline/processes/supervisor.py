@@ -108,7 +108,11 @@ class Supervisor:
         name, started = self._name_of(index), self._workers.get(index)
         if started is None:
             return WorkerStatistics(name=name, pid=None, state="starting", restarts=0)
-        return started.progress.statistics(name)
+        return self._statistics_of(started, name)
+
+    def _statistics_of(self, worker: WorkerHandle, name: str) -> WorkerStatistics:
+        progress = worker.progress
+        return progress.statistics(name, self._accounting.lag_of(progress.name))
 
     def _name_of(self, index: int, restart: int = 0) -> str:
         restarted = f", restart {restart}" if restart else ""

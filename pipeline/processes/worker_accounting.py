@@ -60,6 +60,8 @@ class _Worker:
     """The process, if its stage has returned, so that trajectories that it holds were neither sent nor dropped."""
     drained: bool = False
     """True once every record that it sent was received."""
+    version: int | None = None
+    """The newest weights with which its last record was sampled."""
 
     def take(self, group: GroupId, mask: int) -> int:
         """Remove repetitions from `held`, and return those that were in it."""
@@ -138,6 +140,11 @@ class WorkerAccounting:
         """Return the number of groups that workers hold."""
         return sum(len(known.held) for known in self._workers.values())
 
+    def lag_of(self, worker: str) -> int | None:
+        """Return the optimizer steps since the weights of the last record of `worker`; None where it has sent none."""
+        known = self._workers.get(worker)
+        return None if known is None or known.version is None else self._ledger.step - known.version
+
     def returned(self, worker: str, record: Any) -> None:
         """Record that `worker` does not have `record`: it could not be sent, or was returned."""
         if known := self._workers.get(worker):
@@ -149,14 +156,15 @@ class WorkerAccounting:
 
         See `PeerListener`.
         """
+        known = self._workers.get(peer.name)
+        if known is not None and len(record.policy_versions):
+            known.version = int(record.policy_versions.max())
         if not self._source:
             self.returned(peer.name, record)
             if self._assigned:
                 self._ledger.succeed(len(record))
-        else:
-            known = self._workers.get(peer.name)
-            if copies := self._ledger.take_over(record, peer.ended, known.counters if known else None):
-                record = exclude(record, copies)
+        elif copies := self._ledger.take_over(record, peer.ended, known.counters if known else None):
+            record = exclude(record, copies)
         if record is not None:
             self._counter.count(record)
         return record

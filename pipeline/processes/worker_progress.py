@@ -95,8 +95,8 @@ class WorkerProgress:
         # 4. It died.
         return f"{self.label} {death}"
 
-    def statistics(self, name: str) -> WorkerStatistics:
-        """Return its state now, under the name that it has in all its starts."""
+    def statistics(self, name: str, lag: int | None) -> WorkerStatistics:
+        """Return its state now, under the name that it has in all its starts, with its lag."""
         return WorkerStatistics(
             name=name,
             pid=self.pid,
@@ -105,4 +105,5 @@ class WorkerProgress:
             starting=self.phase if self.state == "starting" else "",
             node=self.node,
             transport=self.transport,
+            lag=lag,
         )

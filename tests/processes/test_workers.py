@@ -12,7 +12,7 @@ from tests.pipeline.flow_stages import Pack, Train
 from tests.processes import worker_stages as stages
 from tests.processes.worker_sinks import Commit
 
-from penstock import GroupAssembler, SendChannel, Source, TrajectoryGroup, processes, source
+from penstock import GroupAssembler, ReceiveChannel, SendChannel, Source, TrajectoryGroup, current, processes, source
 from penstock.accounting import Metrics
 from penstock.errors import RecordsSwallowed
 
@@ -55,6 +55,27 @@ async def test_the_ends_of_its_trajectories_are_reported_to_a_worker() -> None:
     report = await source(stages.SamplePaced(5), on=processes(1)).then(Pack()).sink(Train()).run()
 
     assert report.balance.ended["trained"] == 10
+
+
+async def test_the_lag_of_each_worker_is_shown() -> None:
+    lags: list[int | None] = []
+
+    class Step:
+        """Trains every group in a step of its own, and reads the lag of the worker after it."""
+
+        async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+            step = 0
+            async for group in inbox:
+                step += 1
+                current().ledger.commit_ids(group.ids, step)
+                (worker,) = pipeline.statistics().stages[0].workers
+                lags.append(worker.lag)
+
+    pipeline = source(stages.Sample(3), on=processes(1)).sink(Step())
+
+    await pipeline.run()
+
+    assert lags == [1, 2, 3]  # all were sampled with version 0
 
 
 async def test_metrics_and_drops_of_a_worker_are_those_of_the_run() -> None:
