@@ -162,10 +162,15 @@ class CreditGrant(_Message, frozen=True):
     spans: tuple[tuple[int, int, int], ...]
 
 
+PUBLISHED = "published"
+"""The state in an entry of `Outcomes` that has a version of the weights in place of a step."""
+
+
 class Outcomes(_Message, frozen=True):
     """The outcomes of trajectories: (group, repetitions, state, optimizer step). "trained" is the commit.
 
-    "saved" is sent for those that no other receiver needs: a checkpoint holds them, or they were dropped.
+    "saved" is sent for those that no other receiver needs: a checkpoint holds them, or they were dropped. An entry
+    whose group is empty is a notice of the step, or of a version of the weights (`PUBLISHED`).
     """
 
     entries: tuple[tuple[GroupId, tuple[Repetition, ...], str, int], ...]

@@ -351,6 +351,8 @@ class SinkTrainer:
         sink = self._weight_sink
         if sink is not None and sink.version < version and isinstance(self.trainer, WeightedTrainer):
             await sink.publish(await _in_thread(self.trainer.weights, thread), version)
+        if sink is not None:
+            current().ledger.note_published(sink.version)
 
     def _saves_at(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step`; of an evaluated step, because it may be the best."""

@@ -33,7 +33,7 @@ from .._pipeline.util.exception_groups import unwrap_first
 from .._schemas import GroupId, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .chat.chat_format import ChatFormat
-from .engines.policies import Completion, Engine, Policy, Tokenizer
+from .engines.policies import Completion, Engine, FollowsWeights, Policy, Tokenizer
 from .engines.sampling_params import TEMPERATURES, SamplingParams
 from .environments import Environment, RolloutResult, TaskFn, open_tasks
 from .evaluation.evaluation import Evaluation
@@ -319,6 +319,7 @@ class _RolloutScheduler:
     ) -> None:
         self._source = source
         self._sampler = GroupSampler(source, begin, engine, context, anyio.CapacityLimiter(source.concurrency))
+        self._engine = engine
         self._outbox = outbox
         self._context = context
         self._env = source.env_name
@@ -335,7 +336,7 @@ class _RolloutScheduler:
         self._evaluator: Evaluator | None = None
         if (evaluation := source.evaluation) is not None and context.worker.index < context.worker.count:
             make_source = partial(source.evaluated, engine, context.worker)
-            self._evaluator = Evaluator(evaluation, make_source, source.decodes_with, context)
+            self._evaluator = Evaluator(evaluation, make_source, source.decodes_with, context, self._weights_arrived)
 
     async def work(self) -> None:
         with unwrap_first():
@@ -361,11 +362,24 @@ class _RolloutScheduler:
                 await self._groups.acquire()
                 if (number := await self._assignments.next()) is None:
                     return
+                await self._may_begin()
                 yield GroupId(self._env, instance_id(number)), number
         for number in self._source.numbers(self._context.worker):
             await self._groups.acquire()
-            await self._lag_limiter.wait_for_slot()
+            await self._may_begin()
             yield self._admitted(number), number
+
+    async def _weights_arrived(self) -> None:
+        """Wait until the published weights are on this host."""
+        version = self._context.ledger.published
+        if version is not None and isinstance(self._engine, FollowsWeights):
+            await self._engine.arrived(version)
+
+    async def _may_begin(self) -> None:
+        """Wait until another group may be begun: with older weights than the published ones it would exceed its lag."""
+        await self._lag_limiter.wait_for_slot()
+        if self._source.max_lag is not None:
+            await self._weights_arrived()
 
     def _admitted(self, number: int) -> GroupId:
         group = GroupId(self._env, instance_id(number, self._context.worker.restart))
@@ -407,7 +421,7 @@ class _RolloutScheduler:
         wave: list[tuple[GroupId, int]] = []
         for number in numbers:
             if not wave:
-                await self._lag_limiter.wait_for_slot()
+                await self._may_begin()
                 if self._evaluator is not None:
                     await self._evaluator.catch_up()
             wave.append((self._admitted(number), number))

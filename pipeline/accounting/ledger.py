@@ -118,6 +118,8 @@ class Ledger:
         """Called after trajectories were counted as failed."""
         self.step: int = 0
         """The last optimizer step that was committed, or of which this process was notified."""
+        self.published: int | None = None
+        """The newest version of the weights that a sink has published, or of which this process was notified."""
         self.unaccounted: Counter[str] = Counter()
         """Lost trajectories that a stage received, and neither sent nor dropped, by the name of the stage."""
         self.checkpoint: str = ""
@@ -230,6 +232,10 @@ class Ledger:
             self._committed.add(group, mask)
         for call in self._on_step:
             call(step)
+
+    def note_published(self, version: int) -> None:
+        """Note that `version` of the weights is published."""
+        self.published = version
 
     def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
         """Count the end of trajectories that the trainer's ledger had taken over. For a worker.

@@ -10,12 +10,15 @@ from typing import Literal
 import anyio
 
 from ..._schemas import GroupId
-from ..._schemas.control import Connect, Reject
+from ..._schemas.control import PUBLISHED, Connect, Reject
 from ..._schemas.descriptor import Descriptor
 from ..accounting.repetition_sets import iter_bits
 from ..accounting.shared_counters import EndState
 from .connection import PeerControl
 from .transport import PayloadReader
+
+NO_GROUP = GroupId("", "")
+"""The group of a notice that is about a step alone."""
 
 
 class Peer:
@@ -112,4 +115,11 @@ class Peer:
     def ended(self, group: GroupId, mask: int, state: EndState | Literal["saved"], step: int) -> None:
         """Send the sender how some of its trajectories ended, or that they are saved: an `Origin` for the ledger."""
         self.endings.append((group, tuple(iter_bits(mask)), state, step))
+        self._schedule(self)
+
+    def stepped(self, step: int, published: int | None) -> None:
+        """Send the sender the last optimizer step, and the newest version of the weights that is published."""
+        if published is not None:
+            self.endings.append((NO_GROUP, (), PUBLISHED, published))  # first: the step may begin something
+        self.endings.append((NO_GROUP, (), "trained", step))
         self._schedule(self)

@@ -7,7 +7,7 @@ gave. All clones of a sender share it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Generic
@@ -16,8 +16,9 @@ import anyio
 import anyio.lowlevel
 import zmq
 
-from ..._schemas import Array, InvalidRecord, ProtocolMismatch
+from ..._schemas import Array, GroupId, InvalidRecord, ProtocolMismatch
 from ..._schemas.control import (
+    PUBLISHED,
     Accept,
     Close,
     CloseAck,
@@ -80,6 +81,8 @@ class SenderConnection:
         """Set when the connection has ended, and all messages that arrived on it were handled."""
         self.on_ended: Origin | None = None
         """Called with the outcomes of trajectories."""
+        self.on_published: Callable[[int], None] = lambda _version: None
+        """Called with each version of the weights that is published."""
         self.on_instruction: Callable[[bytes], None] | None = None
         """Called with what the pipeline tells this worker."""
         self.waiting: Waiters = Waiters()
@@ -254,9 +257,7 @@ class SenderConnection:
                     self.writer.free(slot, generation, records)
                 self.waiting.wake_one()
             case Outcomes(entries):
-                if self.on_ended is not None:
-                    for group, repetitions, state, step in entries:
-                        self.on_ended(group, sum(1 << r for r in repetitions), state, step)  # type: ignore[arg-type]
+                self._on_outcomes(entries)
             case Instruction(payload) if self.on_instruction is not None:
                 self.on_instruction(payload)
             case Closed():
@@ -270,6 +271,13 @@ class SenderConnection:
                 self._close_done.set()
             case _:
                 log.warning("unexpected_message", message=type(message).__name__, peer=self.accepted.name)
+
+    def _on_outcomes(self, entries: Iterable[tuple[GroupId, Sequence[int], str, int]]) -> None:
+        for group, repetitions, state, step in entries:
+            if state == PUBLISHED:
+                self.on_published(step)
+            elif self.on_ended is not None:
+                self.on_ended(group, sum(1 << r for r in repetitions), state, step)  # type: ignore[arg-type]
 
     def send_close(self, how: Leaving) -> None:
         """Send that nothing more comes from here. Calling it twice is fine."""
@@ -375,6 +383,10 @@ class RemoteSender(AsyncCloseable, Generic[R]):
     def on_ended(self, listener: Origin) -> None:
         """Have `listener` called with the outcomes of trajectories that were sent here."""
         self._connection.on_ended = listener
+
+    def on_published(self, listener: Callable[[int], None]) -> None:
+        """Have `listener` called with each version of the weights that the pipeline publishes."""
+        self._connection.on_published = listener
 
     def on_instruction(self, listener: Callable[[bytes], None]) -> None:
         """Have `listener` called with what the pipeline tells this worker, encoded."""

@@ -39,6 +39,7 @@ from ..channels.remote_sender import RemoteSender
 from ..channels.tcp_address import bracketed
 from ..channels.transports import connect
 from ..errors import InvalidConfig, InvalidPipeline, NobodyListens, PeerClosed, PeerLost, TooManySenders, WorkerRefused
+from ..graph.context import current
 from ..graph.placement import ABSENCE_TIMEOUT_S
 from ..graph.stage_node import name_of
 from ..util.exception_groups import single_exception
@@ -311,7 +312,11 @@ class _Prompts:
         if self._instructions.empty():
             self._report(Wants())
         instruction = await self._instructions.get()
-        return instruction.number if isinstance(instruction, Assigned) else None
+        if not isinstance(instruction, Assigned):
+            return None
+        if instruction.published is not None:
+            current().ledger.note_published(instruction.published)
+        return instruction.number
 
 
 async def _cancel_after(event: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:

@@ -329,7 +329,7 @@ class JoinedWorkers(Supervisor):
                 break
             peer = await self._next_asking()
             self._accounting.assigned(peer.name, prompt.group, prompt.mask)
-            self._instruct(peer, Assigned(prompt.number))
+            self._instruct(peer, Assigned(prompt.number, self._ledger.published))
         self._none_left = True
         while True:
             self._instruct(await self._next_asking(), NoneLeft())

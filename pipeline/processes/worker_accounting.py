@@ -34,9 +34,6 @@ _decode_report = msgspec.msgpack.Decoder(WorkerReport).decode
 
 RUN_ENDED = "in flight when the run ended"
 
-NO_GROUP = GroupId("", "")
-"""The group of a notice that is about a step alone."""
-
 OnUnresponsive: TypeAlias = Callable[[str, str], None]
 """Kills the process of a worker that is unresponsive: called with its name and the reason."""
 
@@ -177,7 +174,7 @@ class WorkerAccounting:
         if report.event is not None:
             self.on_event(peer, report.event)
             if isinstance(report.event, Connected) and (self._source or self._assigned):
-                peer.ended(NO_GROUP, 0, "trained", self._ledger.step)  # it could not read the step where it began
+                peer.stepped(self._ledger.step, self._ledger.published)  # it could not read the step where it began
         if report.alone:
             return
         known = self._workers.get(peer.name)

@@ -161,6 +161,8 @@ class Assigned(msgspec.Struct, frozen=True, tag=True):
     """The worker samples this prompt."""
 
     number: int
+    published: int | None
+    """The newest version of the weights that was published."""
 
 
 class NoneLeft(msgspec.Struct, frozen=True, tag=True):

@@ -181,6 +181,7 @@ async def run_connected(
         report = link.report or reports.send_event
         report(Connected(link.outbox_url.partition("://")[0], os.getpid(), link.node))
         sender.on_ended(context.ledger.settle)
+        sender.on_published(context.ledger.note_published)
         context.ledger.step = max(context.ledger.step, counters.step)  # from now on it is notified of each step
         context.metrics.send_evaluation = reports.flush
         admits_to = None if config.channels.held_by_parent else context.ledger

@@ -43,7 +43,7 @@ from ..util.host import host_identity
 from .join import digest_of_main, key_of
 from .joined_workers import JoinedWorkers
 from .supervisor import Spawner, Supervisor
-from .worker_accounting import NO_GROUP, WorkerAccounting
+from .worker_accounting import WorkerAccounting
 from .worker_messages import WorkerChannels
 from .worker_process import ProcessSpawner
 
@@ -220,7 +220,7 @@ class Workers:
         self._accounting.stepped(step)  # first: a worker reads it once it is connected
         if self._feeder is None:
             for peer in self._receiver.peers.values():
-                peer.ended(NO_GROUP, 0, "trained", step)
+                peer.stepped(step, self._ledger.published)
 
     def _channels(self, outbox_url: str) -> WorkerChannels:
         return WorkerChannels(

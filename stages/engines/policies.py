@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -91,6 +91,15 @@ class Engine(Protocol):
 
     async def wake_up(self) -> None:
         """Restore the memory and end the pause, if the engine sleeps."""
+        ...
+
+
+@runtime_checkable
+class FollowsWeights(Protocol):
+    """An engine that samples with the newest published weights, which may arrive later than the news of them."""
+
+    async def arrived(self, version: int) -> None:
+        """Wait until later completions are sampled with weights of `version` or newer."""
         ...
 
 

@@ -366,6 +366,15 @@ class TorchEngine:
         self._follows = True
         await self._subscribe(url)
 
+    async def arrived(self, version: int) -> None:
+        """Wait until published weights of `version` or newer are on this host; see `FollowsWeights`.
+
+        Raises:
+            PeerLost, PeerClosed: the publisher died, or closed, before they were.
+        """
+        if self._follows and self._weights is not None:
+            await self._weights.newer(than=version - 1)
+
     async def update_weights(self, url: str, version: int) -> None:
         """Use the weights that a publisher publishes at `url`, of `version` or newer; see `Engine`.
 

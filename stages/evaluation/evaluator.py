@@ -7,7 +7,7 @@ The result is a part (`EvaluationPart`), which the trainer's process merges with
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 import numpy as np
+from anyio.lowlevel import checkpoint
 
 from ..._pipeline.accounting.evaluations import EvaluationPart
 from ..._pipeline.accounting.failure_streak import first_reasons
@@ -57,8 +58,11 @@ class Evaluator:
         make_source: Callable[[Callable[[], Any], int], SourceEnv],
         tokenizer: Tokenizer | None,
         context: Context,
+        weights_arrived: Callable[[], Awaitable[None]] = checkpoint,
     ) -> None:
         self._evaluation = evaluation
+        self._weights_arrived = weights_arrived
+        """Waits until the published weights are on this host."""
         self._make_source = make_source
         self._tokenizer = tokenizer
         self._context = context
@@ -98,6 +102,7 @@ class Evaluator:
 
     async def _evaluate(self, step: int) -> None:
         """Evaluate this worker's share of every set, and pass its part on."""
+        await self._weights_arrived()
         means: Means = {}
         totals: dict[str, float] = {}
         failed: list[str] = []

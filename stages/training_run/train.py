@@ -34,6 +34,7 @@ from ..._pipeline.graph.statistics import Report
 from ..._pipeline.processes.join import Program, key_of
 from ..._pipeline.processes.ray_worker import node_address
 from ..._pipeline.util.extras import extra
+from ..._pipeline.util.host_lock import host_lock
 from ..._pipeline.util.named_objects import import_object
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..._pipeline.view.watching import View
@@ -175,7 +176,8 @@ def describe_run(config: RunConfig) -> str:
 
 def _prepare(config: RunConfig) -> None:
     if config.prepare is not None:
-        import_object(config.prepare, "config: prepare")(config)
+        with host_lock(f"{config.prepare} in {Path.cwd()}"):  # the samplers of a host may begin together
+            import_object(config.prepare, "config: prepare")(config)
 
 
 def parts_of(config: RunConfig) -> RunParts:

@@ -50,15 +50,17 @@ def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 def test_a_configured_run_trains_what_a_worker_that_joins_samples(
     config: Path, urls: tuple[str, str], tmp_path: Path
 ) -> None:
-    join = ["worker", "--join", urls[0], "--key", str(tmp_path / "run.key"), str(config)]
+    on_policy = "algorithm.max_lag=0"
+    join = ["worker", "--join", urls[0], "--key", str(tmp_path / "run.key"), str(config), on_policy]
 
-    with started("run", str(config)) as run, started(*join) as worker:
+    with started("run", str(config), on_policy) as run, started(*join) as worker:
         codes = [process.wait(FAILSAFE_S) for process in (run, worker)]
 
     assert codes == [0, 0]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == configured_run.STEPS
     assert summary["ledger"]["ended"]["trained"] == configured_run.STEPS * configured_run.TRAJECTORIES
+    assert summary["ledger"]["ended"]["stale"] == 0  # the weights of every step arrived before it was sampled for
     assert summary["ledger"]["in_flight"] == 0
     changed = load_file(Path(summary["checkpoint"]) / "model.safetensors")
     initial = load_file(tmp_path / "model" / "model.safetensors")

@@ -3,7 +3,9 @@ from __future__ import annotations
 import itertools
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,7 +18,7 @@ from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from tests.fake_policy import FakePolicy, Letters, completion_of
 
-from penstock import AdvantageNormalizer, Context, GroupId, SourceEnv, StopReason, TrajectoryGroup, Worker
+from penstock import AdvantageNormalizer, Context, GroupId, SourceEnv, StopReason, TrajectoryGroup, Worker, current
 from penstock.channels import memory_channel
 from penstock.environments import RolloutResult
 from penstock.errors import InvalidConfig, InvalidRecord, LedgerImbalance
@@ -618,6 +620,42 @@ async def test_in_a_synchronous_schedule_groups_come_in_waves_and_in_order() -> 
 async def test_a_schedule_that_the_workers_cannot_keep_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
         await sampled(source(max_lag=0, **options), Worker(0, 2))
+
+
+@dataclass
+class LateWeights(FakePolicy):
+    """Version 3 is published when it is opened, and arrives later."""
+
+    arriving: list[int] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def open(self, worker: Worker) -> AsyncGenerator[LateWeights]:
+        current().ledger.note_published(3)
+        async with super().open(worker):
+            yield self
+
+    async def arrived(self, version: int) -> None:
+        assert not self.prompts or self.arriving
+        self.arriving.append(version)
+
+
+@pytest.mark.parametrize("schedule", [{"max_lag": 1}, {"max_lag": 0, "step_groups": 1}])
+async def test_a_group_with_bounded_lag_is_begun_when_the_published_weights_have_arrived(
+    schedule: dict[str, Any],
+) -> None:
+    policy = LateWeights()
+
+    await sampled(source(policy=policy, groups=1, **schedule))
+
+    assert policy.arriving == [3]
+
+
+async def test_a_group_without_a_bound_on_its_lag_does_not_wait_for_weights() -> None:
+    policy = LateWeights()
+
+    await sampled(source(policy=policy))
+
+    assert policy.arriving == []
 
 
 async def test_max_lag_holds_back_what_would_be_trained_too_late() -> None:
