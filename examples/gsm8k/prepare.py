@@ -7,7 +7,10 @@ the arithmetic. Seven of ten demonstrations have a slip, so the model solves abo
 from __future__ import annotations
 
 import json
+import os
+import platform
 import random
+import shutil
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -29,6 +32,9 @@ __all__ = ["prepare"]
 
 DATA, MODEL = "problems.jsonl", "model"
 """Names of the file and of the folder that are made; a path with another name is the user's own."""
+
+UNFINISHED = f"{platform.node()}.{os.getpid()}"
+"""Suffix of what is being made: samplers on other hosts may make the same, in the same folder."""
 
 PROBLEMS = 6000
 NAMES = ("Ana", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo")
@@ -65,17 +71,24 @@ def prepare(config: RunConfig) -> None:
     torch.set_num_threads(2)  # on every machine, for sums depend on it: the same seed trains the same model
     if not folder.exists():
         torch.manual_seed(config.seed)
-        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        unfinished = folder.with_name(f"{folder.name}.{UNFINISHED}")
         _write_tokenizer(data, unfinished)
         _scaled(_warmed_up(unfinished, config)).save_pretrained(unfinished)
-        unfinished.rename(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+            shutil.rmtree(unfinished)  # another host was first: with the same seed it makes the same model
 
 
 def _write_problems(path: Path) -> None:
     """Write problems, each once, in GSM8K's format."""
     different = {problem.question: problem for problem in islice(_problems(seed=0), 2 * PROBLEMS)}
     rows = list(different.values())[:PROBLEMS]
-    path.write_text("".join(json.dumps(row._asdict()) + "\n" for row in rows))
+    unfinished = path.with_name(f"{path.name}.{UNFINISHED}")
+    unfinished.write_text("".join(json.dumps(row._asdict()) + "\n" for row in rows))
+    unfinished.replace(path)
 
 
 # -- problems ----------------------------------------------------------------------------------------------------------
