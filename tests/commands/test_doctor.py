@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.limits.mounts import read_only
 
-from penstock._cli import version_checks
+from penstock._cli import machine_checks, version_checks
 from penstock._cli.trials import RECORDS, RecordsDiffer, compare, sent
 from penstock.testing import group
 
@@ -52,6 +52,22 @@ def test_a_limit_of_open_files_that_is_too_low_fails_with_the_command_that_raise
     assert rows["run over shm"][1].startswith("OutOfFileDescriptors: expected ")
     assert "to do: raise the limit of open files (ulimit -n) to 1024 or more" in rows["all"][1]
     assert "every run needs these, which fail: file descriptors, run over shm" in rows["all"][1]
+
+
+def test_processes_of_a_host_with_several_nodes_can_be_bound_where_numactl_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("node0", "node1", "online"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(machine_checks, "NUMA_NODES", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert machine_checks.numa().verdict == "note"
+    assert "2 nodes, no numactl" in machine_checks.numa().found
+
+    (tmp_path / "numactl").touch(mode=0o755)
+
+    assert machine_checks.numa().verdict == "ok"
 
 
 def test_a_runtime_folder_that_cannot_be_written_fails_with_the_variable_to_set(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import os
 import resource
+import shutil
 import socket
 import stat
 from pathlib import Path
@@ -28,6 +29,8 @@ RUN_DESCRIPTORS = 32
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The number that Linux gives to the namespace of the host; a container has another."""
 
+NUMA_NODES = Path("/sys/devices/system/node")
+
 WORKERS = "stages in processes (on=processes(n)) and shm:// channels will not work"
 
 SEE_MESSAGE = "see the message above, which ends with what to change"
@@ -37,6 +40,7 @@ def machine_checks() -> list[Finding]:
     """Return the findings about this machine. Blocks."""
     return [
         processors(),
+        numa(),
         memory(),
         shared_memory(),
         descriptors(),
@@ -54,6 +58,17 @@ def processors() -> Finding:
     if load > cores:
         return Finding("processors", found, "note", "runs are slow: other processes compete", "end them, or wait")
     return Finding("processors", found)
+
+
+def numa() -> Finding:
+    """Report the NUMA nodes of the host, and whether processes can be bound to one."""
+    nodes = len(list(NUMA_NODES.glob("node[0-9]*")))
+    if nodes <= 1:
+        return Finding("NUMA", "1 node: there is nothing to bind processes to")
+    if shutil.which("numactl") is None:
+        remedy = "install numactl, then start each worker as `numactl --cpunodebind=0 --membind=0 penstock worker …`"
+        return Finding("NUMA", f"{nodes} nodes, no numactl", "note", "processes use memory of other nodes", remedy)
+    return Finding("NUMA", f"{nodes} nodes: numactl --cpunodebind=0 --membind=0 binds a process to one")
 
 
 def memory() -> Finding:
