@@ -15,6 +15,8 @@ python -m benchmarks.cpu           processor time of one group on each side, to 
 python -m benchmarks.journal       cost of the journal in a pipeline, beside the speed of the disk
 python -m benchmarks.halt          a trainer that stops for half a minute, and its sources meanwhile
 python -m benchmarks.soak          workers killed, stopped and restarted, for any time
+python -m benchmarks.many_senders  one receiver with as many senders as descriptors permit, and its restart
+python -m benchmarks.weights       weights over tcp, beside shared memory and a plain TCP copy
 python -m benchmarks.atropos_load  a gateway and many environments of Atropos, with trainers that die and restart
 """
 

@@ -52,6 +52,7 @@ TORCH_AT_MODULE_LEVEL = {
         "benchmarks/step_memory.py",
         "benchmarks/trainers.py",
         "benchmarks/training.py",
+        "benchmarks/weights.py",
     )
     for path in ROOT.glob(pattern)
 }

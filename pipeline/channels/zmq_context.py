@@ -45,6 +45,7 @@ def _new_context() -> zmq.Context[zmq.Socket[bytes]]:
     fifth of the throughput goes into that (docs/performance.md). Where a core is idle they run at once all the same.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))  # file descriptors are the limit: 8 bytes for each
     if _may_run_as_batch_work():
         context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
     return context
