@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 import pytest
-from anyio.abc import SocketAttribute, SocketStream
+from anyio.abc import SocketAttribute, SocketStream, TaskStatus
 from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
 from tests.fixed_limits import set_limits
@@ -22,7 +22,7 @@ from penstock import TrajectoryGroup
 from penstock.channels import connect, connect_with_replay, serve
 from penstock.errors import PeerLost
 from penstock.testing import group
-from penstock.weights import WeightPublisher, WeightSubscriber
+from penstock.weights import WeightAddress, WeightPublisher, WeightSubscriber
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
@@ -165,6 +165,39 @@ async def test_a_sender_that_closes_waits_while_its_records_are_on_their_way(mon
         assert [(await inbox.receive()).nbytes for _ in range(3)] == [record.nbytes] * 3
         with pytest.raises(anyio.EndOfStream):  # not PeerLost
             await inbox.receive()
+
+
+async def subscribe_until(leaving: anyio.Event, address: WeightAddress, *, task_status: TaskStatus[None]) -> None:
+    async with WeightSubscriber(address):
+        task_status.started()
+        await leaving.wait()
+
+
+async def test_a_sampler_whose_mirror_ends_during_a_cut_takes_over_when_the_link_is_back() -> None:
+    leaving = anyio.Event()
+    async with (
+        WeightPublisher(weights(0)) as publisher,
+        publisher.serve(LOOPBACK) as address,
+        proxied(address.url) as (proxy, url),
+        closing_port() as port,
+        anyio.create_task_group() as tasks,
+    ):
+        far = replace(address, url=url, host="another")
+        await tasks.start(subscribe_until, leaving, far)  # it becomes the mirror
+        async with WeightSubscriber(far) as subscriber:
+            await publisher.publish(weights(1), 1)
+            assert await subscriber.newer() == 1
+
+            upstream, proxy.to = proxy.to, port
+            proxy.cut()
+            leaving.set()
+            with anyio.fail_after(FAILSAFE_S):
+                while proxy.connections < 6:  # one of the mirror, and attempts
+                    await anyio.lowlevel.checkpoint()
+            proxy.to = upstream
+            await publisher.publish(weights(2), 2)
+
+            assert await subscriber.newer(1) == 2
 
 
 async def test_a_publisher_that_a_proxy_does_not_reach_any_more_is_lost_after_its_time(
