@@ -59,9 +59,8 @@ JOINED = "starting its stage"
 class JoinedWorker:
     """One worker, from its place until its connection has ended; a `WorkerHandle`."""
 
-    def __init__(self, member: str, config: StageConfig, peer: Peer, receiver: RemoteReceiver[Any]) -> None:
-        self.member = member
-        """The name that it gave itself."""
+    def __init__(self, config: StageConfig, peer: Peer, receiver: RemoteReceiver[Any]) -> None:
+        self.config = config
         self.peer = peer
         self.misplaced: bool = False
         """Never: it has begun where it runs."""
@@ -179,26 +178,28 @@ class JoinedWorkers(Supervisor):
             case Wants():
                 self._asking.append(worker)
             case Leaves():
-                super().handle(worker, event)
+                self._progress(worker, event)
                 if self._prompts is not None:
                     self._instruct(worker, NoneLeft())  # after all that it was assigned
             case _:
-                super().handle(worker, event)
+                self._progress(worker, event)
         self._changed.wake_all()
+
+    def _progress(self, peer: Peer, event: WorkerEvent) -> None:
+        if (worker := self._by_peer.get(peer)) is not None:
+            worker.progress.handle(event)
 
     async def start(self, name: str, worker: Worker) -> JoinedWorker:
         """Tell the worker that has this place, and account for it; see `Spawner`."""
         handle = self._workers[worker.index]
         assert isinstance(handle, JoinedWorker)  # noqa: S101 (see `_give_places`)
-        self._joins[handle.member] += 1
         handle.peer.name = name
         self._accounting.open_reported(name)
         address = self._joining.weights
         weights = None
         if address is not None:
             weights = PublishedWeights(address.url, address.local, address.host, address.generation)
-        config = StageConfig(name=name, stage=self._name, worker=worker, channels=self.channels)
-        self._instruct(handle.peer, Joined(config, self._ledger.step, weights))
+        self._instruct(handle.peer, Joined(handle.config, self._ledger.step, weights))
         return handle
 
     async def run(self, spawning: AbstractAsyncContextManager[Spawner], feed: Feed | None = None) -> None:
@@ -236,7 +237,7 @@ class JoinedWorkers(Supervisor):
                     continue
                 worker = Worker(place, self._on.count, self._starts[place])
                 self._starts[place] += 1
-                handle = JoinedWorker(peer.name, self._config(peer.name, worker), peer, self.receiver)
+                handle = JoinedWorker(self._config(peer.name, worker), peer, self.receiver)
                 self._workers[place] = self._by_peer[peer] = handle
                 tasks.start_soon(self._run_joined, spawner, worker, feed)
             await self._changed.wait()
@@ -267,6 +268,7 @@ class JoinedWorkers(Supervisor):
 
     def _config(self, member: str, worker: Worker) -> StageConfig:
         again = f", restart {self._joins[member]}" if self._joins[member] else ""
+        self._joins[member] += 1
         name = f"{self._name} {member}{again}"
         return StageConfig(name=name, stage=self._name, worker=worker, channels=self.channels)
 

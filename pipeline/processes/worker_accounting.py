@@ -154,13 +154,17 @@ class WorkerAccounting:
         See `PeerListener`.
         """
         known = self._workers.get(peer.name)
-        if known is not None and len(record.policy_versions):
+        if known is None:  # a sender that has the key of workers that join, and is none
+            log.warning("stranger_disconnected", peer=peer.name, pid=peer.pid)
+            peer.control.shutdown_read()
+            return None
+        if len(record.policy_versions):
             known.version = int(record.policy_versions.max())
         if not self._source:
             self.returned(peer.name, record)
             if self._assigned:
                 self._ledger.succeed(len(record))
-        elif copies := self._ledger.take_over(record, peer.ended, known.counters if known else None):
+        elif copies := self._ledger.take_over(record, peer.ended, known.counters):
             record = exclude(record, copies)
         if record is not None:
             self._counter.count(record)

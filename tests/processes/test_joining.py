@@ -34,8 +34,9 @@ from penstock import (
     joining,
     source,
 )
-from penstock.channels import ChannelKey
+from penstock.channels import ChannelKey, connect
 from penstock.errors import InvalidPipeline, WorkerFailed, WorkersAbsent
+from penstock.testing import group
 
 pytestmark = pytest.mark.anyio
 
@@ -99,8 +100,8 @@ class Names:
         self.pipeline: Pipeline
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
-        async for group in inbox:
-            current().ledger.end(group, "trained")
+        async for each in inbox:
+            current().ledger.end(each, "trained")
             self.names.update(worker.name for worker in self.pipeline.statistics().stages[0].workers)
 
 
@@ -149,6 +150,34 @@ async def test_workers_have_the_names_that_they_were_given(url: str, workers: Wo
         workers.go()
 
     assert sink.names == {"WaitForGo left", "WaitForGo right"}
+
+
+async def test_two_workers_of_one_name_are_told_apart(url: str, workers: Workers) -> None:
+    sink = Names()
+    sink.pipeline = pipeline = source(script.waiting, on=joining(expected=2, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        for _ in range(2):
+            await workers.start("waiting", "--name", "twin")
+        await workers.seen("place *", 2)
+        workers.go()
+
+    assert sink.names == {"WaitForGo twin", "WaitForGo twin, restart 1"}
+
+
+async def test_records_of_a_sender_that_has_no_place_are_not_taken(url: str, workers: Workers) -> None:
+    sink = Commit()
+    pipeline = source(script.waiting, on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        await workers.start("waiting")
+        await workers.seen("place *")
+        async with connect(url, TrajectoryGroup) as stranger:
+            await stranger.send(group(instance_id="forged"))
+            await stranger.wait_failed()
+        workers.go()
+
+    assert sorted(sink.received) == sorted(f"{number}.0" for number in range(20))
 
 
 async def test_a_source_that_cannot_assign_prompts_is_shared_by_those_expected_and_more_wait(
@@ -209,8 +238,8 @@ async def test_the_limit_of_the_lag_is_that_of_the_run_however_many_workers_ther
             nonlocal most
             groups: list[TrajectoryGroup] = []
             ledger, step = current().ledger, 0
-            async for group in inbox:
-                groups.append(group)
+            async for each in inbox:
+                groups.append(each)
                 most = max(most, ledger.in_flight)
                 if len(groups) == 6:
                     step += 1
