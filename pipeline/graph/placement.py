@@ -96,6 +96,11 @@ class Ray:
         normalize_counts(self, "restarts", least=0)
         normalize_numbers(self, "stop_timeout_s", "num_cpus", "num_gpus", zero=True)
         normalize_numbers(self, "start_timeout_s", "placement_timeout_s")
+        if self.address.startswith("ray://"):
+            raise InvalidConfig(
+                f"address: expected auto, local or HOST:PORT, got {self.address!r}: actors send to the pipeline; run "
+                f"it on a node of the cluster, or as a job (ray job submit)"
+            )
         if self.strategy not in get_args(Strategy):
             raise InvalidConfig(f"strategy: expected one of {', '.join(get_args(Strategy))}, got {self.strategy!r}")
 

@@ -31,6 +31,11 @@ def test_a_worker_needs_time_to_start(seconds: float) -> None:
         processes(1, start_timeout_s=seconds)
 
 
+def test_an_address_of_ray_client_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="address: expected auto, local or HOST:PORT, got 'ray://head:10001'"):
+        ray(workers=1, address="ray://head:10001")
+
+
 def test_workers_can_join_over_tcp_alone() -> None:
     with pytest.raises(InvalidConfig, match="url: expected tcp://HOST:PORT, got 'shm://'"):
         joining(expected=1, url="shm://")
