@@ -48,7 +48,7 @@ class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
     state: StageState
     waiting_for: str
     """The cause of its present wait, and its origin: `records from Batcher`, `credit from SinkTrainer`,
-    `start of SourceEnv 2/4`; "" while busy."""
+    `start of SourceEnv 2/4`, `workers to join at tcp://0.0.0.0:5555`; "" while busy."""
     waited_for_records_s: float
     """Seconds that it has waited for records in all, including the present wait.
 

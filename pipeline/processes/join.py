@@ -32,7 +32,6 @@ import msgspec
 from ..._schemas import TrajectoryGroup
 from ..._schemas.config import nearest
 from ..accounting.shared_counters import COUNTERS_BYTES, SharedCounters
-from ..accounting.telemetry import get_logger
 from ..channels.default_key import default_key
 from ..channels.keys import ChannelKey
 from ..channels.remote_sender import RemoteSender
@@ -62,8 +61,6 @@ from .worker_messages import (
     decode_instruction,
 )
 from .worker_stage import Link, description_of, importing_main, run_connected, traceback_of
-
-log = get_logger("penstock.worker")
 
 DRAIN_TIMEOUT_S = 25.0
 """Seconds that a worker which is asked to stop may take to complete what it has begun: SLURM and Kubernetes give 30
@@ -161,8 +158,9 @@ async def join(
     key: ChannelKey,
     name: str,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
+    tell: Callable[[str], None],
 ) -> None:
-    """Run a stage for the pipeline at `url`, until it is done or SIGTERM or Ctrl-C arrives.
+    """Run a stage for the pipeline at `url`, until it is done or SIGTERM or Ctrl-C arrives; `tell` what happens.
 
     Raises:
         WorkerRefused: the pipeline has no place for it.
@@ -175,15 +173,16 @@ async def join(
         while not stopping.is_set():
             try:
                 async with connect(url, TrajectoryGroup, name=name, key=key) as sender:
-                    if await _Session(url, program, key, sender, stopping).run():
+                    if await _Session(url, program, key, sender, stopping).run(tell):
+                        tell("stopped" if stopping.is_set() else "nothing is left to do")
                         return
                 retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + ABSENCE_TIMEOUT_S
-                log.warning("pipeline_lost", url=url, reason=str(sender.failure))
+                tell(f"connecting again: {sender.failure}")
             except _UNAVAILABLE as error:
                 if anyio.current_time() >= deadline:
                     raise
                 if retry_s == FIRST_RETRY_S:
-                    log.info("waiting_for_pipeline", url=url, reason=str(error))
+                    tell(f"waiting for the pipeline: {error}")
             with anyio.move_on_after(retry_s):
                 await stopping.wait()
             retry_s = min(2 * retry_s, LAST_RETRY_S)
@@ -225,7 +224,7 @@ class _Session:
         self._instructions: asyncio.Queue[WorkerInstruction] = asyncio.Queue()
         sender.on_instruction(lambda payload: self._instructions.put_nowait(decode_instruction(payload)))
 
-    async def run(self) -> bool:
+    async def run(self, tell: Callable[[str], None]) -> bool:
         """Ask for a place, and run the stage in it; return whether nothing is left to do here.
 
         Raises:
@@ -235,6 +234,7 @@ class _Session:
         self._report(Joins(self._program.digest))
         match await self._answer():
             case Joined() as joined:
+                tell(f"joined {self._url} as {joined.config.name}")
                 await self._run(joined)
             case Refused(reason):
                 raise WorkerRefused(f"the pipeline at {self._url} has no place for this worker: {reason}")
@@ -254,7 +254,6 @@ class _Session:
 
     async def _run(self, joined: Joined) -> None:
         config = joined.config
-        log.info("joined", url=self._url, worker=config.name)
         node = await anyio.to_thread.run_sync(_own_address, self._url)
         link = Link(self._url, f"tcp://{bracketed(node)}:0", self._key, node, None)
         counters = SharedCounters(bytearray(COUNTERS_BYTES))
@@ -274,7 +273,6 @@ class _Session:
             raise cause from None
         finally:
             self._report(event)
-            log.info("left", worker=config.name)
 
     async def _drain(self, config: StageConfig, scope: anyio.CancelScope) -> None:
         """When this worker is asked to stop, take nothing more; cancel a source that cannot be told so."""

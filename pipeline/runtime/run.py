@@ -26,7 +26,7 @@ from ..channels.memory import memory_channel
 from ..errors import PeerClosed, RolloutsFailed, StageFailed
 from ..graph.context import Context, entered
 from ..graph.edge import CountingSendChannel, Edge, EdgeCounter, StoppableReceiveChannel
-from ..graph.placement import Here, Remote
+from ..graph.placement import Here, Joining, Remote
 from ..graph.stage_node import StageNode
 from ..graph.statistics import PipelineStatistics, StageState, StageStatistics
 from ..processes.worker_accounting import RUN_ENDED
@@ -103,6 +103,8 @@ class _StageTask:
 
     def _waiting_for(self) -> str:
         workers = self.workers.statistics() if self.workers else ()
+        if isinstance(self.node.on, Joining) and not workers:
+            return f"workers to join at {self.node.on.url}"
         starting = [worker.name for worker in workers if worker.state == "starting"]
         if starting:
             return f"start of {', '.join(starting)}"

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +74,11 @@ class Workers:
             while len(found := sorted(self.folder.glob(pattern))) < count:  # noqa: ASYNC110 (files tell of it)
                 await anyio.sleep(0.01)
         return found
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        with anyio.fail_after(FAILSAFE_S):
+            while not condition():  # noqa: ASYNC110 (no event tells of it)
+                await anyio.sleep(0.01)
 
     def go(self) -> None:
         (self.folder / "go").touch()
@@ -152,6 +157,28 @@ async def test_workers_have_the_names_that_they_were_given(url: str, workers: Wo
     assert sink.names == {"WaitForGo left", "WaitForGo right"}
 
 
+async def test_both_sides_say_what_they_wait_for(url: str, workers: Workers) -> None:
+    pipeline = source(script.waiting, on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
+    command = [sys.executable, "-c", COMMAND, "worker", "--join", url, "--name", "first", f"{SCRIPT}:waiting"]
+    environment = {**os.environ, "JOINED_FOLDER": str(workers.folder), "PYTHONPATH": ":".join(sys.path)}
+    worker = await anyio.open_process(command, env=environment)
+    workers.stack.push_async_callback(_ended, worker)
+    assert worker.stderr is not None
+    printed = await worker.stderr.receive()
+
+    async with running(pipeline):
+        expected = f"workers to join at {url}"
+        await workers.until(lambda: expected in {each.waiting_for for each in pipeline.statistics().stages})
+        await workers.seen("place *")
+        workers.go()
+        printed += b"".join([part async for part in worker.stderr])
+
+    waiting, joined, done = printed.decode().splitlines()
+    assert waiting.startswith(f"penstock: waiting for the pipeline: expected a receiver at {url}, got")
+    assert joined == f"penstock: joined {url} as WaitForGo first"
+    assert done == "penstock: nothing is left to do"
+
+
 async def test_two_workers_of_one_name_are_told_apart(url: str, workers: Workers) -> None:
     sink = Names()
     sink.pipeline = pipeline = source(script.waiting, on=joining(expected=2, url=url, digest=DIGEST)).sink(sink)
@@ -189,8 +216,7 @@ async def test_a_source_that_cannot_assign_prompts_is_shared_by_those_expected_a
     async with running(pipeline):
         first = [await workers.start("waiting") for _ in range(3)]
         places = await workers.seen("place *", 2)
-        while pipeline.statistics().edges[0].channel.senders < 3:  # noqa: ASYNC110 (no event tells of it)
-            await anyio.sleep(0.01)
+        await workers.until(lambda: pipeline.statistics().edges[0].channel.senders == 3)
         workers.go()
         codes = [await each.wait() for each in first]
 

@@ -39,6 +39,10 @@ def worker(
 
     async def joined() -> None:
         found = await anyio.to_thread.run_sync(key_of, str(key or ""))
-        await join(join_url, runs, key=found, name=name or default_name(), drain_timeout_s=drain_timeout_s)
+        await join(join_url, runs, key=found, name=name or default_name(), drain_timeout_s=drain_timeout_s, tell=_tell)
 
     anyio.run(joined)
+
+
+def _tell(line: str) -> None:
+    typer.echo(f"penstock: {line}", err=True)
