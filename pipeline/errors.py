@@ -169,6 +169,10 @@ class WorkerFailed(StageFailed):
     """A stage raised in a worker; the message contains its traceback."""
 
 
+class WorkerCutOff(PenstockError):
+    """The host of a worker that has joined does not reach what its stage needs, such as the weights."""
+
+
 class WorkersAbsent(StageFailed):
     """No worker was there for too long, of a stage whose workers join."""
 

@@ -37,7 +37,16 @@ from ..channels.keys import ChannelKey
 from ..channels.remote_sender import RemoteSender
 from ..channels.tcp_address import bracketed
 from ..channels.transports import connect
-from ..errors import InvalidConfig, InvalidPipeline, NobodyListens, PeerClosed, PeerLost, TooManySenders, WorkerRefused
+from ..errors import (
+    InvalidConfig,
+    InvalidPipeline,
+    NobodyListens,
+    PeerClosed,
+    PeerLost,
+    TooManySenders,
+    WorkerCutOff,
+    WorkerRefused,
+)
 from ..graph.context import current
 from ..graph.placement import ABSENCE_TIMEOUT_S
 from ..graph.stage_node import name_of
@@ -71,7 +80,11 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
 MakeStage: TypeAlias = Callable[[WeightAddress | None], Any]
 """Makes the stage, which samples with the weights at this address, if the pipeline publishes any."""
 
-_UNAVAILABLE = (NobodyListens, PeerClosed, PeerLost, TooManySenders, OSError)
+LOST_TOGETHER_S = 5.0
+"""Seconds between the ends of two connections to one process that died, or less."""
+
+_UNREACHABLE = (NobodyListens, PeerClosed, PeerLost)
+_UNAVAILABLE = (*_UNREACHABLE, TooManySenders, OSError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +177,7 @@ async def join(
 
     Raises:
         WorkerRefused: the pipeline has no place for it.
+        WorkerCutOff: this host does not reach what the stage needs, such as the weights; the pipeline goes on.
         NobodyListens, PeerClosed, PeerLost: there was no pipeline for ten minutes.
         Exception: what the stage raised; the pipeline has been told.
     """
@@ -269,10 +283,23 @@ class _Session:
             event = Left("it was stopped") if self._stopping.is_set() else Finished()
         except Exception as error:  # noqa: BLE001 (of the stage, which may raise anything)
             cause = single_exception(error)
-            event = Failed(description_of(cause), traceback_of(cause))
+            # 1. The pipeline has died, and the stage has noticed it first, as by its weights: this worker joins again.
+            if (unreachable := isinstance(cause, _UNREACHABLE)) and await self._pipeline_lost():
+                return
+            # 2. This host does not reach something that others may reach: it leaves.
+            # 3. The stage raised: so it would elsewhere, and the run ends.
+            event = Left(str(cause)) if unreachable else Failed(description_of(cause), traceback_of(cause))
+            if unreachable:
+                raise WorkerCutOff(f"this host does not reach what its stage needs: {cause}") from cause
             raise cause from None
         finally:
             self._report(event)
+
+    async def _pipeline_lost(self) -> bool:
+        """Return whether the connection ends too, within the time in which that of a dead process does."""
+        with anyio.move_on_after(LOST_TOGETHER_S):
+            await self._sender.wait_failed()
+        return isinstance(self._sender.failure, PeerLost)
 
     async def _drain(self, config: StageConfig, scope: anyio.CancelScope) -> None:
         """When this worker is asked to stop, take nothing more; cancel a source that cannot be told so."""

@@ -15,6 +15,7 @@ from tests.processes.worker_stages import Sample
 
 from penstock import ReceiveChannel, SendChannel, SourceEnv, StopReason, TrajectoryGroup, current
 from penstock.environments import RolloutResult
+from penstock.errors import NobodyListens
 from penstock.policies import Completion, NoOpPolicy
 from penstock.testing import group
 
@@ -127,3 +128,18 @@ class Dies(Sample):
 
 def dying() -> Dies:
     return Dies(20)
+
+
+@dataclass(frozen=True)
+class CutOff(Sample):
+    """Does not reach its weights where the file `cut off` does not exist."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        if not (FOLDER / "cut off").exists():
+            (FOLDER / "cut off").touch()
+            raise NobodyListens("expected a publisher at tcp://trainer:5556, got no route to host")
+        await super().run(outbox)
+
+
+def cut_off() -> CutOff:
+    return CutOff(20)

@@ -421,6 +421,18 @@ async def test_a_worker_joins_the_next_pipeline_when_the_first_one_dies(url: str
     assert report_of(pipeline).balance.balanced
 
 
+async def test_a_host_that_does_not_reach_the_weights_leaves_and_the_run_goes_on(url: str, workers: Workers) -> None:
+    sink = Commit()
+    pipeline = source(script.cut_off(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        code = await (await workers.start("cut_off")).wait()
+        await workers.start("cut_off")
+
+    assert code == 1
+    assert sorted(sink.received) == sorted(f"{number}.1" for number in range(20))
+
+
 # -- ends and errors ---------------------------------------------------------------------------------------------------
 
 
