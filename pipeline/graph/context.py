@@ -31,6 +31,8 @@ class Worker:
     """Workers that share the work."""
     restart: int = 0
     """Times that the worker was restarted."""
+    on_host: int = 1
+    """Workers of the stage that may share this host."""
 
 
 class Assignments(Protocol):

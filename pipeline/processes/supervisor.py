@@ -152,7 +152,7 @@ class Supervisor:
         """Run one worker, restarting it where it dies, until its stage returns."""
         restart = 0
         while True:
-            ended = await self._run_once(spawner, Worker(index, self._on.count, restart), feed)
+            ended = await self._run_once(spawner, Worker(index, self._on.count, restart, self._on.count), feed)
             # 1. Its stage returned: the worker is done.
             if ended.progress.finished:
                 return

@@ -56,11 +56,11 @@ class TorchPolicy:
     async def open(self, worker: Worker) -> AsyncGenerator[Engine]:
         """Make the model, and yield an engine that samples until the body ends.
 
-        Workers of one stage share the processors: each uses its part of the threads that torch would use. `make_model`
-        may set another number.
+        Workers of one stage share the processors of a host: each uses its part of the threads that torch would use.
+        `make_model` may set another number.
         """
-        if worker.count > 1:
-            torch.set_num_threads(max(1, torch.get_num_threads() // worker.count))
+        if worker.on_host > 1:
+            torch.set_num_threads(max(1, torch.get_num_threads() // worker.on_host))
         model = await anyio.to_thread.run_sync(self.make_model)
         model.train(False)
         stack = AsyncExitStack()

@@ -204,12 +204,12 @@ async def test_a_batch_is_never_larger_than_max_rows() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")  # and restores the number of threads
-async def test_workers_of_one_stage_share_the_threads() -> None:
+async def test_workers_of_one_host_share_the_threads() -> None:
     torch.set_num_threads(6)
 
-    async with TorchPolicy(TinyModel, EOS).open(Worker()):
-        assert torch.get_num_threads() == 6
     async with TorchPolicy(TinyModel, EOS).open(Worker(1, 3)):
+        assert torch.get_num_threads() == 6  # each on a host of its own
+    async with TorchPolicy(TinyModel, EOS).open(Worker(1, 3, on_host=3)):
         assert torch.get_num_threads() == 2
 
 
