@@ -342,13 +342,15 @@ class _RolloutScheduler:
         with unwrap_first():
             if self._evaluator is not None:
                 await self._evaluator.begin()
-            async with anyio.create_task_group() as groups:
-                if self._source.synchronous and self._assignments is None:
-                    await self._in_waves()
-                else:
-                    if self._evaluator is not None:
-                        groups.start_soon(self._evaluator.follow)
+            if self._source.synchronous and self._assignments is None:
+                await self._in_waves()
+                return
+            async with anyio.create_task_group() as evaluations:
+                if self._evaluator is not None:
+                    evaluations.start_soon(self._evaluator.follow)
+                async with anyio.create_task_group() as groups:
                     await self._begin(groups)
+                evaluations.cancel_scope.cancel()
 
     async def _begin(self, groups: TaskGroup) -> None:
         """Begin one group after another."""

@@ -168,8 +168,8 @@ class Joining:
 
     @property
     def start_timeout_s(self) -> float:
-        """Seconds that a worker that has joined may take until its stage begins."""
-        return START_TIMEOUT_S
+        """Seconds that a worker that has joined may take until its stage begins; it may load a model before."""
+        return self.absence_timeout_s
 
 
 Remote: TypeAlias = Processes | Ray | Joining

@@ -48,7 +48,6 @@ from ..errors import (
     WorkerRefused,
 )
 from ..graph.context import current
-from ..graph.placement import ABSENCE_TIMEOUT_S
 from ..graph.stage_node import name_of
 from ..util.exception_groups import single_exception
 from ..weights.weight_address import WeightAddress
@@ -74,6 +73,9 @@ from .worker_stage import Link, description_of, importing_main, run_connected, t
 DRAIN_TIMEOUT_S = 25.0
 """Seconds that a worker which is asked to stop may take to complete what it has begun: SLURM and Kubernetes give 30
 between SIGTERM and SIGKILL."""
+
+NO_PIPELINE_TIMEOUT_S = 3600.0
+"""Seconds without a pipeline after which a worker ends: it may evaluate its model before workers can join."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
 
@@ -178,22 +180,24 @@ async def join(
     Raises:
         WorkerRefused: the pipeline has no place for it.
         WorkerCutOff: this host does not reach what the stage needs, such as the weights; the pipeline goes on.
-        NobodyListens, PeerClosed, PeerLost: there was no pipeline for ten minutes.
+        NobodyListens, PeerClosed, PeerLost: there was no pipeline for an hour.
         Exception: what the stage raised; the pipeline has been told.
     """
     stopping = anyio.Event()
     async with _on_signals(stopping, drain_timeout_s):
-        retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + ABSENCE_TIMEOUT_S
+        retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + NO_PIPELINE_TIMEOUT_S
         while not stopping.is_set():
+            session = None
             try:
                 async with connect(url, TrajectoryGroup, name=name, key=key) as sender:
-                    if await _Session(url, program, key, sender, stopping).run(tell):
-                        tell("stopped" if stopping.is_set() else "nothing is left to do")
+                    session = _Session(url, program, key, sender, stopping)
+                    if await session.run(tell):
+                        tell("stopped" if stopping.is_set() else str(sender.failure or "nothing is left to do"))
                         return
-                retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + ABSENCE_TIMEOUT_S
+                retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + NO_PIPELINE_TIMEOUT_S
                 tell(f"connecting again: {sender.failure}")
             except _UNAVAILABLE as error:
-                if anyio.current_time() >= deadline:
+                if session is not None or anyio.current_time() >= deadline:
                     raise
                 if retry_s == FIRST_RETRY_S:
                     tell(f"waiting for the pipeline: {error}")
@@ -272,9 +276,9 @@ class _Session:
         link = Link(self._url, f"tcp://{bracketed(node)}:0", self._key, node, None)
         counters = SharedCounters(bytearray(COUNTERS_BYTES))
         counters.step = joined.step
+        stage = self._made(config.stage, joined.weights)
         event: WorkerEvent = Left("it was stopped, and did not complete in time what it had begun")
         try:
-            stage = self._made(config.stage, joined.weights)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._drain, config, tasks.cancel_scope)
                 prompts = _Prompts(self._instructions, self._report) if config.channels.assigned else None
@@ -296,10 +300,10 @@ class _Session:
             self._report(event)
 
     async def _pipeline_lost(self) -> bool:
-        """Return whether the connection ends too, within the time in which that of a dead process does."""
+        """Return whether the connection ends too, within the time in which that of a process that ends does."""
         with anyio.move_on_after(LOST_TOGETHER_S):
             await self._sender.wait_failed()
-        return isinstance(self._sender.failure, PeerLost)
+        return self._sender.failure is not None
 
     async def _drain(self, config: StageConfig, scope: anyio.CancelScope) -> None:
         """When this worker is asked to stop, take nothing more; cancel a source that cannot be told so."""
@@ -309,11 +313,16 @@ class _Session:
             scope.cancel()
 
     def _made(self, name: str, published: PublishedWeights | None) -> Any:
-        """Return the stage, which must have this name."""
-        stage = self._program.make_stage(None if published is None else self._address(published))
-        if name_of(stage) != name:
-            raise InvalidPipeline(f"expected the stage {name}, got {name_of(stage)}: name another function")
-        return stage
+        """Return the stage, which must have this name; where it cannot be made, this worker alone leaves."""
+        try:
+            stage = self._program.make_stage(None if published is None else self._address(published))
+        except Exception as error:
+            self._report(Left(f"could not make its stage: {error}"))
+            raise
+        if name_of(stage) == name:
+            return stage
+        self._report(Left(f"made the stage {name_of(stage)}"))
+        raise InvalidPipeline(f"expected the stage {name}, got {name_of(stage)}: name another function")
 
     def _address(self, published: PublishedWeights) -> WeightAddress:
         """Return the address of the weights: at the host that this worker has joined, as it reaches that."""

@@ -14,7 +14,8 @@ import sys
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import anyio
 from anyio.abc import TaskGroup
@@ -54,6 +55,24 @@ from .worker_progress import WorkerProgress
 log = get_logger("penstock.pipeline")
 
 JOINED = "starting its stage"
+
+
+class Feeder(Protocol):
+    """Sends the records of a middle stage to its workers."""
+
+    @property
+    def ended(self) -> bool:
+        """Return whether there are no more records."""
+        ...
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether records wait for a worker."""
+        ...
+
+    async def look(self) -> None:
+        """Receive one record for whoever is fed next, or notice that there are no more."""
+        ...
 
 
 class JoinedWorker:
@@ -120,7 +139,7 @@ class JoinedWorkers(Supervisor):
         accounting: WorkerAccounting,
         *,
         prompts: Callable[[], AsyncIterator[Assignment]] | None,
-        fed: Callable[[], bool] | None,
+        feeder: Feeder | None,
         ledger: Ledger,
     ) -> None:
         """Prepare for workers.
@@ -130,7 +149,7 @@ class JoinedWorkers(Supervisor):
             on: its placement.
             accounting: accounts for them.
             prompts: returns the prompts of a source that can assign them; None for another stage.
-            fed: returns, for a middle stage, whether it has received everything; None for a source.
+            feeder: of a middle stage; None for a source.
             ledger: of the run.
         """
         super().__init__(name, on, accounting)
@@ -142,12 +161,15 @@ class JoinedWorkers(Supervisor):
         """The digest of that from which they have to make the stage; set before `run`."""
         self._joining = on
         self._prompts = prompts
-        self._fed = fed
+        self._feeder = feeder
         self._ledger = ledger
         self._requests: deque[tuple[Peer, Joins]] = deque()
         """Those who wait for a place."""
         self._by_peer: dict[Peer, JoinedWorker] = {}
         """The workers, by their connection."""
+        self._placed = WeakSet[Peer]()
+        """The connections that have asked for a place: what others send is not taken."""
+        accounting.takes = self._placed.__contains__
         self._asking: deque[Peer] = deque()
         """Those who wait for a prompt."""
         self._none_left = False
@@ -157,7 +179,9 @@ class JoinedWorkers(Supervisor):
         self._starts: Counter[int] = Counter()
         """How often each place was taken."""
         self._joins: Counter[str] = Counter()
-        """How often each member joined."""
+        """How often each name was taken again."""
+        self._names: set[str] = set()
+        """The names that were taken."""
         self._done: set[int] = set()
         """The places whose share of the work is done."""
         self._changed = Waiters()
@@ -174,9 +198,13 @@ class JoinedWorkers(Supervisor):
             case Joins() if self._over:
                 self._instruct(worker, NoneLeft())
             case Joins():
-                self._requests.append((worker, event))
+                if worker not in self._placed:
+                    self._placed.add(worker)
+                    self._requests.append((worker, event))
             case Wants():
-                self._asking.append(worker)
+                known = self._by_peer.get(worker)
+                if known is not None and known.progress.name == worker.name:  # it knows its place
+                    self._asking.append(worker)
             case Leaves():
                 self._progress(worker, event)
                 if self._prompts is not None:
@@ -215,10 +243,15 @@ class JoinedWorkers(Supervisor):
                 tasks.start_soon(self._limit_absence)
                 if self._prompts is not None:
                     tasks.start_soon(self._assign, self._prompts())
+                if self._feeder is not None:
+                    tasks.start_soon(self._look_for_the_end, self._feeder)
                 await self._give_places(spawner, tasks, feed)
                 self._over = True
                 for peer, _ in self._requests:
                     self._instruct(peer, NoneLeft())
+                for peer in self.receiver.peers.values():
+                    if peer not in self._placed:
+                        peer.control.shutdown_read()
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             raise first_exception(group, PenstockError) from None
@@ -235,7 +268,8 @@ class JoinedWorkers(Supervisor):
                     log.warning("worker_refused", worker=peer.name, reason=refused.reason)
                     self._instruct(peer, refused)
                     continue
-                worker = Worker(place, self._on.count, self._starts[place])
+                sharing = self._on.count if self._prompts is None else 1  # then the first one evaluates for all
+                worker = Worker(place, sharing, self._starts[place])
                 self._starts[place] += 1
                 handle = JoinedWorker(self._config(peer.name, worker), peer, self.receiver)
                 self._workers[place] = self._by_peer[peer] = handle
@@ -247,15 +281,15 @@ class JoinedWorkers(Supervisor):
         """Return whether there is no more work: none is left to give, and no worker has any."""
         if self._workers:
             return False
-        if self._fed is not None:
-            return self._fed()
+        if self._feeder is not None:
+            return self._feeder.ended
         return self._none_left if self._prompts is not None else len(self._done) == self._on.count
 
     @property
     def _free_place(self) -> int | None:
         """Return the first place that is free; None where there is none."""
         place = next(place for place in range(sys.maxsize) if place not in self._workers and place not in self._done)
-        bounded = self._fed is None and self._prompts is None
+        bounded = self._feeder is None and self._prompts is None
         return None if bounded and place >= self._on.count else place
 
     def _refusal(self, request: Joins) -> Refused | None:
@@ -267,9 +301,11 @@ class JoinedWorkers(Supervisor):
         return None
 
     def _config(self, member: str, worker: Worker) -> StageConfig:
-        again = f", restart {self._joins[member]}" if self._joins[member] else ""
-        self._joins[member] += 1
-        name = f"{self._name} {member}{again}"
+        name = first = f"{self._name} {member}"
+        while name in self._names:
+            self._joins[first] += 1
+            name = f"{first}, restart {self._joins[first]}"
+        self._names.add(name)
         return StageConfig(name=name, stage=self._name, worker=worker, channels=self.channels)
 
     def _name_of(self, index: int, restart: int = 0) -> str:
@@ -320,12 +356,35 @@ class JoinedWorkers(Supervisor):
             while self._workers:
                 await self._changed.wait()
 
+    async def _look_for_the_end(self, feeder: Feeder) -> None:
+        """Notice that there are no more records while no worker is fed with them."""
+        while not feeder.ended:
+            if self._starts and not self._workers and not feeder.waiting:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._cancel_when_workers_are_here, tasks.cancel_scope)
+                    await feeder.look()
+                    tasks.cancel_scope.cancel()
+                self._changed.wake_all()
+            if not feeder.ended:
+                await self._changed.wait()
+
+    async def _cancel_when_workers_are_here(self, scope: anyio.CancelScope) -> None:
+        while not self._workers:
+            await self._changed.wait()
+        scope.cancel()
+
+    def _on_unreachable(self, worker: str, why: str) -> None:
+        """Close the connection of a worker that listens where the pipeline cannot connect to it."""
+        self.kill(worker, f"could not be reached: {why}")
+
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     async def _assign(self, prompts: AsyncIterator[Assignment]) -> None:
         """Assign one prompt after another, each to the worker that has asked for the longest time."""
         while True:
-            await self._next_asking(take=False)  # first: a prompt is admitted when sampling is about to begin
+            # A prompt is admitted when sampling is about to begin; or, to notice the end, when all workers have left.
+            while not (self._starts and not self._workers) and not self._asked:
+                await self._changed.wait()
             prompt = await anext(prompts, None)
             if prompt is None:
                 break
@@ -333,21 +392,25 @@ class JoinedWorkers(Supervisor):
             self._accounting.assigned(peer.name, prompt.group, prompt.mask)
             self._instruct(peer, Assigned(prompt.number, self._ledger.published))
         self._none_left = True
+        self._changed.wake_all()
         while True:
             self._instruct(await self._next_asking(), NoneLeft())
 
-    async def _next_asking(self, *, take: bool = True) -> Peer:
+    async def _next_asking(self) -> Peer:
         """Wait until a worker that has a place asks for a prompt."""
-        while True:
-            while self._asking:
-                peer = self._asking[0]
-                known = self._by_peer.get(peer)
-                if known is not None and not known.progress.leaving.is_set():
-                    if take:
-                        self._asking.popleft()
-                    return peer
-                self._asking.popleft()  # it has ended, or is leaving
+        while not self._asked:
             await self._changed.wait()
+        return self._asking.popleft()
+
+    @property
+    def _asked(self) -> bool:
+        """Return whether a worker asks for a prompt; drop those that have ended, or are leaving."""
+        while self._asking:
+            known = self._by_peer.get(self._asking[0])
+            if known is not None and not known.progress.leaving.is_set():
+                return True
+            self._asking.popleft()
+        return False
 
     def _instruct(self, peer: Peer, instruction: WorkerInstruction) -> None:
         self.receiver.send(peer.identity, Instruction(encode_instruction(instruction)))

@@ -33,8 +33,10 @@ from .worker_stage import refuse_while_importing_main
 
 log = get_logger("penstock.pipeline")
 
-Feed: TypeAlias = Callable[[str, str], Awaitable[None]]
-"""Sends records to a middle stage's worker while it runs: (name of the worker, URL of its inbox)."""
+Feed: TypeAlias = Callable[[str, str], Awaitable[str]]
+"""Sends records to a middle stage's worker while it runs: (name of the worker, URL of its inbox).
+
+Returns why it could not be reached; an empty text where it could."""
 
 
 class WorkerHandle(Protocol):
@@ -227,8 +229,12 @@ class Supervisor:
             return
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_when, progress.leaving, tasks.cancel_scope)
-            await feed(progress.name, progress.url)
+            if unreachable := await feed(progress.name, progress.url):
+                self._on_unreachable(progress.name, unreachable)
             tasks.cancel_scope.cancel()
+
+    def _on_unreachable(self, worker: str, why: str) -> None:
+        """Do nothing: a worker that was started from here is not reached because it has died."""
 
     async def _stop(self, worker: WorkerHandle) -> None:
         """End a worker in every case, and set its final state."""

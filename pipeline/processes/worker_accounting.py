@@ -81,6 +81,8 @@ class WorkerAccounting:
     ) -> None:
         self.on_unresponsive: OnUnresponsive = lambda _worker, _reason: None
         self.on_event: OnEvent = lambda _worker, _event: None
+        self.takes: Callable[[Peer], bool] = lambda _worker: True
+        """Returns whether what a sender sends is that of a worker: only those that join can be others."""
         self._ledger = ledger
         self._metrics = metrics
         self._counter = counter
@@ -154,17 +156,17 @@ class WorkerAccounting:
         See `PeerListener`.
         """
         known = self._workers.get(peer.name)
-        if known is None:  # a sender that has the key of workers that join, and is none
+        if not self.takes(peer):  # it has the key of workers that join, and is none
             log.warning("stranger_disconnected", peer=peer.name, pid=peer.pid)
             peer.control.shutdown_read()
             return None
-        if len(record.policy_versions):
+        if known is not None and len(record.policy_versions):
             known.version = int(record.policy_versions.max())
         if not self._source:
             self.returned(peer.name, record)
             if self._assigned:
                 self._ledger.succeed(len(record))
-        elif copies := self._ledger.take_over(record, peer.ended, known.counters):
+        elif copies := self._ledger.take_over(record, peer.ended, known.counters if known else None):
             record = exclude(record, copies)
         if record is not None:
             self._counter.count(record)
@@ -179,7 +181,7 @@ class WorkerAccounting:
             self.on_event(peer, report.event)
             if isinstance(report.event, Connected) and (self._source or self._assigned):
                 peer.stepped(self._ledger.step, self._ledger.published)  # it could not read the step where it began
-        if report.alone:
+        if report.alone or not self.takes(peer):
             return
         known = self._workers.get(peer.name)
         if known is None:
@@ -201,7 +203,8 @@ class WorkerAccounting:
 
     def closed(self, peer: Peer) -> None:
         """Record that all records that a worker sent before it closed were received; see `PeerListener`."""
-        if known := self._workers.get(peer.name):
+        known = self._workers.get(peer.name)
+        if known is not None and self.takes(peer):
             known.drained = True
             self._settle(peer.name, known)
 

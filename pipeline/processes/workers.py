@@ -15,7 +15,6 @@ from contextlib import (
     ExitStack,
     asynccontextmanager,
     nullcontext,
-    suppress,
 )
 from typing import Any
 
@@ -59,7 +58,7 @@ while it starts one."""
 MOST_JOINED = 16_384
 """Workers that may join a stage at a time; what the process may open bounds them before."""
 
-_WORKER_DIED = (NobodyListens, anyio.BrokenResourceError, anyio.EndOfStream)
+_WORKER_DIED = (anyio.BrokenResourceError, anyio.EndOfStream)
 """The exceptions of a feed whose worker died; the supervisor reports the death and its reason."""
 
 
@@ -98,7 +97,7 @@ class Workers:
                 on,
                 accounting,
                 prompts=None if assign is None else lambda: assign(ledger, lambda: accounting.groups_held),
-                fed=None if feeder is None else lambda: feeder.ended,
+                feeder=feeder,
                 ledger=ledger,
             )
         self._accounting.on_unresponsive = self._supervisor.kill
@@ -177,7 +176,7 @@ class Workers:
         receiver = await stack.enter_async_context(self._served(on.url, key=key, max_senders=MOST_JOINED))
         supervisor.receiver, supervisor.channels = receiver, self._channels(receiver.url)
         if self._feeder is not None:
-            self._feeder.key = key
+            self._feeder.key, self._feeder.heartbeat_timeout_s = key, WORKER_HEARTBEAT_TIMEOUT_S
         self._spawning = lambda: nullcontext(supervisor)
         return receiver
 
@@ -258,19 +257,31 @@ class _Feeder:
         """The channel of the records; all workers share it."""
         self.key: ChannelKey | None = None
         """The key of workers that are reached over tcp."""
+        self.heartbeat_timeout_s: float | None = None
+        """Bound on the silence of a worker; None for one that may be loading a model."""
         self._inbox_ended = False
         self._unsent: deque[Any] = deque()
         """Records that could not be sent to a worker because it died: another worker gets them."""
 
-    async def feed(self, worker: str, url: str) -> None:
-        """Send records to `worker`, which serves `url`, until there are no more, or it has died."""
-        with suppress(*_WORKER_DIED):
+    async def feed(self, worker: str, url: str) -> str:
+        """Send records to `worker`, which serves `url`, until there are no more, or it has died; see `Feed`."""
+        try:
             key = self.key if url.startswith("tcp://") else None
-            name = f"feed of {worker}"
-            async with connect(url, self.record_type, name=name, key=key, heartbeat_timeout_s=None) as outbox:
+            name, bound_s = f"feed of {worker}", self.heartbeat_timeout_s
+            async with connect(url, self.record_type, name=name, key=key, heartbeat_timeout_s=bound_s) as outbox:
                 while (record := await self._next()) is not None:
                     await self._send(worker, record, outbox)
                     del record  # it must not occupy its slots until the next one arrives
+        except NobodyListens as error:
+            return str(error)
+        except _WORKER_DIED:
+            pass  # the supervisor reports it
+        return ""
+
+    async def look(self) -> None:
+        """Receive one record for whoever is fed next, or notice that there are no more."""
+        if (record := await self._next()) is not None:
+            self._unsent.append(record)
 
     async def _next(self) -> Any:
         if not self._unsent:
@@ -284,6 +295,11 @@ class _Feeder:
     def ended(self) -> bool:
         """Return whether there are no more records."""
         return self._inbox_ended and not self._unsent
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether records wait for a worker."""
+        return bool(self._unsent)
 
     async def _send(self, worker: str, record: Any, outbox: SendChannel[Any]) -> None:
         self.accounting.handed(worker, record)

@@ -143,3 +143,21 @@ class CutOff(Sample):
 
 def cut_off() -> CutOff:
     return CutOff(20)
+
+
+def two() -> SourceEnv:
+    """Sample two prompts, both of which wait."""
+    return SourceEnv(partial(Rollouts, 0), NoOpPolicy(), group_size=GROUP_SIZE, groups=2, concurrency=4)
+
+
+@dataclass(frozen=True)
+class ReadNothing(Sample):
+    """Raises what also a connection that cannot be made would."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        await super().run(outbox)
+        raise FileNotFoundError("expected a file of prompts, got none")
+
+
+def reading_nothing() -> ReadNothing:
+    return ReadNothing(1)

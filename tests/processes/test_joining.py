@@ -192,14 +192,17 @@ async def test_two_workers_of_one_name_are_told_apart(url: str, workers: Workers
     assert sink.names == {"WaitForGo twin", "WaitForGo twin, restart 1"}
 
 
-async def test_records_of_a_sender_that_has_no_place_are_not_taken(url: str, workers: Workers) -> None:
+async def test_a_sender_that_has_no_place_is_not_taken_for_a_worker_and_keeps_no_run_open(
+    url: str, workers: Workers
+) -> None:
     sink = Commit()
     pipeline = source(script.waiting, on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
 
-    async with running(pipeline):
-        await workers.start("waiting")
+    async with AsyncExitStack() as idle, running(pipeline):
+        await workers.start("waiting", "--name", "true")
         await workers.seen("place *")
-        async with connect(url, TrajectoryGroup) as stranger:
+        await idle.enter_async_context(connect(url, TrajectoryGroup))
+        async with connect(url, TrajectoryGroup, name="WaitForGo true") as stranger:
             await stranger.send(group(instance_id="forged"))
             await stranger.wait_failed()
         workers.go()
@@ -336,6 +339,43 @@ async def test_a_worker_that_is_asked_to_stop_completes_what_it_has_begun(url: s
     assert sorted(map(int, sink.received)) == list(range(20))
 
 
+async def test_a_run_ends_when_the_last_worker_leaves_with_the_last_prompts(url: str, workers: Workers) -> None:
+    pipeline = source(script.two(), on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
+
+    async with running(pipeline):
+        leaving = await workers.start("two")
+        await workers.seen("prompt *", 2)
+        leaving.send_signal(signal.SIGTERM)
+        workers.go()
+
+    assert report_of(pipeline).balance.ended["trained"] == 2 * script.GROUP_SIZE
+
+
+async def test_a_run_ends_when_no_worker_is_there_to_see_the_end_of_the_records(url: str, workers: Workers) -> None:
+    class Five:
+        """Sends five groups, and returns when it is told to."""
+
+        def __init__(self) -> None:
+            self.may_return = anyio.Event()
+
+        async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+            for number in range(5):
+                await outbox.send(group(instance_id=str(number)))
+            await self.may_return.wait()
+
+    five, sink = Five(), Commit()
+    pipeline = source(five).then(script.doubling(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        leaving = await workers.start("doubling")
+        await workers.until(lambda: len(sink.received) == 5)
+        leaving.send_signal(signal.SIGTERM)
+        await leaving.wait()
+        five.may_return.set()
+
+    assert report_of(pipeline).balance.ended["trained"] == 10
+
+
 async def test_what_a_worker_does_not_complete_by_the_deadline_is_lost_by_name(url: str, workers: Workers) -> None:
     pipeline = source(script.held(), on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
 
@@ -465,6 +505,30 @@ def other(tmp_path: Path) -> Path:
     path = tmp_path / "other.py"
     path.write_text(SCRIPT.read_text() + "\n# another one\n")
     return path
+
+
+async def test_an_error_of_a_stage_that_looks_like_one_of_a_connection_ends_run_and_worker(
+    url: str, workers: Workers
+) -> None:
+    pipeline = source(script.reading_nothing(), on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
+    worker = await workers.start("reading_nothing")
+
+    with pytest.raises(WorkerFailed, match="FileNotFoundError: expected a file of prompts, got none"):
+        await pipeline.run()
+
+    assert await worker.wait() == 1
+
+
+async def test_a_worker_that_makes_another_stage_leaves_and_the_run_goes_on(url: str, workers: Workers) -> None:
+    sink = Commit()
+    pipeline = source(script.shared(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        code = await (await workers.start("raising")).wait()
+        await workers.start("shared")
+
+    assert code == 1
+    assert len(sink.received) == 20
 
 
 async def test_a_worker_of_another_script_is_refused(url: str, workers: Workers, other: Path, tmp_path: Path) -> None:

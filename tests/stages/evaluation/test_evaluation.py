@@ -5,15 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import anyio
 import pytest
 import structlog
+from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import Letters
-from tests.stages.evaluation.runs import Broken, BrokenForSome, Counts, Sums, evaluation, pipeline, ran
+from tests.stages.evaluation.runs import Adds, Broken, BrokenForSome, Counts, Sums, evaluation, pipeline, ran
 
-from penstock import RewardBridge, SourceEnv
+from penstock import Context, RewardBridge, SourceEnv, TrajectoryGroup, Worker
+from penstock.channels import memory_channel
 from penstock.errors import InvalidConfig, InvalidPipeline
 from penstock.policies import NoOpPolicy, SamplingParams
 from penstock.rewards import RewardFunction, RewardInput
+from penstock.testing import entered
 
 SAMPLED: dict[str, Any] = {"samples": 4, "sampling": SamplingParams(temperature=1.0)}
 
@@ -143,3 +147,25 @@ def test_several_greedy_completions_are_refused() -> None:
 async def test_a_set_without_a_length_is_refused_before_anything_is_sampled() -> None:
     with pytest.raises(Exception, match="expected an environment with a length"):
         await ran(pipeline(evaluation(object)))
+
+
+class NoneLeft:
+    """No prompts are assigned any more."""
+
+    async def next(self) -> int | None:
+        return None
+
+
+@pytest.mark.parametrize(("place", "mean"), [(0, 0.8), (3, None)])
+async def test_of_workers_that_are_assigned_prompts_the_first_evaluates_all_and_each_returns_when_none_are_left(
+    place: int, mean: float | None
+) -> None:
+    stage = SourceEnv(Sums, Adds(), Letters(), group_size=2, evaluation=evaluation())
+    outbox, inbox = memory_channel[TrajectoryGroup](1)
+    context = Context(worker=Worker(place, 1), assignments=NoneLeft())
+
+    with entered(context), anyio.fail_after(FAILSAFE_S):
+        async with outbox, inbox:
+            await stage.run(outbox)
+
+    assert context.metrics.emit(0).get("eval/sums/mean@1") == mean
