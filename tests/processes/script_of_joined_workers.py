@@ -52,7 +52,7 @@ class Rollouts:
 
 
 def numbered() -> SourceEnv:
-    """Sample 20 prompts, whoever is there."""
+    """Sample 20 prompts."""
     return SourceEnv(Rollouts, NoOpPolicy(), group_size=GROUP_SIZE, groups=20, concurrency=4)
 
 

@@ -34,6 +34,7 @@ from penstock import (
     joining,
     source,
 )
+from penstock.accounting import Balance
 from penstock.channels import ChannelKey, connect
 from penstock.errors import InvalidPipeline, WorkerFailed, WorkersAbsent
 from penstock.testing import group
@@ -127,7 +128,7 @@ def report_of(pipeline: Pipeline) -> Any:
 # -- work ------------------------------------------------------------------------------------------------------------
 
 
-async def test_prompts_are_assigned_to_whoever_is_there_each_once(url: str, workers: Workers) -> None:
+async def test_prompts_are_assigned_to_the_workers_that_are_there_each_once(url: str, workers: Workers) -> None:
     sink = Commit()
     pipeline = source(script.held(), on=joining(expected=2, url=url, digest=DIGEST)).sink(sink)
 
@@ -376,6 +377,15 @@ async def test_a_run_ends_when_no_worker_is_there_to_see_the_end_of_the_records(
     assert report_of(pipeline).balance.ended["trained"] == 10
 
 
+def assert_lost_by_spot(balance: Balance, how: str) -> None:
+    """Assert that all prompts were trained but those that the worker `spot` held, which are lost by its name."""
+    ((reason, count),) = balance.reasons["lost"].items()
+    assert reason.startswith("SourceEnv spot (pid ")
+    assert how in reason
+    assert balance.ended["trained"] + count == 20 * script.GROUP_SIZE
+    assert balance.balanced
+
+
 async def test_what_a_worker_does_not_complete_by_the_deadline_is_lost_by_name(url: str, workers: Workers) -> None:
     pipeline = source(script.held(), on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
 
@@ -388,12 +398,7 @@ async def test_what_a_worker_does_not_complete_by_the_deadline_is_lost_by_name(u
         await workers.start("held")
 
     assert code == 0
-    balance = report_of(pipeline).balance
-    ((reason, count),) = balance.reasons["lost"].items()
-    assert reason.startswith("SourceEnv spot (pid ")
-    assert "left: it was stopped" in reason
-    assert balance.ended["trained"] + count == 20 * script.GROUP_SIZE
-    assert balance.balanced
+    assert_lost_by_spot(report_of(pipeline).balance, "left: it was stopped")
 
 
 async def test_what_a_killed_worker_held_is_lost_by_name_and_the_run_goes_on(url: str, workers: Workers) -> None:
@@ -407,12 +412,7 @@ async def test_what_a_killed_worker_held_is_lost_by_name_and_the_run_goes_on(url
         workers.go()
         await workers.start("held")
 
-    balance = report_of(pipeline).balance
-    ((reason, count),) = balance.reasons["lost"].items()
-    assert reason.startswith("SourceEnv spot (pid ")
-    assert "without a word" in reason
-    assert balance.ended["trained"] + count == 20 * script.GROUP_SIZE
-    assert balance.balanced
+    assert_lost_by_spot(report_of(pipeline).balance, "without a word")
 
 
 async def test_the_share_of_a_killed_worker_is_that_of_the_next(url: str, workers: Workers) -> None:
