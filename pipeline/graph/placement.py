@@ -286,7 +286,7 @@ def joining(
     'workers that join at tcp://0.0.0.0:5555, 4 expected'
 
     Args:
-        expected: how many workers share the work, and an evaluation.
+        expected: how many workers share the work of a source that cannot tell them which prompts to sample.
         url: where to listen for them; by default at port 5555 of every address.
         key: the path of the key file, which is created if it does not exist; the workers need a copy. By default this
             user's key, which the workers have too where the home folder is shared.

@@ -18,7 +18,7 @@ import platform
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,9 @@ from ..errors import (
 )
 from ..graph.context import current
 from ..graph.stage_node import name_of
+from ..util.cancelling import cancelled_after
 from ..util.exception_groups import single_exception
+from ..util.retry_pace import RetryPace
 from ..weights.weight_address import WeightAddress
 from .worker_messages import (
     Assigned,
@@ -76,8 +78,6 @@ between SIGTERM and SIGKILL."""
 
 NO_PIPELINE_TIMEOUT_S = 3600.0
 """Seconds without a pipeline after which a worker ends: it may evaluate its model before workers can join."""
-
-FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
 
 MakeStage: TypeAlias = Callable[[WeightAddress | None], Any]
 """Makes the stage, which samples with the weights at this address, if the pipeline publishes any."""
@@ -185,7 +185,7 @@ async def join(
     """
     stopping = anyio.Event()
     async with _on_signals(stopping, drain_timeout_s):
-        retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + NO_PIPELINE_TIMEOUT_S
+        pace, told = RetryPace(NO_PIPELINE_TIMEOUT_S), False
         while not stopping.is_set():
             session = None
             try:
@@ -194,16 +194,17 @@ async def join(
                     if await session.run(tell):
                         tell("stopped" if stopping.is_set() else str(sender.failure or "nothing is left to do"))
                         return
-                retry_s, deadline = FIRST_RETRY_S, anyio.current_time() + NO_PIPELINE_TIMEOUT_S
+                pace.restart()
+                told = False
                 tell(f"connecting again: {sender.failure}")
             except _UNAVAILABLE as error:
-                if session is not None or anyio.current_time() >= deadline:
+                if session is not None or pace.expired:
                     raise
-                if retry_s == FIRST_RETRY_S:
+                if not told:
                     tell(f"waiting for the pipeline: {error}")
-            with anyio.move_on_after(retry_s):
-                await stopping.wait()
-            retry_s = min(2 * retry_s, LAST_RETRY_S)
+                told = True
+            async with cancelled_after(stopping.wait):
+                await pace.wait()
 
 
 @asynccontextmanager
@@ -262,13 +263,9 @@ class _Session:
 
     async def _answer(self) -> WorkerInstruction | None:
         """Wait for the answer; return None where this worker is asked to stop before, or the connection ends."""
-        answer = None
-        async with anyio.create_task_group() as tasks:
-            for event in (self._sender.wait_failed, self._stopping.wait):
-                tasks.start_soon(_cancel_after, event, tasks.cancel_scope)
-            answer = await self._instructions.get()
-            tasks.cancel_scope.cancel()
-        return answer
+        async with cancelled_after(self._sender.wait_failed), cancelled_after(self._stopping.wait):
+            return await self._instructions.get()
+        return None
 
     async def _run(self, joined: Joined) -> None:
         config = joined.config
@@ -287,15 +284,15 @@ class _Session:
             event = Left("it was stopped") if self._stopping.is_set() else Finished()
         except Exception as error:  # noqa: BLE001 (of the stage, which may raise anything)
             cause = single_exception(error)
-            # 1. The pipeline has died, and the stage has noticed it first, as by its weights: this worker joins again.
-            if (unreachable := isinstance(cause, _UNREACHABLE)) and await self._pipeline_lost():
-                return
-            # 2. This host does not reach something that others may reach: it leaves.
-            # 3. The stage raised: so it would elsewhere, and the run ends.
-            event = Left(str(cause)) if unreachable else Failed(description_of(cause), traceback_of(cause))
-            if unreachable:
+            # 1. The stage raised: so it would elsewhere, and the run ends.
+            if not isinstance(cause, _UNREACHABLE):
+                event = Failed(description_of(cause), traceback_of(cause))
+                raise cause from None
+            # 2. The pipeline has died, and the stage has noticed it first, as by its weights: this worker joins again.
+            # 3. This host does not reach something that others may reach: it leaves.
+            if not await self._pipeline_lost():
+                event = Left(str(cause))
                 raise WorkerCutOff(f"this host does not reach what its stage needs: {cause}") from cause
-            raise cause from None
         finally:
             self._report(event)
 
@@ -351,11 +348,6 @@ class _Prompts:
         if instruction.published is not None:
             current().ledger.note_published(instruction.published)
         return instruction.number
-
-
-async def _cancel_after(event: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:
-    await event()
-    scope.cancel()
 
 
 def _own_address(url: str) -> str:

@@ -31,6 +31,7 @@ from ..graph.context import Worker
 from ..graph.placement import Joining
 from ..graph.stage_info import Assignment
 from ..graph.statistics import WorkerStatistics
+from ..util.cancelling import cancelled_after
 from ..util.exception_groups import first_exception
 from ..util.waiting import Waiters
 from .supervisor import Feed, Spawner, Supervisor
@@ -71,7 +72,7 @@ class Feeder(Protocol):
         ...
 
     async def look(self) -> None:
-        """Receive one record for whoever is fed next, or notice that there are no more."""
+        """Receive one record for the worker that is fed next, or notice that there are no more."""
         ...
 
 
@@ -273,7 +274,7 @@ class JoinedWorkers(Supervisor):
                 self._starts[place] += 1
                 handle = JoinedWorker(self._config(peer.name, worker), peer, self.receiver)
                 self._workers[place] = self._by_peer[peer] = handle
-                tasks.start_soon(self._run_joined, spawner, worker, feed)
+                tasks.start_soon(self._run_joined, spawner, peer, worker, feed)
             await self._changed.wait()
 
     @property
@@ -312,7 +313,7 @@ class JoinedWorkers(Supervisor):
         del restart
         return self._workers[index].progress.name
 
-    async def _run_joined(self, spawner: Spawner, worker: Worker, feed: Feed | None) -> None:
+    async def _run_joined(self, spawner: Spawner, peer: Peer, worker: Worker, feed: Feed | None) -> None:
         """Run a worker until it has ended.
 
         Raises:
@@ -321,8 +322,7 @@ class JoinedWorkers(Supervisor):
         try:
             ended = await self._run_once(spawner, worker, feed)
         finally:
-            handle = self._workers.pop(worker.index)
-            self._by_peer = {peer: known for peer, known in self._by_peer.items() if known is not handle}
+            del self._workers[worker.index], self._by_peer[peer]
             self._changed.wake_all()
         progress = ended.progress
         # 1. Its stage raised: so it would elsewhere, and the run ends.
@@ -346,8 +346,7 @@ class JoinedWorkers(Supervisor):
         limit_s = self._joining.absence_timeout_s
         while True:
             with anyio.move_on_after(limit_s) as limit:
-                while not self._workers:
-                    await self._changed.wait()
+                await self._workers_here()
             if limit.cancelled_caught:
                 raise WorkersAbsent(
                     f"expected a worker of {self._name} to join at {self.receiver.url} within {limit_s:g} s, got none; "
@@ -360,18 +359,16 @@ class JoinedWorkers(Supervisor):
         """Notice that there are no more records while no worker is fed with them."""
         while not feeder.ended:
             if self._starts and not self._workers and not feeder.waiting:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._cancel_when_workers_are_here, tasks.cancel_scope)
+                async with cancelled_after(self._workers_here):
                     await feeder.look()
-                    tasks.cancel_scope.cancel()
                 self._changed.wake_all()
             if not feeder.ended:
                 await self._changed.wait()
 
-    async def _cancel_when_workers_are_here(self, scope: anyio.CancelScope) -> None:
+    async def _workers_here(self) -> None:
+        """Wait until there are workers."""
         while not self._workers:
             await self._changed.wait()
-        scope.cancel()
 
     def _on_unreachable(self, worker: str, why: str) -> None:
         """Close the connection of a worker that listens where the pipeline cannot connect to it."""

@@ -25,6 +25,7 @@ from ..errors import WorkerFailed
 from ..graph.context import Worker
 from ..graph.placement import Remote
 from ..graph.statistics import WorkerStatistics
+from ..util.cancelling import cancelled_after
 from ..util.exception_groups import first_exception
 from .worker_accounting import WorkerAccounting
 from .worker_messages import WorkerEvent
@@ -227,11 +228,9 @@ class Supervisor:
         await progress.started.wait()
         if not progress.url:
             return
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_cancel_when, progress.leaving, tasks.cancel_scope)
+        async with cancelled_after(progress.leaving.wait):
             if unreachable := await feed(progress.name, progress.url):
                 self._on_unreachable(progress.name, unreachable)
-            tasks.cancel_scope.cancel()
 
     def _on_unreachable(self, worker: str, why: str) -> None:
         """Do nothing: a worker that was started from here is not reached because it has died."""
@@ -245,8 +244,3 @@ class Supervisor:
         # 2. It may have reported a result just before it ended.
         await worker.finish()
         worker.progress.end()
-
-
-async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
-    await event.wait()
-    scope.cancel()

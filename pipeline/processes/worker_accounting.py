@@ -125,9 +125,8 @@ class WorkerAccounting:
 
     def handed(self, worker: str, record: Any) -> None:
         """Record that `record` is being sent to `worker`."""
-        held = self._workers[worker].held
         for group, mask in masks_by_group(record):
-            held[group] = held.get(group, 0) | mask
+            self.assigned(worker, group, mask)
 
     def assigned(self, worker: str, group: GroupId, mask: int) -> None:
         """Record that `worker` was told to sample these repetitions of a prompt."""

@@ -279,7 +279,7 @@ class _Feeder:
         return ""
 
     async def look(self) -> None:
-        """Receive one record for whoever is fed next, or notice that there are no more."""
+        """Receive one record for the worker that is fed next, or notice that there are no more."""
         if (record := await self._next()) is not None:
             self._unsent.append(record)
 
