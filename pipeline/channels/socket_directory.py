@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..util.os_errors import explaining_os_errors
+from ..util.temporary_folder import temporary_folder
 
 PREFIX = "penstock-"
 LOCK = "lock"
@@ -118,17 +119,10 @@ def _remove(path: Path) -> None:
 
 def _root() -> Path:
     """Return the folder of the directories."""
-    root = Path(os.environ.get("XDG_RUNTIME_DIR") or _temporary())
+    root = Path(os.environ.get("XDG_RUNTIME_DIR") or temporary_folder())
     if not root.is_dir() or len(str(root)) > LONGEST_PATH:
         return Path("/tmp")  # noqa: S108 (the directories made in it are private)
     return root
-
-
-def _temporary() -> str:
-    try:
-        return tempfile.gettempdir()
-    except FileNotFoundError:  # none that can be written: making a directory there raises the reason
-        return "/tmp"  # noqa: S108 (as above)
 
 
 def _make(root: Path) -> tuple[Path, int]:

@@ -1,6 +1,7 @@
-"""The pauses between attempts to connect, and the time in which one of them must succeed.
+"""The pauses between attempts to connect or to take a lock, and the time in which one of them must succeed.
 
-Retries are timed, because the return of a peer, or of the network, is no event that can be awaited.
+Retries are timed, because the return of a peer, of the network, or of a lock of another process is no event that can be
+awaited.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
 
 
 class RetryPace:
-    """The pace of attempts to connect, from now or from the last `restart`."""
+    """The pace of attempts, from now or from the last `restart`."""
 
     def __init__(self, timeout_s: float) -> None:
         """Begin the time in which an attempt must succeed."""

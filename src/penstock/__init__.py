@@ -15,6 +15,7 @@ from ._pipeline.graph.stage import Sink, Source, Stage
 from ._pipeline.graph.stage_info import StageInfo
 from ._pipeline.graph.statistics import Report
 from ._pipeline.runtime.flow import Flow, Pipeline, source
+from ._pipeline.util.host_lock import host_lock
 from ._schemas import GroupId, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
 from ._stages.advantage_normalizer import AdvantageNormalizer
 from ._stages.batcher import Batcher
@@ -64,6 +65,7 @@ __all__ = [
     "drop",
     "each",
     "here",
+    "host_lock",
     "joining",
     "processes",
     "ray",

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
 from tests.failsafe import FAILSAFE_S
-from tests.processes.children import child
+from tests.limits.mounts import printed_by, read_only
+from tests.processes.children import child, line
 
-from penstock._pipeline.util.host_lock import host_lock
+from penstock import host_lock
 
 HOLDER = """
     import sys
     from pathlib import Path
-    from penstock._pipeline.util.host_lock import host_lock
+    from penstock import host_lock
 
     with host_lock("files of a test"):
         print("held", flush=True)
@@ -47,3 +52,99 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
 
         with host_lock("files of a test"):
             assert not list(tmp_path.iterdir())
+
+
+async def test_a_task_waits_for_another_process_while_the_event_loop_goes_on(tmp_path: Path) -> None:
+    made, seen = tmp_path / "made", []
+    began = anyio.Event()
+
+    async def take() -> None:
+        began.set()
+        async with host_lock("files of a test"):
+            seen.append(await anyio.Path(made).exists())
+
+    with child(HOLDER, str(made)) as holder:
+        assert await line(holder) == "held"
+        with anyio.fail_after(FAILSAFE_S):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(take)
+                await began.wait()
+                assert holder.stdin is not None
+                holder.stdin.close()
+
+    assert seen == [True]
+
+
+async def test_a_wait_that_is_cancelled_leaves_the_lock_free() -> None:
+    async with host_lock("files of a test"), anyio.create_task_group() as tasks:
+        tasks.start_soon(AsyncExitStack().enter_async_context, host_lock("files of a test"))
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+    with host_lock("files of a test"):
+        pass
+
+
+async def test_tasks_and_threads_that_share_the_object_hold_it_one_at_a_time() -> None:
+    lock, held, most = host_lock("files of a test"), list[None](), []
+
+    def block() -> None:
+        with lock:
+            held.append(None)
+            most.append(len(held))
+            held.pop()
+
+    async def wait() -> None:
+        async with lock:
+            held.append(None)
+            await anyio.lowlevel.checkpoint()
+            most.append(len(held))
+            held.pop()
+
+    with anyio.fail_after(FAILSAFE_S):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):
+                tasks.start_soon(wait)
+                tasks.start_soon(anyio.to_thread.run_sync, block)
+
+    assert most == [1] * 8
+
+
+FORKS = """
+    import os, sys
+    from penstock import host_lock
+
+    with host_lock("files of a test"):
+        if not os.fork():
+            sys.stdin.read()
+            os._exit(0)
+    with host_lock("files of a test"):
+        print("free", flush=True)
+"""
+
+
+async def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock() -> None:
+    with child(FORKS) as forking, anyio.fail_after(FAILSAFE_S):
+        assert await line(forking) == "free"
+
+
+IN_A_READ_ONLY_FOLDER = """
+import sys, tempfile
+from penstock import host_lock
+from penstock.errors import NotWritable
+
+tempfile.tempdir = sys.argv[1]
+try:
+    host_lock("GSM8K").__enter__()
+except NotWritable as error:
+    print(f"lock: {error}")
+"""
+
+
+def test_a_temporary_folder_that_is_read_only_is_an_error_with_its_path_and_the_remedy(tmp_path: Path) -> None:
+    printed = printed_by(read_only(tmp_path), "-c", IN_A_READ_ONLY_FOLDER, str(tmp_path))
+
+    assert printed == {
+        "lock": f"expected to write the lock for GSM8K in {tmp_path}, got no permission (Read-only file system): let "
+        "this user write there, or set TMPDIR to another folder"
+    }
