@@ -7,11 +7,14 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
+from tests.failsafe import FAILSAFE_S
 
-from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, current, drop
+from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, current, drop, host_lock
 from penstock.testing import group
 
 
@@ -224,3 +227,42 @@ class Judge:
                 await outbox.send(record)
             else:
                 drop(record, "filtered", "every fifth")
+
+
+@dataclass(frozen=True)
+class ReadWhatOneMakes:
+    """Sends a group named by the text of a file that one worker makes; the first to try may die of it."""
+
+    folder: str
+    first_dies: bool = False
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        worker, folder = current().worker, anyio.Path(self.folder)
+        await (folder / f"began.{worker.index}").touch()
+        async with host_lock(self.folder):
+            if not await (folder / "made").exists():
+                await self.make(folder)
+        await outbox.send(group(instance_id=f"{worker.index}: {await (folder / 'made').read_text()}"))
+
+    async def make(self, folder: anyio.Path) -> None:
+        """Make the file, once all workers are there to make it."""
+        worker, attempts = current().worker, await anyio.to_thread.run_sync(attempts_in, Path(folder))
+        await (folder / f"attempt.{worker.index}.{worker.restart}").touch()
+        for index in range(worker.count):
+            await existing(folder / f"began.{index}")
+        await (folder / "made.part").write_text(f"attempt {attempts}")
+        if self.first_dies and not attempts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await (folder / "made.part").rename(folder / "made")
+
+
+def attempts_in(folder: Path) -> int:
+    """Return how many times workers began to make the file."""
+    return len([*folder.glob("attempt.*")])
+
+
+async def existing(path: anyio.Path) -> None:
+    """Wait until `path` exists."""
+    with anyio.fail_after(FAILSAFE_S):
+        while not await path.exists():  # noqa: ASYNC110 (another process makes it)
+            await anyio.sleep(0.01)

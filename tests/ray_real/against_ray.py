@@ -24,7 +24,7 @@ from tests import configured_run
 from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.processes.worker_sinks import Attentive, Commit
-from tests.processes.worker_stages import Sample, SampleAndDie
+from tests.processes.worker_stages import ReadWhatOneMakes, Sample, SampleAndDie, attempts_in
 from tests.ray_real import stages
 from tests.ray_real.conftest import AddNode
 
@@ -240,6 +240,20 @@ async def test_an_actor_that_dies_too_often_ends_the_run_by_name(on: Any) -> Non
 
     assert pipeline.report is not None
     assert pipeline.report.balance.balanced
+
+
+@pytest.mark.parametrize("first_dies", [False, True])
+async def test_one_actor_of_a_host_makes_a_file_and_another_one_if_it_dies(
+    on: Any, tmp_path: Path, *, first_dies: bool
+) -> None:
+    sink = Commit()
+    on_both_nodes = on(workers=4, num_cpus=1)  # each has two CPUs
+
+    report = await source(ReadWhatOneMakes(str(tmp_path), first_dies=first_dies), on=on_both_nodes).sink(sink).run()
+
+    assert sorted(sink.received) == [f"{index}: attempt {first_dies:d}" for index in range(4)]
+    assert attempts_in(tmp_path) == 1 + first_dies
+    assert sum(worker.restarts for worker in workers_of(report)) == first_dies
 
 
 async def test_an_exception_in_an_actor_ends_the_run_with_its_traceback(on: Any) -> None:
