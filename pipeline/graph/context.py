@@ -32,7 +32,7 @@ class Worker:
     restart: int = 0
     """Times that the worker was restarted."""
     on_host: int = 1
-    """Workers of the stage that may share this host."""
+    """Workers of the stage that share the processors which this process may use."""
 
 
 class Assignments(Protocol):

@@ -35,6 +35,8 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """The address of its host, on Ray and where it joined; "" for a process of this host."""
     transport: str = ""
     """`shm` or `tcp`; "" before it has connected."""
+    numa: str = ""
+    """`node 1`, the NUMA node of its host to which it is bound, or the reason for which it is not; likewise."""
     lag: int | None = None
     """Optimizer steps since the newest weights with which its last record was sampled; None before it has sent one."""
 

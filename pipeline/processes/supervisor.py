@@ -23,7 +23,7 @@ from ..accounting.telemetry import get_logger
 from ..channels.peer import Peer
 from ..errors import WorkerFailed
 from ..graph.context import Worker
-from ..graph.placement import Remote
+from ..graph.placement import Processes, Remote
 from ..graph.statistics import WorkerStatistics
 from ..util.cancelling import cancelled_after
 from ..util.exception_groups import first_exception
@@ -154,8 +154,9 @@ class Supervisor:
     async def _run_with_restarts(self, spawner: Spawner, index: int, feed: Feed | None) -> None:
         """Run one worker, restarting it where it dies, until its stage returns."""
         restart = 0
+        sharing = self._on.count if isinstance(self._on, Processes) else 1  # an actor of Ray reserves its own
         while True:
-            ended = await self._run_once(spawner, Worker(index, self._on.count, restart, self._on.count), feed)
+            ended = await self._run_once(spawner, Worker(index, self._on.count, restart, sharing), feed)
             # 1. Its stage returned: the worker is done.
             if ended.progress.finished:
                 return

@@ -88,6 +88,8 @@ class Connected(msgspec.Struct, frozen=True, tag=True):
     pid: int
     node: str
     """The address of its host; empty on the host of the pipeline."""
+    numa: str = ""
+    """`node 1`, to which it is bound there, or the reason for which it is not."""
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):

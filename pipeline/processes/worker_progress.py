@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import anyio
 
+from ..accounting.telemetry import get_logger
 from ..graph.context import Worker
 from ..graph.statistics import WorkerState, WorkerStatistics
 from .worker_messages import Connected, Failed, Finished, Leaves, Left, Serving, Starting, WorkerEvent
+
+log = get_logger("penstock.pipeline")
 
 
 class WorkerProgress:
@@ -40,6 +43,8 @@ class WorkerProgress:
         """The address of the host where it runs; empty on the host of the pipeline's processes."""
         self.transport = ""
         """`shm` or `tcp`, once it has connected."""
+        self.numa = ""
+        """The NUMA node to which it is bound, or the reason for which it is not, once it has connected."""
         self._has_inbox = has_inbox
 
     def handle(self, event: WorkerEvent) -> None:
@@ -47,9 +52,10 @@ class WorkerProgress:
         match event:
             case Starting(phase):
                 self.phase = phase
-            case Connected(transport, pid, node):
+            case Connected(transport, pid, node, numa):
                 self.state, self.connected, self.transport = "running", True, transport
-                self.pid, self.node = pid, node
+                self.pid, self.node, self.numa = pid, node, numa
+                log.info("worker_connected", worker=self.name, pid=pid, node=node, transport=transport, numa=numa)
                 if not self._has_inbox:
                     self.started.set()
             case Serving(url):
@@ -105,5 +111,6 @@ class WorkerProgress:
             starting=self.phase if self.state == "starting" else "",
             node=self.node,
             transport=self.transport,
+            numa=self.numa,
             lag=lag,
         )

@@ -29,6 +29,7 @@ from ..errors import StageFailed
 from ..graph.context import Assignments, Context, current, entered
 from ..graph.edge import CountingSendChannel, EdgeCounter
 from ..util.exception_groups import consists_of
+from .numa import bind_to_node
 from .worker_messages import (
     RECORDS,
     Connected,
@@ -179,7 +180,8 @@ async def run_connected(
     with entered(context):
         reports = _ReportSender(sender, context, counters if link.report is None else None)
         report = link.report or reports.send_event
-        report(Connected(link.outbox_url.partition("://")[0], os.getpid(), link.node))
+        numa = bind_to_node(config.worker.on_host)
+        report(Connected(link.outbox_url.partition("://")[0], os.getpid(), link.node, numa))
         sender.on_ended(context.ledger.settle)
         sender.on_published(context.ledger.note_published)
         context.ledger.step = max(context.ledger.step, counters.step)  # from now on it is notified of each step

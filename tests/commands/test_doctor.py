@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.limits.mounts import read_only
+from tests.limits.mounts import mounted, read_only
 
-from penstock._cli import machine_checks, version_checks
+from penstock._cli import version_checks
 from penstock._cli.trials import RECORDS, RecordsDiffer, compare, sent
 from penstock.testing import group
 
@@ -54,20 +55,15 @@ def test_a_limit_of_open_files_that_is_too_low_fails_with_the_command_that_raise
     assert "every run needs these, which fail: file descriptors, run over shm" in rows["all"][1]
 
 
-def test_processes_of_a_host_with_several_nodes_can_be_bound_where_numactl_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("node0", "node1", "online"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr(machine_checks, "NUMA_NODES", tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_the_nodes_to_which_workers_are_bound_are_told(tmp_path: Path) -> None:
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    for node, processor in (("node0", first), ("node1", second)):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(f"{processor}\n")
 
-    assert machine_checks.numa().verdict == "note"
-    assert "2 nodes, no numactl" in machine_checks.numa().found
+    rows = diagnosed(*mounted({Path("/sys/devices/system/node"): tmp_path}), status=0)
 
-    (tmp_path / "numactl").touch(mode=0o755)
-
-    assert machine_checks.numa().verdict == "ok"
+    assert rows["NUMA"] == ("ok", "2 nodes: a worker is bound to one, unless it can use more processors")
 
 
 def test_a_runtime_folder_that_cannot_be_written_fails_with_the_variable_to_set(tmp_path: Path) -> None:

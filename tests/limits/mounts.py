@@ -1,4 +1,4 @@
-"""Commands that run in a mount namespace of their own, where a folder is a small disk or is read-only.
+"""Commands that run in a mount namespace of their own, where a folder is a small disk, is read-only or is another one.
 
 Root may write anywhere whatever a folder's mode says, so read-only is a mount here, as a full disk is a small one.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,12 @@ def small_disk(folder: Path, size: str) -> Sequence[str]:
 def read_only(folder: Path) -> Sequence[str]:
     """Return the beginning of a command that is to find `folder` as it is, and read-only."""
     mounts = f'mount --bind "{folder}" "{folder}" && mount -o remount,bind,ro "{folder}"'
+    return _permitted([*NAMESPACE, f'{mounts} && exec "$@"', "sh"])
+
+
+def mounted(folders: Mapping[Path, Path]) -> Sequence[str]:
+    """Return the beginning of a command that is to find other folders in place of the keys of `folders`."""
+    mounts = " && ".join(f'mount --bind "{folder}" "{at}"' for at, folder in folders.items())
     return _permitted([*NAMESPACE, f'{mounts} && exec "$@"', "sh"])
 
 

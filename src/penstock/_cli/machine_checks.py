@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import os
 import resource
-import shutil
 import socket
 import stat
 from pathlib import Path
@@ -14,6 +13,7 @@ from .._pipeline.channels.channel import REMOTE_CAPACITY_BYTES
 from .._pipeline.channels.machine_memory import available_bytes
 from .._pipeline.channels.shared_memory import allocate
 from .._pipeline.channels.socket_directory import socket_directory
+from .._pipeline.processes.numa import nodes_of
 from .._pipeline.processes.workers import FEED_DESCRIPTORS, SPARE_DESCRIPTORS, WORKER_DESCRIPTORS
 from .._pipeline.util.os_errors import RAISE_LIMIT
 from .findings import Finding
@@ -28,8 +28,6 @@ RUN_DESCRIPTORS = 32
 
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The number that Linux gives to the namespace of the host; a container has another."""
-
-NUMA_NODES = Path("/sys/devices/system/node")
 
 WORKERS = "stages in processes (on=processes(n)) and shm:// channels will not work"
 
@@ -61,14 +59,11 @@ def processors() -> Finding:
 
 
 def numa() -> Finding:
-    """Report the NUMA nodes of the host, and whether processes can be bound to one."""
-    nodes = len(list(NUMA_NODES.glob("node[0-9]*")))
-    if nodes <= 1:
-        return Finding("NUMA", "1 node: there is nothing to bind processes to")
-    if shutil.which("numactl") is None:
-        remedy = "install numactl, then start each worker as `numactl --cpunodebind=0 --membind=0 penstock worker …`"
-        return Finding("NUMA", f"{nodes} nodes, no numactl", "note", "processes use memory of other nodes", remedy)
-    return Finding("NUMA", f"{nodes} nodes: numactl --cpunodebind=0 --membind=0 binds a process to one")
+    """Report the NUMA nodes that have processors of this process."""
+    nodes = nodes_of(os.sched_getaffinity(0))
+    if len(nodes) > 1:
+        return Finding("NUMA", f"{len(nodes)} nodes: a worker is bound to one, unless it can use more processors")
+    return Finding("NUMA", "1 node: there is nothing to bind workers to")
 
 
 def memory() -> Finding:
