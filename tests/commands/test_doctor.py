@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.limits.mounts import mounted, read_only
+from tests.namespaces import mounted, read_only
 
 from penstock._cli import version_checks
 from penstock._cli.trials import RECORDS, RecordsDiffer, compare, sent

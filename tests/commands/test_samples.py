@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from tests.commands.waiting_run import finish, waiting_run
 from tests.commands.waiting_run import printed as printed_by
-from tests.limits.mounts import read_only
+from tests.namespaces import read_only
 
 from penstock.trackers import Sample
 

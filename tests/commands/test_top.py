@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from tests.commands.waiting_run import PENSTOCK, finish, printed, waiting_run
-from tests.limits.mounts import read_only
+from tests.namespaces import read_only
 
 
 def read_until(master: int, text: str, seen: str = "") -> str:

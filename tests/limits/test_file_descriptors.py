@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.limits.mounts import printed_by
+from tests.namespaces import printed_by
 
 NUMBERS = range(36)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.limits.mounts import printed_by, read_only, small_disk
+from tests.namespaces import printed_by, read_only, small_disk
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all that the script does
 

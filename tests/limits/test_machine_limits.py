@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.limits.mounts import small_disk
+from tests.namespaces import small_disk
 
 RUN = """
 import os, resource

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ import anyio
 import pytest
 from anyio.abc import Process
 from tests.failsafe import FAILSAFE_S
+from tests.namespaces import ahead
 from tests.pages import program
 from tests.pipeline.flow_stages import Pack, Train
 from tests.processes import script_of_joined_workers as script
@@ -62,8 +63,8 @@ class Workers:
     folder: Path
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
-    async def start(self, function: str, *options: str) -> Process:
-        command = [sys.executable, "-c", COMMAND, "worker", "--join", self.url, f"{SCRIPT}:{function}"]
+    async def start(self, function: str, *options: str, within: Sequence[str] = ()) -> Process:
+        command = [*within, sys.executable, "-c", COMMAND, "worker", "--join", self.url, f"{SCRIPT}:{function}"]
         environment = {**os.environ, "JOINED_FOLDER": str(self.folder), "PYTHONPATH": ":".join(sys.path)}
         process = await anyio.open_process([*command, *options], env=environment, stdout=None, stderr=None)
         self.stack.push_async_callback(_ended, process)
@@ -143,6 +144,22 @@ async def test_prompts_are_assigned_to_the_workers_that_are_there_each_once(url:
     balance = report_of(pipeline).balance
     assert balance.admitted == balance.ended["trained"] == 20 * script.GROUP_SIZE
     assert report_of(pipeline).stop_reason == "end of stream"
+
+
+async def test_the_clock_of_a_worker_may_differ_from_that_of_the_pipeline(url: str, workers: Workers) -> None:
+    sink = Commit()
+    pipeline = source(script.held(), on=joining(expected=2, url=url, digest=DIGEST)).sink(sink)
+    ten_days = ahead(10 * 24 * 3600)
+
+    async with running(pipeline):
+        ended = [await workers.start("held", within=within) for within in (ten_days, [])]
+        await workers.seen("prompt *", 2 * 3)
+        workers.go()
+        codes = [await each.wait() for each in ended]
+
+    assert codes == [0, 0]
+    assert sorted(map(int, sink.received)) == list(range(20))
+    assert report_of(pipeline).balance.ended["trained"] == 20 * script.GROUP_SIZE
 
 
 async def test_workers_have_the_names_that_they_were_given(url: str, workers: Workers) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.limits.mounts import mounted, printed_by
+from tests.namespaces import mounted, printed_by
 
 PROCESSORS = sorted(os.sched_getaffinity(0))
 

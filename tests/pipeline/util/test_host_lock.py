@@ -8,7 +8,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 from tests.failsafe import FAILSAFE_S
-from tests.limits.mounts import printed_by, read_only
+from tests.namespaces import printed_by, read_only
 from tests.processes.children import child, line
 
 from penstock import host_lock

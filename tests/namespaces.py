@@ -1,4 +1,4 @@
-"""Commands that run in a mount namespace of their own, where a folder is a small disk, is read-only or is another one.
+"""Commands that run in namespaces of their own: a folder is a small disk, read-only or another one; the clock differs.
 
 Root may write anywhere whatever a folder's mode says, so read-only is a mount here, as a full disk is a small one.
 """
@@ -32,6 +32,12 @@ def mounted(folders: Mapping[Path, Path]) -> Sequence[str]:
     return _permitted([*NAMESPACE, f'{mounts} && exec "$@"', "sh"])
 
 
+def ahead(seconds: int) -> Sequence[str]:
+    """Return the beginning of a command whose monotonic clock is `seconds` ahead of that of this process."""
+    clocks = [f"--monotonic={seconds}", f"--boottime={seconds}"]
+    return _permitted(["unshare", "--map-root-user", "--time", *clocks, "--fork", "--kill-child"])
+
+
 def _permitted(prefix: Sequence[str]) -> Sequence[str]:
     """Return `prefix`, or skip the test where this machine does not permit it."""
     try:
@@ -39,7 +45,7 @@ def _permitted(prefix: Sequence[str]) -> Sequence[str]:
     except FileNotFoundError as error:
         pytest.skip(f"expected the command unshare, got {error}")
     if tried.returncode:
-        pytest.skip(f"expected to be allowed a mount namespace, got {tried.stderr.strip()}")
+        pytest.skip(f"expected to be allowed a namespace, got {tried.stderr.strip()}")
     return prefix
 
 
