@@ -83,6 +83,10 @@ def test_importing_penstock_does_not_import_torch() -> None:
     assert python("import sys, penstock; print('torch' in sys.modules)").strip() == "False"
 
 
+def test_importing_the_parts_for_torch_does_not_import_its_compiler_which_takes_a_second() -> None:
+    assert python("import sys, penstock.torch; print('torch._dynamo' in sys.modules)").strip() == "False"
+
+
 OPEN = """
 import anyio
 from penstock import Worker

@@ -6,8 +6,9 @@ Axes: S sequences, N tokens, T of them that train or are requested.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
@@ -46,18 +47,21 @@ def reads(model: Any) -> bool:
 class Reader(Generic[R]):
     """Makes the distributions of the tokens of a micro-batch that train, and passes them to a function; see `Read`."""
 
-    __slots__ = ("_part", "_temperature", "_use")
+    __slots__ = ("_call", "_part", "_temperature", "_use")
 
     def __init__(self, part: MicroBatch, use: Callable[[Distributions], R], temperature: float) -> None:
         self._part = part
         self._use = use
         self._temperature = temperature
+        self._call = _uncompiled() if "torch._dynamo" in sys.modules else _call
+        """Calls a function in which torch.compile, if it was used before, traces nothing: the number of chunks differs
+        between micro-batches."""
 
     def __call__(
         self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None = None, finish: Finish | None = None
     ) -> R:
         """Return the result of the function; see `Read`."""
-        result: R = _uncompiled(self._called, hidden, weight, bias, finish)
+        result: R = self._call(self._called, hidden, weight, bias, finish)
         return result
 
     def _called(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, finish: Finish | None) -> R:
@@ -73,8 +77,11 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-_uncompiled: Any = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
-"""Calls a function in which the compiler traces nothing: the number of chunks differs between micro-batches."""
+@cache
+def _uncompiled() -> Callable[..., Any]:
+    """Return a function like `_call`; it is made late, for the compiler takes a second to import, and writes files."""
+    made: Callable[..., Any] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+    return made
 
 
 def read_distributions(
