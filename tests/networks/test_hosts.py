@@ -107,42 +107,44 @@ async def test_a_receiver_at_every_address_is_reached_over_ipv4_and_ipv6(net: Ne
 # -- cut links ---------------------------------------------------------------------------------------------------------
 
 
-async def test_of_a_cut_for_seconds_nothing_is_lost_and_nothing_is_said(net: Network, tmp_path: Path) -> None:
+async def cut_off(net: Network, folder: Path) -> tuple[Host, Program, Program]:
+    """Return a host that was cut off when four of its eight records were trained, the trainer, and the sender there."""
     trainer, far = net.host(), net.host()
-    receiver = training(trainer, tmp_path, senders=1)
+    receiver = training(trainer, folder, senders=1)
     sender = replaying(far, trainer, "a")
     sender.tell(4)
     await receiver.until("trained a 3")
-
     net.cut(far)
     sender.tell(4)
-    await sender.until("sent 8")
-    net.restore(far)
+    return far, receiver, sender
+
+
+async def all_trained(receiver: Program, sender: Program) -> None:
+    """Wait for the ends of both, and expect that the eight records were trained once."""
     sender.finish()
     await receiver.until_end()
     await sender.until_end()
-
     assert trained(receiver) == [f"trained a {number}" for number in range(8)]
+
+
+async def test_of_a_cut_for_seconds_nothing_is_lost_and_nothing_is_said(net: Network, tmp_path: Path) -> None:
+    far, receiver, sender = await cut_off(net, tmp_path)
+
+    await sender.until("sent 8")
+    net.restore(far)
+    await all_trained(receiver, sender)
+
     assert not receiver.count("log") + sender.count("log")
 
 
 async def test_of_a_longer_cut_nothing_is_lost_and_each_side_says_it_once(net: Network, tmp_path: Path) -> None:
-    trainer, far = net.host(), net.host()
-    receiver = training(trainer, tmp_path, senders=1)
-    sender = replaying(far, trainer, "a")
-    sender.tell(4)
-    await receiver.until("trained a 3")
+    far, receiver, sender = await cut_off(net, tmp_path)
 
-    net.cut(far)
-    sender.tell(4)
     await receiver.until("log peer_lost")
     await sender.until("log receiver_disconnected")
     net.restore(far)
-    sender.finish()
-    await receiver.until_end()
-    await sender.until_end()
+    await all_trained(receiver, sender)
 
-    assert trained(receiver) == [f"trained a {number}" for number in range(8)]
     assert [each.count("log") for each in (receiver, sender)] == [1, 1]
 
 
