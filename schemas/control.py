@@ -18,7 +18,7 @@ from .errors import UNREADABLE, ProtocolMismatch
 from .ids import MAX_REPETITION_ID, GroupId
 from .tokenizer import TokenizerIdentity
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Incremented with every change that an older peer would misread; peers of different versions reject each other by
 name."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, is_, itemgetter
-from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -45,6 +45,10 @@ MOST_CANDIDATES = 2**20
 
 AXES = ("N", "S", "F", "NK")
 """The axes, in the order of `AxisSizes.items`."""
+
+FRAME_BYTES = 2**16
+"""Bytes of the columns that share a frame of a message, at most; a larger column has a frame of its own. A frame is
+encrypted, sent and received by itself, which costs as much as copying some ten KiB."""
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
@@ -142,6 +146,8 @@ _encode_form = msgspec.msgpack.Encoder().encode
 _decode_form = msgspec.msgpack.Decoder(tuple[FormColumn, ...]).decode
 
 
+L = TypeVar("L")
+
 Place: TypeAlias = tuple[int, int, int]
 """The place of a column: its dtype, as an index into `DTYPES`, and its first and last item, counted in items."""
 
@@ -151,6 +157,15 @@ class Layout(NamedTuple):
 
     nbytes: int
     places: tuple[Place, ...]
+
+
+class Framing(NamedTuple):
+    """The columns of a message, divided into frames."""
+
+    frames: tuple[int, ...]
+    """Bytes of each frame; one of more than `FRAME_BYTES` is one column."""
+    places: tuple[tuple[int, Place], ...]
+    """The frame of each column, and its place in there."""
 
 
 class ColumnLayout:
@@ -174,6 +189,7 @@ class ColumnLayout:
         self._weights = [sum(dtype.itemsize for _, dtype, over in columns if over == axes) for axes in AXES]
         """Bytes of an item of all columns over each of `AXES`."""
         self._layouts: dict[AxisSizes, Layout] = {}
+        self._framings: dict[AxisSizes, Framing] = {}
 
     def layout(self, lengths: AxisSizes) -> Layout:
         """Return the layout of columns of these lengths.
@@ -183,15 +199,49 @@ class ColumnLayout:
         """
         layout = self._layouts.get(lengths)
         if layout is None:
-            if len(self._layouts) * len(self.names) >= CACHED_PLACES:
-                self._layouts.clear()
-            layout = self._layouts[lengths] = self._lay_out(lengths)
+            layout = self._cached(self._layouts, lengths, self._lay_out)
         return layout
 
-    def _lay_out(self, lengths: AxisSizes) -> Layout:
+    def framing(self, lengths: AxisSizes) -> Framing:
+        """Return how columns of these lengths are divided into the frames of a message.
+
+        Raises:
+            InvalidRecord: a length is negative.
+        """
+        framing = self._framings.get(lengths)
+        if framing is None:
+            framing = self._cached(self._framings, lengths, self._divide)
+        return framing
+
+    def _cached(self, cache: dict[AxisSizes, L], lengths: AxisSizes, make: Callable[[Items], L]) -> L:
         if min(lengths) < 0:
             raise InvalidRecord(f"lengths: expected 0 or more, got {tuple(lengths)}")
-        items = lengths.items()
+        if len(cache) * len(self.names) >= CACHED_PLACES:
+            cache.clear()
+        made = cache[lengths] = make(lengths.items())
+        return made
+
+    def _divide(self, items: Items) -> Framing:
+        frames, places, shared = list[int](), [], -1
+        for index, axes in zip(self._dtypes, self.axes, strict=True):
+            size = items[axes]
+            nbytes = size * _ITEM_BYTES[index]
+            # 1. It is too large to be copied, and has a frame of its own.
+            if nbytes > FRAME_BYTES:
+                places.append((len(frames), (index, 0, size)))
+                frames.append(nbytes)
+                continue
+            # 2. It has no room in the frame that is shared now, and begins another one.
+            if shared < 0 or frames[shared] + nbytes > FRAME_BYTES:
+                shared = len(frames)
+                frames.append(0)
+            # 3. It shares a frame.
+            first = frames[shared] // _ITEM_BYTES[index]
+            places.append((shared, (index, first, first + size)))
+            frames[shared] = aligned(frames[shared] + nbytes)
+        return Framing(tuple(frames), tuple(places))
+
+    def _lay_out(self, items: Items) -> Layout:
         places, offset = [], 0
         for index, axes in zip(self._dtypes, self.axes, strict=True):
             first, size = offset // _ITEM_BYTES[index], items[axes]
@@ -263,24 +313,27 @@ class ColumnLayout:
         return tuple(map(by_axis.__getitem__, self.axes))
 
     def frames(self, lengths: AxisSizes, frames: Sequence[memoryview]) -> dict[str, Array]:
-        """Return the columns from a buffer each, without copying where they are aligned.
+        """Return the columns from the frames of a message (`framing`), without copying where they are aligned.
 
         Raises:
-            InvalidRecord: there are too few or too many buffers, or one has another size than its column.
+            InvalidRecord: there are too few or too many frames, or one has another size than its columns.
         """
-        layout = self.layout(lengths)
-        if len(frames) != len(self.names):
-            raise InvalidRecord(f"columns: expected {len(self.names)}, got {len(frames)} frames")
+        framing = self.framing(lengths)
+        sizes = tuple([frame.nbytes for frame in frames])
+        if sizes != framing.frames:
+            raise InvalidRecord(f"columns: expected frames of {framing.frames} bytes for {lengths}, got {sizes}")
+        read_only = [frame.toreadonly() for frame in frames]
         columns: list[Array] = []
-        for name, (index, first, last), frame in zip(self.names, layout.places, frames, strict=True):
-            expected = (last - first) * _ITEM_BYTES[index]
-            if frame.nbytes != expected:
-                raise InvalidRecord(f"{name}: expected {expected} bytes for {lengths}, got {frame.nbytes}")
-            column = np.frombuffer(frame, DTYPES[index]) if expected else np.empty(0, DTYPES[index])
-            column = column if column.flags.aligned else column.copy()
-            column.flags.writeable = False
-            columns.append(column)
+        for number, (index, first, last) in framing.places:
+            column = np.frombuffer(read_only[number], DTYPES[index], last - first, first * _ITEM_BYTES[index])
+            columns.append(column if column.flags.aligned else _aligned(column))
         return self._shape(columns, lengths.candidates)
+
+
+def _aligned(column: Array) -> Array:
+    copy = column.copy()
+    copy.flags.writeable = False
+    return copy
 
 
 class Columned(Protocol):

@@ -54,7 +54,7 @@ from .memory import CHECKPOINT_EVERY
 from .peer import Peer
 from .protocols import AsyncReceiver
 from .segment import DEFAULT_SLOT_BYTES
-from .transport import EVENTS, POLLIN, Bundle, Frames, PayloadReader, R
+from .transport import EVENTS, POLLIN, Bundle, Frames, PayloadReader, R, receive_frames
 
 log = get_logger("penstock.channel")
 
@@ -289,9 +289,9 @@ class RemoteReceiver(AsyncReceiver[R]):
                 return
             if not int(self._socket.getsockopt(EVENTS)) & POLLIN:
                 return
-            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._transport != "tcp")
+            identity, *frames = receive_frames(self._socket)
             handled += 1
-            self._handle(identity if isinstance(identity, bytes) else identity.bytes, frames)
+            self._handle(identity.bytes, frames)
 
     def _handle(self, identity: bytes, frames: Frames) -> None:
         peer = self.peers.get(identity)
@@ -306,7 +306,7 @@ class RemoteReceiver(AsyncReceiver[R]):
             return
         peer.messages += 1
         try:
-            match decode_of_sender(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer):
+            match decode_of_sender(frames[0].buffer):
                 case Publish(descriptors):
                     self._on_publish(peer, descriptors, frames[1:])
                 case CreditRequest():
@@ -322,7 +322,7 @@ class RemoteReceiver(AsyncReceiver[R]):
     def _handle_after_close(self, peer: Peer, frames: Frames) -> None:
         """Accept of a peer that has sent Close("staying") only a Close("done"): it knows that all is saved."""
         with suppress(ProtocolMismatch):
-            message = decode_of_sender(frames[0] if isinstance(frames[0], bytes) else frames[0].buffer)
+            message = decode_of_sender(frames[0].buffer)
             if isinstance(message, Close) and message.how == "done":
                 peer.awaits_saved = False
                 self.send(peer.identity, CloseAck())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -18,9 +19,19 @@ import zmq
 from ..._schemas import Array, InvalidRecord, TokenizerIdentity
 from ..._schemas.control import Publish, Ready, encode
 from ..._schemas.descriptor import Descriptor
-from ..._schemas.layout import AxisSizes, BundleHeader, ColumnLayout, Schema, aligned, encode_contents
+from ..._schemas.layout import (
+    FRAME_BYTES,
+    AxisSizes,
+    BundleHeader,
+    ColumnLayout,
+    Framing,
+    Schema,
+    aligned,
+    encode_contents,
+    typed,
+)
 from ..errors import RecordTooLarge, StaleDescriptor
-from .checksum import checked, with_checksum
+from .checksum import CHECKSUM_BYTES, checked, with_checksum
 from .handshake import complete_handshake, connect_message, handshake_timeout, request_session
 from .heartbeat import send_heartbeats
 from .keys import ChannelKey
@@ -49,6 +60,10 @@ class FrameWriter:
         self._capacity_bytes = capacity_bytes
         self._kind = kind
         self._checksum = checksum
+        self._shared: list[memoryview] = []
+        """Memory for columns that share a frame, by its number, until the frame is made."""
+        self._items: list[list[Any]] = []
+        """The same, item by item, for each of DTYPES."""
         self._ready: list[Bundle] = []
         """Records that were placed and not posted."""
         self._in_flight: dict[int, int] = {}
@@ -64,10 +79,8 @@ class FrameWriter:
     ) -> bool:
         """Take credit for a record; see `PayloadWriter.place`."""
         contents = encode_contents(BundleHeader.alone(self._kind, form, lengths, header))
-        buffers = list(map(_frame, columns))
-        if self._checksum:
-            contents = with_checksum(contents, buffers)
-        nbytes = form.layout(lengths).nbytes + aligned(len(contents))
+        framing = form.framing(lengths)
+        nbytes = sum(map(aligned, framing.frames)) + aligned(len(contents) + self._checksum * CHECKSUM_BYTES)
         if nbytes > self._capacity_bytes:
             raise RecordTooLarge(
                 f"expected a record of at most {self._capacity_bytes} bytes (capacity_bytes of the channel), "
@@ -75,11 +88,32 @@ class FrameWriter:
             )
         if self.full or self.nbytes + nbytes > self._capacity_bytes:
             return False
-        self._ready.append((Descriptor(sequence, 1, sequence, 0, 0, nbytes), [contents, *buffers]))
+        buffers = self._framed(framing, columns)
+        if self._checksum:
+            contents = with_checksum(contents, buffers)
+        frames = [zmq.Frame(buffer, copy=buffer.nbytes <= FRAME_BYTES) for buffer in buffers]
+        self._ready.append((Descriptor(sequence, 1, sequence, 0, 0, nbytes), [zmq.Frame(contents), *frames]))
         self._in_flight[sequence] = nbytes
         self.items += 1
         self.nbytes += nbytes
         return True
+
+    def _framed(self, framing: Framing, columns: Collection[Array]) -> list[memoryview]:
+        """Return the buffers of the frames; those that columns share are used again by the next call."""
+        while len(self._shared) < len(framing.frames):
+            self._shared.append(memoryview(bytearray(FRAME_BYTES)))
+            self._items.append(typed(self._shared[-1]))
+        buffers = [shared[:nbytes] for shared, nbytes in zip(self._shared, framing.frames, strict=False)]
+        for column, (number, (index, first, last)) in zip(columns, framing.places, strict=True):
+            if framing.frames[number] > FRAME_BYTES:
+                buffers[number] = np.ascontiguousarray(column).data
+                continue
+            items = self._items[number][index]
+            try:
+                items[first:last] = column
+            except ValueError:  # it begins at an odd address, which is too rare to check for
+                items[first:last] = column.copy()
+        return buffers
 
     def post(self, socket: zmq.Socket[bytes]) -> None:
         """Send one message for each record, because its frames are its own; see `PayloadWriter.post`."""
@@ -127,11 +161,6 @@ class FrameReader:
         """Return nothing: what had not left the process is lost with it."""
         del sequence
         return []
-
-
-def _frame(column: Array) -> memoryview | bytes:
-    """Return a column as a buffer."""
-    return np.ascontiguousarray(column).data if column.size else b""
 
 
 def _bound(place: TcpAddress, config: ReceiverConfig) -> tuple[zmq.Socket[bytes], int]:

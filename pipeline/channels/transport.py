@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
+from typing import ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 import zmq
 
@@ -29,6 +29,8 @@ EVENTS = int(zmq.EVENTS)
 
 POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
+NOBLOCK = int(zmq.NOBLOCK)
+
 HANDSHAKE_S = 10.0
 """A connection must complete the handshake within this time."""
 
@@ -38,8 +40,20 @@ MAX_HANDSHAKES = 64
 LARGEST_MESSAGE = 64 * 2**20
 """Bytes of a frame that is no column: ZeroMQ disconnects a peer that sends a longer one, before it allocates memory."""
 
-Frames: TypeAlias = Sequence[Any]
-"""The payload frames of a ZeroMQ message: none for shm."""
+Frames: TypeAlias = Sequence[zmq.Frame]
+"""Frames of a ZeroMQ message; those of a payload: none for shm."""
+
+
+def receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """Return the frames of the next message; `recv_multipart` asks the socket about each of them once more.
+
+    Raises:
+        zmq.Again: there is none.
+    """
+    frames = [socket.recv(NOBLOCK, copy=False)]
+    while frames[-1].more:
+        frames.append(socket.recv(NOBLOCK, copy=False))
+    return frames
 
 
 class Record(Columned, Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import anyio
 import zmq
 
-from ..channels.transport import EVENTS, POLLIN, POLLOUT
+from ..channels.transport import EVENTS, POLLIN, POLLOUT, receive_frames
 from ..util.waiting import Waiters
 
 
@@ -49,7 +49,7 @@ class EventSocket:
         """
         events = int(self._socket.getsockopt(EVENTS))
         if events & POLLIN:
-            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            return receive_frames(self._socket)
         if self._ends and not events & POLLOUT:
             raise anyio.EndOfStream
         return None

@@ -18,7 +18,7 @@ from penstock import TrainBatch, TrajectoryGroup
 from penstock._pipeline.channels.tcp import FrameReader
 from penstock._schemas.descriptor import Descriptor
 from penstock._schemas.group import GROUP_SCHEMA
-from penstock._schemas.layout import BundleEntry, BundleHeader, encode_contents
+from penstock._schemas.layout import BundleEntry, BundleHeader, aligned, encode_contents
 from penstock.channels import RemoteSender, connect, serve
 from penstock.errors import InvalidRecord, PeerLost, StaleDescriptor
 from penstock.testing import group
@@ -40,7 +40,8 @@ def frames_of(record: TrajectoryGroup, **changed: Any) -> list[bytes]:
     form, lengths = GROUP_SCHEMA.measure(columns)
     header = {name: changed.pop(name) for name in ("parts", "candidates", "form", "kind") if name in changed}
     contents = BundleHeader.alone("group", form, lengths, record.header())._replace(**header)
-    return [encode_contents(contents), *[np.ascontiguousarray(c).tobytes() for c in (columns | changed).values()]]
+    buffers = [np.ascontiguousarray(column).tobytes() for column in (columns | changed).values()]
+    return [encode_contents(contents), b"".join(buffer.ljust(aligned(len(buffer)), b"\0") for buffer in buffers)]
 
 
 def read(frames: list[bytes], records: int = 1) -> None:
@@ -96,7 +97,11 @@ FORGED: dict[str, tuple[list[bytes], str]] = {
     "lengths that overflow": (frames_of(record(), parts=(PART._replace(tokens=2**63),)), "expected .* bytes"),
     "another number of tokens": (
         frames_of(record(), parts=(PART._replace(tokens=7),)),
-        "tokens: expected 28 bytes for .*, got 32",
+        "offsets: expected to run from 0 to 7",
+    ),
+    "more tokens than its frames hold": (
+        frames_of(record(), parts=(PART._replace(tokens=80),)),
+        "columns: expected frames of .* bytes for .*, got",
     ),
     "a repetition beyond any ledger": (
         frames_of(record(), repetition_ids=np.array([0, 2**40])),

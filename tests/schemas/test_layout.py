@@ -80,24 +80,30 @@ def test_columns_lie_one_behind_the_other_on_cache_lines(record: TrajectoryGroup
 
 
 def test_frames_of_another_size_than_their_columns_are_refused() -> None:
-    form, lengths, _ = laid_out(complete())
-    frames = [c.reshape(-1).view(np.uint8).data for c in complete().columns().values()]
+    form, lengths, payload = laid_out(complete())
 
-    with pytest.raises(InvalidRecord, match="columns: expected 10, got 9 frames"):
-        form.frames(lengths, frames[:-1])
-    with pytest.raises(InvalidRecord, match=r"tokens: expected 20 bytes for .*, got 16"):
-        form.frames(lengths, [frames[0], frames[1][:16], *frames[2:]])
+    for frames in ([], [payload, payload], [payload[:-1]], [payload[:-64]]):
+        with pytest.raises(InvalidRecord, match=rf"columns: expected frames of \({len(payload)},\) bytes for .*, got"):
+            form.frames(lengths, [frame.data for frame in frames])
 
 
 def test_frames_need_not_begin_on_a_whole_item() -> None:
-    form, lengths, _ = laid_out(complete())
-    columns = complete().columns()
-    shifted = [memoryview(b"\0" + c.tobytes())[1:] for c in columns.values()]
+    form, lengths, payload = laid_out(complete())
 
-    seen = form.frames(lengths, shifted)
+    seen = form.frames(lengths, [memoryview(b"\0" + payload.tobytes())[1:]])
 
-    assert [c.tolist() for c in seen.values()] == [c.tolist() for c in columns.values()]
+    assert [c.tolist() for c in seen.values()] == [c.tolist() for c in complete().columns().values()]
     assert all(c.flags.aligned and not c.flags.writeable for c in seen.values())
+
+
+@pytest.mark.parametrize(("tokens", "large"), [(10, []), (2**14 + 1, [2**16 + 4] * 2)])
+def test_columns_share_frames_of_64_kib_at_most_and_larger_ones_have_their_own(tokens: int, large: list[int]) -> None:
+    form, lengths = GROUP_SCHEMA.measure(group(completion_lengths=[tokens - 1], prompt_length=1).columns())
+
+    frames = form.framing(lengths).frames
+
+    assert [nbytes for nbytes in frames if nbytes > 2**16] == large  # token ids and log-probabilities, 4 bytes each
+    assert len(frames) == len(large) + 1
 
 
 @pytest.mark.parametrize(
