@@ -1,8 +1,9 @@
-"""The tcp transport: the same descriptors, with the columns as extra frames of the message. For senders on other hosts.
+"""The tcp transport: the same descriptors, with the columns in extra frames of the message. For senders on other hosts.
 
-Frames are passed to ZeroMQ as they are, without joining them, and become arrays on the other side without copying.
-Nothing is recovered from a sender that dies: what had not left its process is lost, and reported so. Both sides need
-the same `ChannelKey`; on loopback they use this user's unless they are given one.
+Small columns are copied into frames that they share, a large one is a frame that ZeroMQ sends from where it is
+(`Framing`). Frames become arrays on the other side without copying. Nothing is recovered from a sender that dies: what
+had not left its process is lost, and reported so. Both sides need the same `ChannelKey`; on loopback they use this
+user's unless they are given one.
 """
 
 from __future__ import annotations
