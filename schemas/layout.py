@@ -66,6 +66,18 @@ def typed(memory: memoryview) -> list[Any]:
     return [_cast(memory, dtype.char) for dtype in DTYPES]
 
 
+def copy_into(items: Any, first: int, last: int, column: Array) -> None:
+    """Copy a column into a view of `typed`, as its items from `first` to before `last`.
+
+    Raises:
+        TypeError, ValueError: the column is no array of that type and size.
+    """
+    try:
+        items[first:last] = column
+    except ValueError:  # it begins at an odd address, which is too rare to check for
+        items[first:last] = column.copy()
+
+
 def _cast(view: memoryview, item: Any) -> memoryview:
     return view.cast(item)
 
@@ -197,10 +209,7 @@ class ColumnLayout:
         Raises:
             InvalidRecord: a length is negative.
         """
-        layout = self._layouts.get(lengths)
-        if layout is None:
-            layout = self._cached(self._layouts, lengths, self._lay_out)
-        return layout
+        return self._layouts.get(lengths) or self._cached(self._layouts, lengths, self._lay_out)
 
     def framing(self, lengths: AxisSizes) -> Framing:
         """Return how columns of these lengths are divided into the frames of a message.
@@ -208,10 +217,7 @@ class ColumnLayout:
         Raises:
             InvalidRecord: a length is negative.
         """
-        framing = self._framings.get(lengths)
-        if framing is None:
-            framing = self._cached(self._framings, lengths, self._divide)
-        return framing
+        return self._framings.get(lengths) or self._cached(self._framings, lengths, self._divide)
 
     def _cached(self, cache: dict[AxisSizes, L], lengths: AxisSizes, make: Callable[[Items], L]) -> L:
         if min(lengths) < 0:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..._schemas import Array
 from ..._schemas.descriptor import Descriptor
-from ..._schemas.layout import ALIGNMENT, DTYPES, Layout, Place, aligned, typed
+from ..._schemas.layout import ALIGNMENT, DTYPES, Layout, Place, aligned, copy_into, typed
 from ..errors import OutOfSharedMemory, StaleDescriptor
 from .checksum import checked, with_checksum
 from .shared_memory import allocate, may_shrink
@@ -92,10 +92,7 @@ class SegmentWriter:
             view, begin = views[index], bases[index] + first
             for column in columns:
                 end = begin + len(column)
-                try:
-                    view[begin:end] = column
-                except ValueError:  # it begins at an odd address, which is too rare to check for
-                    view[begin:end] = column.copy()
+                copy_into(view, begin, end, column)
                 begin = end
             if begin != bases[index] + last:
                 raise ValueError(f"{last - first} items were placed, {begin - bases[index] - first} are left")

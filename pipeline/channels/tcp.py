@@ -28,6 +28,7 @@ from ..._schemas.layout import (
     Framing,
     Schema,
     aligned,
+    copy_into,
     encode_contents,
     typed,
 )
@@ -108,12 +109,8 @@ class FrameWriter:
         for column, (number, (index, first, last)) in zip(columns, framing.places, strict=True):
             if framing.frames[number] > FRAME_BYTES:
                 buffers[number] = np.ascontiguousarray(column).data
-                continue
-            items = self._items[number][index]
-            try:
-                items[first:last] = column
-            except ValueError:  # it begins at an odd address, which is too rare to check for
-                items[first:last] = column.copy()
+            else:
+                copy_into(self._items[number][index], first, last, column)
         return buffers
 
     def post(self, socket: zmq.Socket[bytes]) -> None:
