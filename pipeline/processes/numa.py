@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ..util.host_lock import open_lock_file
 from ..util.temporary_folder import temporary_folder
 
 NODES = Path("/sys/devices/system/node")
@@ -105,8 +106,7 @@ def _node_of(gpu: str) -> int:
 def _fewest_workers(nodes: Sequence[int]) -> int:
     """Take the first free place on any of `nodes`, which no other process of this user can then take; return it."""
     global _own_place  # noqa: PLW0603 (it is the process that is bound)
-    path = temporary_folder() / f"penstock-{os.getuid()}-numa.lock"
-    _own_place = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    _own_place = open_lock_file(temporary_folder(), "numa")
     places = ((place, number) for place in itertools.count() for number in nodes)
     return next(number for place, number in places if _locked(_own_place, place * MOST_NODES + number))
 

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import math
 import os
+from pathlib import Path
 
 import anyio.to_thread
 
@@ -85,10 +86,19 @@ class HostLock:
         """Return a descriptor of the lock's file, which is made if it does not exist."""
         folder = temporary_folder()
         name = hashlib.sha256(self._purpose.encode()).hexdigest()[:16]
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         other = "set TMPDIR to another folder"
         with explaining_os_errors(f"the lock for {self._purpose}", folder, or_else=f"or {other}", elsewhere=other):
-            return os.open(folder / f"penstock-{os.getuid()}-{name}.lock", flags, 0o600)
+            return open_lock_file(folder, name)
+
+
+def open_lock_file(folder: Path, name: str) -> int:
+    """Return a descriptor of this user's file for a lock, which is made if it does not exist. Blocks.
+
+    Raises:
+        OSError: it cannot be made, or is no file.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(folder / f"penstock-{os.getuid()}-{name}.lock", flags, 0o600)
 
 
 def _taken(fd: int) -> bool:
