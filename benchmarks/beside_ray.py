@@ -15,6 +15,7 @@ import importlib
 import math
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -47,6 +49,8 @@ AHEAD = 16
 """Groups of a producer in flight."""
 
 WARM_UP_S = 2.0
+
+SEMAPHORES = Path("/dev/shm")  # noqa: S108 (nothing is made here)
 
 FAR, OTHER_HOST = "far", "other_host"
 """Resources of the two other nodes."""
@@ -291,6 +295,7 @@ def _cluster() -> Iterator[str]:
     utils: Any = importlib.import_module("ray.cluster_utils")
     with ExitStack() as stack:
         made = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+        stack.callback(_remove_semaphores, {*SEMAPHORES.glob("sem.*")})
         stack.callback(made.shutdown)
         made.add_node(num_cpus=4, resources={FAR: 1})
         script = "from ray.scripts.scripts import main; main()"
@@ -307,6 +312,14 @@ def _cluster() -> Iterator[str]:
         stack.callback(node.kill)
         made.wait_for_nodes()
         yield made.address
+
+
+def _remove_semaphores(others: set[Path]) -> None:
+    """Remove the semaphores that compiled graphs left when they stopped; they are named by their processes."""
+    for path in {*SEMAPHORES.glob("sem.*")} - others:
+        named = re.match(r"sem\.(?:hdr|obj)(\d+)-", path.name)
+        if named and not psutil.pid_exists(int(named[1])):
+            path.unlink(missing_ok=True)
 
 
 CONTESTANTS: dict[str, Callable[[Case], Rate]] = {
