@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import IO, Any
 
 import anyio
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.live import Live
 
 from ..util.blocking import in_thread
-from .snapshot import Watched
+from .snapshot import Snapshot, Watched
 from .table import table
 
 REFRESH_S = 0.5
@@ -27,8 +29,9 @@ class LiveTable:
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
-        console = Console(stderr=True)
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
+        self._console = Console(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._writing = threading.RLock()
         self._stack = ExitStack()
 
     async def open(self) -> None:
@@ -36,10 +39,11 @@ class LiveTable:
         await in_thread(self._open)
 
     def _open(self) -> None:
-        streams = (sys.stdout, sys.stderr)
-        self._stack.enter_context(self._live)
-        self._live.console.show_cursor(True)
-        self._stack.enter_context(_handlers_follow(streams))
+        if self._console.is_terminal:
+            self._stack.enter_context(_printed_above(self._console, self._writing))
+        with self._writing:
+            self._live.start()
+            self._console.show_cursor(True)
 
     async def refresh(self) -> None:
         """Draw the table again and again until cancelled."""
@@ -49,34 +53,73 @@ class LiveTable:
 
     async def _draw(self) -> None:
         shown = self._watched.snapshot()
-        await in_thread(lambda: self._live.update(table(shown.with_memory()), refresh=True))
+        await in_thread(self._update, shown)
+
+    def _update(self, shown: Snapshot) -> None:
+        drawn = table(shown.with_memory())
+        with self._writing:
+            self._live.update(drawn, refresh=True)
 
     async def close(self) -> None:
         """Draw the table for the last time; it stays on the terminal."""
         try:
             await self._draw()
         finally:
-            await in_thread(self._stack.close)
+            await in_thread(self._close)
+
+    def _close(self) -> None:
+        with self._writing:
+            self._live.stop()
+        self._stack.close()  # without the lock: a handler that waits for it holds one of its own
+
+
+class _Above(FileProxy):
+    """Prints lines above the table, each between two drawings of it.
+
+    rich composes what it writes before it takes a lock. So two threads could write in another order than they composed,
+    and a line would be appended to the table, and erased with it.
+    """
+
+    def __init__(self, console: Console, file: IO[str], writing: threading.RLock) -> None:
+        super().__init__(console, file)
+        self._writing = writing
+
+    def write(self, text: str) -> int:
+        """Print the lines that `text` completes."""
+        with self._writing:
+            return super().write(text)
+
+    def flush(self) -> None:
+        """Print a line that is not complete yet."""
+        with self._writing:
+            super().flush()
 
 
 @contextmanager
-def _handlers_follow(before: tuple[Any, Any]) -> Iterator[None]:
-    """Have log handlers that write to the streams in `before` write to the present ones within the body.
+def _printed_above(console: Console, writing: threading.RLock) -> Iterator[None]:
+    """Print what is written to the terminal by stdout, stderr and log handlers above the table within the body.
 
-    A handler keeps the stream that it was made with, and its lines would tear the table.
+    A handler keeps the stream that it was made with.
     """
-    present = dict(zip(map(id, before), (sys.stdout, sys.stderr), strict=True))
+    replaced = {"stderr": sys.stderr} | ({"stdout": sys.stdout} if sys.stdout.isatty() else {})
+    above = {id(stream): _Above(console, stream, writing) for stream in replaced.values()}
     moved = [
-        (handler, handler.setStream(present[id(handler.stream)]))
+        (handler, handler.setStream(above[id(handler.stream)]))
         for handler in _handlers()
-        if id(handler.stream) in present
+        if id(handler.stream) in above
     ]
+    for name, stream in replaced.items():
+        setattr(sys, name, above[id(stream)])
     try:
         yield
     finally:
+        for name, stream in replaced.items():
+            setattr(sys, name, stream)
         for handler, stream in moved:
             if stream is not None:
                 handler.setStream(stream)
+        for proxy in above.values():
+            proxy.flush()
 
 
 def _handlers() -> Iterator[logging.StreamHandler[Any]]:

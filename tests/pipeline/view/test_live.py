@@ -30,7 +30,8 @@ class Terminal:
 
     def __init__(self) -> None:
         self._master, slave = pty.openpty()
-        self.stream: TextIO = os.fdopen(slave, "w")
+        self.stdout: TextIO = os.fdopen(slave, "w")
+        self.stderr: TextIO = os.fdopen(os.dup(slave), "w")
         self._read = bytearray()
         self._reader = threading.Thread(target=self._drain)
         self._reader.start()
@@ -44,7 +45,8 @@ class Terminal:
 
     def close(self) -> str:
         """Close it, and return what was written, without control sequences but those of the cursor."""
-        self.stream.close()
+        self.stdout.close()
+        self.stderr.close()
         self._reader.join()
         os.close(self._master)
         return self._read.decode()
@@ -54,8 +56,8 @@ class Terminal:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     made = Terminal()
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", made.stream)
-        patch.setattr(sys, "stderr", made.stream)
+        patch.setattr(sys, "stdout", made.stdout)
+        patch.setattr(sys, "stderr", made.stderr)
         patch.setenv("TERM", "xterm-256color")
         patch.setenv("COLUMNS", "140")
         yield made
@@ -100,10 +102,40 @@ async def test_what_a_script_prints_and_logs_appears_above_the_table(monkeypatch
             logger.warning("during [the run]")
         logger.removeHandler(handler)
         assert handler.stream is kept
-        assert sys.stderr is shown.stream
+        assert (sys.stdout, sys.stderr) == (shown.stdout, shown.stderr)
     lines = [line.strip() for line in text_of(shown.close()).splitlines()]
 
     assert {"before", "during [the run]", "printed [by the trainer]"} <= set(lines)
+
+
+async def test_lines_that_a_thread_logs_stay_whole_while_the_table_opens_and_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logger = logging.getLogger("tests.view")
+    monkeypatch.setattr(live, "REFRESH_S", 0)
+    logged: list[str] = []
+    over = threading.Event()
+
+    def log() -> None:
+        while not over.is_set():
+            logged.append(f"line {len(logged)}")
+            logger.warning(logged[-1])
+
+    with terminal(monkeypatch) as shown:
+        logger.addHandler(handler := logging.StreamHandler())
+        logger.propagate = False
+        thread = threading.Thread(target=log)
+        thread.start()
+        try:
+            for _ in range(5):
+                await small_run().run(view="live")
+        finally:
+            over.set()
+            thread.join()
+            logger.removeHandler(handler)
+    lines = {line.strip() for line in text_of(shown.close()).splitlines()}
+
+    assert [line for line in logged if line not in lines] == []
 
 
 @pytest.mark.parametrize("how", ["fails", "cancelled"])
@@ -117,7 +149,7 @@ async def test_a_run_that_ends_early_leaves_the_terminal_whole(how: str, monkeyp
                 tasks.start_soon(partial(source(Silent()).sink(Collect()).run, view="live"))
                 await anyio.wait_all_tasks_blocked()
                 tasks.cancel_scope.cancel()
-        assert sys.stdout is sys.stderr is shown.stream
+        assert (sys.stdout, sys.stderr) == (shown.stdout, shown.stderr)
     written = shown.close()
 
     assert written.rfind(SHOW_CURSOR) > written.rfind(HIDE_CURSOR)
