@@ -103,13 +103,14 @@ def _printed_above(console: Console, writing: threading.RLock) -> Iterator[None]
     """
     replaced = {"stderr": sys.stderr} | ({"stdout": sys.stdout} if sys.stdout.isatty() else {})
     above = {id(stream): _Above(console, stream, writing) for stream in replaced.values()}
+    for name, stream in replaced.items():
+        setattr(sys, name, above[id(stream)])
+    # After that: the stream of `logging.lastResort` is sys.stderr at any time, and cannot be set.
     moved = [
         (handler, handler.setStream(above[id(handler.stream)]))
         for handler in _handlers()
         if id(handler.stream) in above
     ]
-    for name, stream in replaced.items():
-        setattr(sys, name, above[id(stream)])
     try:
         yield
     finally:

@@ -93,6 +93,9 @@ async def test_what_a_script_prints_and_logs_appears_above_the_table(monkeypatch
     with terminal(monkeypatch) as shown:
         logger.addHandler(handler := logging.StreamHandler())
         kept, logger.propagate = handler.stream, False
+        last = logging.lastResort  # follows sys.stderr by itself
+        assert last is not None
+        logger.addHandler(last)
         logger.warning("before")
         monkeypatch.setattr(live, "REFRESH_S", 0)
         async with anyio.create_task_group() as tasks:
@@ -101,6 +104,7 @@ async def test_what_a_script_prints_and_logs_appears_above_the_table(monkeypatch
             await anyio.wait_all_tasks_blocked()
             logger.warning("during [the run]")
         logger.removeHandler(handler)
+        logger.removeHandler(last)
         assert handler.stream is kept
         assert (sys.stdout, sys.stderr) == (shown.stdout, shown.stderr)
     lines = [line.strip() for line in text_of(shown.close()).splitlines()]
