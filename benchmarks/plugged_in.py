@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import psutil
 from rich.console import Console
 
+from benchmarks.processor import processor_s
 from penstock import RewardBridge, SourceEnv, here, processes, source
 from penstock.data import PromptDataset
 from penstock.integrations.trl import flow_reward, rollout_func
@@ -56,13 +57,6 @@ class Measured(NamedTuple):
     trained: int
     lost: int
     """Trajectories that were lost with a sampler."""
-
-
-def processor_s() -> float:
-    """Return the processor time of this process and of those below it, in seconds."""
-    me = psutil.Process()
-    times = [each.cpu_times() for each in [me, *me.children(recursive=True)]]
-    return float(sum(each.user + each.system + each.children_user + each.children_system for each in times))
 
 
 def kill_sampler() -> None:

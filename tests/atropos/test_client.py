@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections import deque
@@ -22,6 +21,7 @@ from anyio.abc import SocketAttribute
 from anyio.lowlevel import checkpoint
 from structlog.testing import capture_logs
 from tests.fixed_limits import set_limits
+from tests.ports import free_port
 
 from penstock import Context, GroupId, ReceiveChannel, TrajectoryGroup, drop, source
 from penstock.channels import memory_channel
@@ -396,12 +396,6 @@ async def test_a_sink_ends_with_the_last_step_though_a_trainer_died_with_a_batch
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @asynccontextmanager
 async def answering(behaves: Callable[[anyio.abc.SocketStream], Awaitable[None]]) -> AsyncIterator[str]:
     """Listen at a port that answers with other bytes."""
@@ -424,7 +418,7 @@ async def failure(url: str, **changed: Any) -> AtroposAPIError:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_refused(host: str) -> None:
-    port = unused_port()
+    port = free_port()
 
     error = await failure(f"http://{host}:{port}")
 
@@ -540,7 +534,7 @@ async def test_a_token_is_brought_and_not_shown() -> None:
 
 
 async def test_a_token_is_not_shown() -> None:
-    in_url = f"http://anyone:secret@127.0.0.1:{unused_port()}"
+    in_url = f"http://anyone:secret@127.0.0.1:{free_port()}"
     by_name = client("http://a:1", token="secret")  # noqa: S106 (no secret)
 
     for shown in (client(in_url), by_name, await failure(in_url)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.failsafe import FAILSAFE_S
+from tests.ports import free_port
 from tests.prime_rl.outside_trainer import FIELDS
 from tests.prime_rl.test_trainer import by_tokens, scored, sequences, sequences_of
 from tests.trl_real.letters import flow_of, publisher_of, write_model
@@ -59,12 +59,6 @@ def prime_rl(
         for process in started:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def received(output: Path, step: int, ranks: int) -> list[list[dict[str, Any]]]:

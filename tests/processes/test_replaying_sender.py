@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 import pytest
 from tests.faults.zygote import ROOT, environment
 from tests.journal.script_of_a_run import GROUP_TOKENS, State
+from tests.ports import free_port
 
 from penstock import TrajectoryGroup
 from penstock.channels import RemoteSender, ReplayingSender, connect_with_replay, serve
@@ -75,11 +75,6 @@ async def test_with_a_kill_at_any_moment_of_the_trainer_everything_is_trained_on
 
     sent = [*range(GROUPS), *range(1000, 1000 + GROUPS)]
     assert await anyio.to_thread.run_sync(trained, tmp_path) == Counter(number for number in sent if number % 7)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 class Line:

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import psutil
+from benchmarks.processor import processor_s
 from tests.roll_real.configuration import BATCH, config_of
 from tests.roll_real.conftest import ROOT, start_ray, write_chat_model
 
@@ -42,13 +42,6 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
         "flow": "tests.roll_real.flows:letters",
     },
 }
-
-
-def processor_s() -> float:
-    """Return the processor time of this process and of all that Ray has started for it."""
-    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    times = [process.cpu_times() for process in processes if process.is_running()]
-    return float(sum(each.user + each.system for each in times))
 
 
 def run(model: Path, folder: Path, tag: dict[str, Any], steps: int) -> tuple[float, float, float]:

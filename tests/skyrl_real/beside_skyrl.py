@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-import psutil
 import torch
+from benchmarks.processor import processor_s
 from tests.skyrl_real import gym_env  # noqa: F401 (registers the environment)
 from tests.skyrl_real.conftest import samplers
 from tests.skyrl_real.letters import write_model, write_prompts
@@ -136,13 +136,6 @@ def own_trainer(cfg: Any, server: subprocess.Popen[str] | None) -> Any:
     )
     trainer.dispatch = InPlace(cfg) if server is None else ByFile(cfg)
     return trainer
-
-
-def processor_s() -> float:
-    """Return the processor time of this process and of those below it, in seconds."""
-    me = psutil.Process()
-    times = [each.cpu_times() for each in [me, *me.children(recursive=True)]]
-    return float(sum(each.user + each.system + each.children_user + each.children_system for each in times))
 
 
 def tell(**found: Any) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import psutil
+from benchmarks.processor import processor_s
 from tests.roll_real.conftest import write_chat_model
 from tests.verl_real.asking import outputs_of, worker_of
 from tests.verl_real.conftest import process_group, running_transfer_queue, training_of, with_paths
@@ -52,13 +52,6 @@ BATCH = 16
 
 Run = Callable[[Path, Path, list[str]], dict[str, Any]]
 """Trains with the model, in the folder, with these lines of the configuration; returns what its ledger says."""
-
-
-def processor_s() -> float:
-    """Return the processor time of this process and of all that it has started, in seconds."""
-    me = psutil.Process()
-    times = [each.cpu_times() for each in (me, *me.children(recursive=True)) if each.is_running()]
-    return float(sum(each.user + each.system + each.children_user + each.children_system for each in times))
 
 
 class Clock(Logged):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from anyio.from_thread import start_blocking_portal
 from numpy.typing import NDArray
 from tests.failsafe import FAILSAFE_S
+from tests.ports import free_port
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -98,13 +98,6 @@ def recipe(weights: Path, port: int, logs: Path) -> OutsideServer:
         logs=logs,
         environment=SETTINGS | {"VLLM_CACHE_ROOT": str(logs / "cache")},
     )
-
-
-def free_port() -> int:
-    """Return a port that is free now: vLLM needs its port alone, so it cannot be reserved."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
