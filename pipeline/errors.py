@@ -33,6 +33,14 @@ class PeerClosed(PenstockError, anyio.BrokenResourceError):
     """The other end closed the channel: a record that is sent now would not be received."""
 
 
+class SenderTimedOut(PeerClosed):
+    """The receiver disconnected this sender, which did not respond in time: its process was stopped, or hung."""
+
+
+class SenderRejected(PeerClosed):
+    """The receiver disconnected this sender for good: what it sent was damaged, or it cannot be reached itself."""
+
+
 class NobodyListens(PenstockError, ConnectionError):
     """There is no listener at a URL: no receiver of a channel, no publisher of weights, no inference server."""
 

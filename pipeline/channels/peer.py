@@ -41,8 +41,8 @@ class Peer:
         """Set when its connection has ended."""
         self.awaits_saved = False
         """Whether it has sent Close("staying") and waits until all is saved, when it sends Close("done")."""
-        self.disconnected_for_error = False
-        """Whether it violated the protocol. Nothing that it sends later is trusted."""
+        self.violation = ""
+        """How it violated the protocol, after its name in a sentence. Nothing that it sends later is trusted."""
         self.dismissed = False
         """Whether the channel was closed for it alone."""
         self.connected = False

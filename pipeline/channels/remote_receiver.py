@@ -40,7 +40,15 @@ from ..._schemas.control import (
 from ..._schemas.descriptor import Descriptor
 from ..._schemas.layout import Schema
 from ..accounting.telemetry import get_logger
-from ..errors import MemberAbsent, PeerClosed, PeerLost, RecordCorrupted, StaleDescriptor
+from ..errors import (
+    MemberAbsent,
+    PeerClosed,
+    PeerLost,
+    RecordCorrupted,
+    SenderRejected,
+    SenderTimedOut,
+    StaleDescriptor,
+)
 from ..util.waiting import WaitClock, Waiters
 from .admission import Admission, RejectionCounter
 from .channel import ChannelStatistics
@@ -379,17 +387,17 @@ class RemoteReceiver(AsyncReceiver[R]):
 
     def disconnect_for_error(self, peer: Peer, error: Exception) -> None:
         """Treat a peer that violates the protocol as dead, once; the others go on."""
-        if peer.disconnected_for_error:
+        if peer.violation:
             return
-        peer.disconnected_for_error = True
         self.rejections.record(f"{peer.name} (pid {peer.pid}): {error}")
         peer.open = False
         kind, did = PeerLost, "violated the protocol"
         if isinstance(error, ChecksumDiffers):
             kind, did = RecordCorrupted, f"sent records to {self.config.name} that were changed on their way"
-        lost = kind(f"{peer.name} (pid {peer.pid}) {did} and was disconnected: {printable(str(error))}")
+        peer.violation = f"{did} and was disconnected: {printable(str(error))}"
+        lost = kind(f"{peer.name} (pid {peer.pid}) {peer.violation}")
         lost.__cause__ = error
-        peer.rejection = Reject("PeerLost", str(lost))
+        peer.rejection = Reject(SenderRejected.__name__, str(lost))
         self._lose(peer, lost)
         self.send(peer.identity, peer.rejection)
         peer.control.shutdown_read()
@@ -422,8 +430,8 @@ class RemoteReceiver(AsyncReceiver[R]):
             self._lose(peer, error)
             if not peer.dismissed:
                 log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence, reason=how)
-            peer.rejection = Reject("PeerLost", str(error)) if peer.unresponsive_s else None
-        elif self._listener is not None and not peer.disconnected_for_error:
+            peer.rejection = Reject(SenderTimedOut.__name__, str(error)) if peer.unresponsive_s else None
+        elif self._listener is not None and not peer.violation:
             self._arrivals.append((peer, "disconnected"))
         self.peers.pop(peer.identity, None)
         peer.gone.set()
@@ -628,7 +636,7 @@ class RemoteReceiver(AsyncReceiver[R]):
             try:
                 for peer in list(self.peers.values()):
                     with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                        if not peer.open and not peer.disconnected_for_error:
+                        if not peer.open and not peer.violation:
                             # again: the CloseAck that was sent before may arrive too late
                             await peer.control.send(CloseAck())
                         await peer.control.send(Closed())

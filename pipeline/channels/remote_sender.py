@@ -38,7 +38,7 @@ from ..._schemas.control import (
 from ..._schemas.layout import AxisSizes, ColumnLayout
 from ..accounting.ledger import Origin
 from ..accounting.telemetry import get_logger
-from ..errors import ChannelFull, PeerClosed, PeerLost, StaleDescriptor
+from ..errors import ChannelFull, PeerClosed, PeerLost, SenderRejected, SenderTimedOut, StaleDescriptor
 from ..util.waiting import WaitClock, Waiters
 from .channel import ChannelStatistics
 from .connection import SenderControl
@@ -263,8 +263,9 @@ class SenderConnection:
             case Closed():
                 self._fail(PeerClosed(f"{self.accepted.name}, the receiver, closed the channel"))
                 self._control.disconnected()  # the receiver waits for the end of the connection
-            case Reject(_, reason):
-                self._fail(PeerClosed(f"{self.accepted.name}, the receiver, disconnected this sender: {reason}"))
+            case Reject(error, reason):
+                failure = SenderTimedOut if error == SenderTimedOut.__name__ else SenderRejected
+                self._fail(failure(f"{self.accepted.name}, the receiver, disconnected this sender: {reason}"))
                 self._control.disconnected()
             case CloseAck():
                 self.close_acknowledged = True

@@ -43,6 +43,8 @@ from ..errors import (
     NobodyListens,
     PeerClosed,
     PeerLost,
+    SenderRejected,
+    SenderTimedOut,
     TooManySenders,
     WorkerCutOff,
     WorkerRefused,
@@ -181,6 +183,7 @@ async def join(
         WorkerRefused: the pipeline has no place for it.
         WorkerCutOff: this host does not reach what the stage needs, such as the weights; the pipeline goes on.
         NobodyListens, PeerClosed, PeerLost: there was no pipeline for an hour.
+        SenderRejected: the pipeline disconnected this worker: what it sent was damaged, or it cannot be reached.
         Exception: what the stage raised; the pipeline has been told.
     """
     stopping = anyio.Event()
@@ -259,7 +262,7 @@ class _Session:
                 raise WorkerRefused(f"the pipeline at {self._url} has no place for this worker: {reason}")
             case _:
                 pass  # nothing is left to do, it was asked to stop, or the connection has ended
-        return self._stopping.is_set() or not isinstance(self._sender.failure, PeerLost)
+        return self._stopping.is_set() or not isinstance(self._sender.failure, PeerLost | SenderTimedOut)
 
     async def _answer(self) -> WorkerInstruction | None:
         """Wait for the answer; return None where this worker is asked to stop before, or the connection ends."""
@@ -284,8 +287,8 @@ class _Session:
             event = Left("it was stopped") if self._stopping.is_set() else Finished()
         except Exception as error:  # noqa: BLE001 (of the stage, which may raise anything)
             cause = single_exception(error)
-            # 1. The stage raised: so it would elsewhere, and the run ends.
-            if not isinstance(cause, _UNREACHABLE):
+            # 1. The stage raised: so it would elsewhere, and the run ends. Or the pipeline has rejected this worker.
+            if isinstance(cause, SenderRejected) or not isinstance(cause, _UNREACHABLE):
                 event = Failed(description_of(cause), traceback_of(cause))
                 raise cause from None
             # 2. The pipeline has died, and the stage has noticed it first, as by its weights: this worker joins again.

@@ -20,13 +20,13 @@ from weakref import WeakSet
 import anyio
 from anyio.abc import TaskGroup
 
-from ..._schemas.control import Instruction
+from ..._schemas.control import Instruction, Reject
 from ..accounting.ledger import Ledger
 from ..accounting.telemetry import get_logger
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
 from ..channels.remote_receiver import RemoteReceiver
-from ..errors import PenstockError, WorkerFailed, WorkersAbsent
+from ..errors import PenstockError, SenderRejected, WorkerFailed, WorkersAbsent
 from ..graph.context import Worker
 from ..graph.placement import Joining
 from ..graph.stage_info import Assignment
@@ -124,6 +124,8 @@ class JoinedWorker:
             return self.progress.reason_of(self._killed_because)
         if self.peer.unresponsive_s is not None:
             return self.progress.reason_of(UNRESPONSIVE.format(self.peer.unresponsive_s))
+        if self.peer.violation:
+            return self.progress.reason_of(self.peer.violation)
         return self.progress.reason_of("ended its connection without a word: it died, or its host did")
 
     def close(self) -> None:
@@ -371,8 +373,12 @@ class JoinedWorkers(Supervisor):
             await self._changed.wait()
 
     def _on_unreachable(self, worker: str, why: str) -> None:
-        """Close the connection of a worker that listens where the pipeline cannot connect to it."""
-        self.kill(worker, f"could not be reached: {why}")
+        """Reject a worker that listens where the pipeline cannot connect to it."""
+        reason = f"could not be reached: {why}"
+        for known in self._by_peer.values():
+            if known.progress.name == worker:
+                self.receiver.send(known.peer.identity, Reject(SenderRejected.__name__, f"it {reason}"))
+                known.kill(reason)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 

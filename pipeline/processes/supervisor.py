@@ -25,7 +25,6 @@ from ..errors import WorkerFailed
 from ..graph.context import Worker
 from ..graph.placement import Processes, Remote
 from ..graph.statistics import WorkerStatistics
-from ..util.cancelling import cancelled_after
 from ..util.exception_groups import first_exception
 from .worker_accounting import WorkerAccounting
 from .worker_messages import WorkerEvent
@@ -34,10 +33,11 @@ from .worker_stage import refuse_while_importing_main
 
 log = get_logger("penstock.pipeline")
 
-Feed: TypeAlias = Callable[[str, str], Awaitable[str]]
-"""Sends records to a middle stage's worker while it runs: (name of the worker, URL of its inbox).
+Feed: TypeAlias = Callable[[str, str, anyio.Event], Awaitable[str]]
+"""Sends records to a middle stage's worker: (its name, the URL of its inbox, the event that it leaves).
 
-Returns why it could not be reached; an empty text where it could."""
+Closes the inbox when there are no more, or the worker leaves. Returns why it could not be reached; an empty text where
+it could."""
 
 
 class WorkerHandle(Protocol):
@@ -229,9 +229,8 @@ class Supervisor:
         await progress.started.wait()
         if not progress.url:
             return
-        async with cancelled_after(progress.leaving.wait):
-            if unreachable := await feed(progress.name, progress.url):
-                self._on_unreachable(progress.name, unreachable)
+        if unreachable := await feed(progress.name, progress.url, progress.leaving):
+            self._on_unreachable(progress.name, unreachable)
 
     def _on_unreachable(self, worker: str, why: str) -> None:
         """Do nothing: a worker that was started from here is not reached because it has died."""

@@ -25,7 +25,7 @@ from ..accounting.telemetry import Metrics, report_waits
 from ..channels.keys import ChannelKey
 from ..channels.remote_sender import RemoteSender
 from ..channels.transports import connect, serve
-from ..errors import StageFailed
+from ..errors import SenderRejected, StageFailed
 from ..graph.context import Assignments, Context, current, entered
 from ..graph.edge import CountingSendChannel, EdgeCounter
 from ..util.exception_groups import consists_of
@@ -174,7 +174,12 @@ async def run_connected(
     *,
     assignments: Assignments | None = None,
 ) -> None:
-    """Run `stage` until it returns, or the parent closes the channel, which `sender` sends on; see `run_stage`."""
+    """Run `stage` until it returns, or the parent closes the channel, which `sender` sends on; see `run_stage`.
+
+    Raises:
+        SenderRejected: the parent disconnected this worker.
+        Exception: what the stage raised.
+    """
     ledger = _ReportingLedger() if config.channels.held_by_parent else Ledger(counters)
     context = Context(ledger, Metrics(), config.worker, assignments=assignments)
     with entered(context):
@@ -200,6 +205,8 @@ async def run_connected(
         finally:
             reports.close()
             await outbox.close_all()
+    if isinstance(sender.failure, SenderRejected):  # its stage ended with the channel, and not with its work
+        raise sender.failure
 
 
 async def _run_stage(

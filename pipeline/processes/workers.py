@@ -15,6 +15,7 @@ from contextlib import (
     ExitStack,
     asynccontextmanager,
     nullcontext,
+    suppress,
 )
 from typing import Any
 
@@ -37,6 +38,7 @@ from ..graph.placement import Joining, Ray, Remote
 from ..graph.stage_info import info_of
 from ..graph.stage_node import StageNode, wire_type
 from ..graph.statistics import WorkerStatistics
+from ..util.cancelling import cancelled_after
 from ..util.file_descriptors import reserved
 from ..util.host import host_identity
 from .join import digest_of_main, key_of
@@ -263,20 +265,28 @@ class _Feeder:
         self._unsent: deque[Any] = deque()
         """Records that could not be sent to a worker because it died: another worker gets them."""
 
-    async def feed(self, worker: str, url: str) -> str:
-        """Send records to `worker`, which serves `url`, until there are no more, or it has died; see `Feed`."""
+    async def feed(self, worker: str, url: str, leaving: anyio.Event) -> str:
+        """Send records to `worker`, which serves `url`, and close its inbox; see `Feed`."""
         try:
             key = self.key if url.startswith("tcp://") else None
             name, bound_s = f"feed of {worker}", self.heartbeat_timeout_s
-            async with connect(url, self.record_type, name=name, key=key, heartbeat_timeout_s=bound_s) as outbox:
-                while (record := await self._next()) is not None:
-                    await self._send(worker, record, outbox)
-                    del record  # it must not occupy its slots until the next one arrives
+            async with (
+                connect(url, self.record_type, name=name, key=key, heartbeat_timeout_s=bound_s) as outbox,
+                cancelled_after(leaving.wait),
+            ):
+                await self._send_all(worker, outbox)
         except NobodyListens as error:
             return str(error)
         except _WORKER_DIED:
             pass  # the supervisor reports it
         return ""
+
+    async def _send_all(self, worker: str, outbox: SendChannel[Any]) -> None:
+        """Send records until there are no more, or the worker has died."""
+        with suppress(*_WORKER_DIED):
+            while (record := await self._next()) is not None:
+                await self._send(worker, record, outbox)
+                del record  # it must not occupy its slots until the next one arrives
 
     async def look(self) -> None:
         """Receive one record for the worker that is fed next, or notice that there are no more."""

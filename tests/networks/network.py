@@ -21,7 +21,7 @@ from chaos.network import LinkNotPossible, apart, within
 
 __all__ = ["Host", "Network", "Program", "network"]
 
-SCRIPT = Path(__file__).with_name("script_of_a_host.py")
+SCRIPT = "tests.networks.script_of_a_host"
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +89,7 @@ class Host:
 
     def start(self, role: str, **options: object) -> Program:
         """Start a role of `script_of_a_host` here; it is killed when the network ends."""
-        command = [*within(self.pid), "env", f"XDG_RUNTIME_DIR={self._folder}", sys.executable, str(SCRIPT), role]
+        command = [*within(self.pid), "env", f"XDG_RUNTIME_DIR={self._folder}", sys.executable, "-m", SCRIPT, role]
         process = self._stack.enter_context(
             subprocess.Popen(
                 [*command, msgspec.json.encode(options).decode()],

@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,26 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 import structlog
+from msgspec import structs
+from tests.processes.worker_sinks import Commit
+from tests.processes.worker_stages import Sample
 
-from penstock import Batcher, GroupId, SinkTrainer, SourceChannel, TrainBatch, TrajectoryGroup, source
+from penstock import (
+    Batcher,
+    GroupId,
+    ReceiveChannel,
+    SendChannel,
+    SinkTrainer,
+    SourceChannel,
+    TrainBatch,
+    TrajectoryGroup,
+    joining,
+    source,
+)
+from penstock._pipeline.processes import workers
+from penstock._pipeline.processes.join import Program, join
 from penstock.channels import ChannelKey, RemoteSender, connect, connect_with_replay, serve
-from penstock.errors import MemberAbsent, PeerClosed, PeerLost
+from penstock.errors import MemberAbsent, PeerClosed, PeerLost, PenstockError
 from penstock.testing import group
 from penstock.training import write_checkpoint
 from penstock.weights import WeightAddress, WeightPublisher, WeightSubscriber
@@ -47,6 +64,34 @@ def log_event(_: Any, __: str, event: Any) -> str:
 async def commands() -> AsyncIterator[str]:
     while line := await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
         yield line.strip()
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+class Double:
+    """Doubles the rewards; a middle stage."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        async for received in inbox:
+            await outbox.send(structs.replace(received, rewards=received.rewards * 2))
+
+
+async def double(url: str, key: str, heartbeat_timeout_s: float) -> None:
+    """Double the rewards of 20 groups in a worker that joins; print how the run ended."""
+    workers.WORKER_HEARTBEAT_TIMEOUT_S = heartbeat_timeout_s
+    on = joining(expected=1, url=url, key=key, digest="of Double")
+    report = await source(Sample(20)).then(Double(), on=on).sink(Commit()).run()
+    say("ended", report.balance.ended)
+
+
+async def worker(url: str, key: str) -> None:
+    """Join, and print what happens, and the error at the end."""
+    program = Program(make_stage=lambda _: Double(), digest="of Double")
+    try:
+        await join(url, program, key=ChannelKey.load(key), name="far", tell=partial(say, "told"))
+    except PenstockError as error:
+        say(type(error).__name__, error)
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -172,6 +217,8 @@ ROLES: dict[str, Callable[..., Awaitable[None]]] = {
     "train": train,
     "replay": replay,
     "receive": receive,
+    "double": double,
+    "worker": worker,
     "send": send,
     "publish": publish,
     "sample": sample,

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tests.networks.network import Host, Network, Program, network
 
+from penstock.channels import ChannelKey
+
 PORT = 5555
 
 HEARTBEAT_S = 4.0
@@ -20,6 +22,13 @@ pytestmark = pytest.mark.timeout(300)  # several processes begin in each, and a 
 def net(tmp_path: Path) -> Iterator[Network]:
     with network(tmp_path) as made:
         yield made
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    path = tmp_path / "run.key"
+    ChannelKey.create(path)
+    return str(path)
 
 
 def at(host: Host) -> str:
@@ -69,6 +78,23 @@ async def test_senders_and_samplers_behind_nat_need_one_open_port(net: Network) 
     await sampler.until("attached")
     publisher.tell(7)
     assert await sampler.until("version") == "7"
+
+
+async def test_a_worker_of_a_middle_stage_that_cannot_be_reached_ends_and_another_takes_its_place(
+    net: Network, key: str
+) -> None:
+    trainer, hidden, far = net.host(), net.host(), net.host()
+    net.hide(hidden)
+
+    pipeline = trainer.start("double", url=at(trainer), key=key, heartbeat_timeout_s=HEARTBEAT_S)
+    unreachable = hidden.start("worker", url=at(trainer), key=key)
+    assert "disconnected this sender: it could not be reached" in await unreachable.until("SenderRejected")
+    reached = far.start("worker", url=at(trainer), key=key)
+    ended = await pipeline.until("ended")
+    await reached.until_end()
+
+    assert "'trained': 40" in ended
+    assert pipeline.count("log worker_died") == 1
 
 
 async def test_hosts_reach_each_other_over_ipv6(net: Network) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import anyio
 import numpy as np
 from msgspec.structs import replace
+from tests import wire
 from tests.processes.worker_stages import Sample
 
 from penstock import ReceiveChannel, SendChannel, SourceEnv, StopReason, TrajectoryGroup, current
@@ -114,6 +115,14 @@ def doubling() -> Double:
     return Double()
 
 
+def interrupted() -> Double:
+    """Return it after this process was asked to stop, where the file `interrupted` does not exist."""
+    if not (FOLDER / "interrupted").exists():
+        (FOLDER / "interrupted").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return Double()
+
+
 @dataclass(frozen=True)
 class Dies(Sample):
     """Dies after three groups where the file `died` does not exist."""
@@ -143,6 +152,38 @@ class CutOff(Sample):
 
 def cut_off() -> CutOff:
     return CutOff(20)
+
+
+@dataclass(frozen=True)
+class Suspended(Sample):
+    """Suspends its process after three groups where the file `suspended` does not exist."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        if not (FOLDER / "suspended").exists():
+            await outbox.send(group(instance_id="doomed"))
+            (FOLDER / "suspended").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        await super().run(outbox)
+
+
+def suspended() -> Suspended:
+    return Suspended(20)
+
+
+@dataclass(frozen=True)
+class Forge(Sample):
+    """Breaks the protocol of the channel where the file `forged` does not exist."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        if not (FOLDER / "forged").exists():
+            (FOLDER / "forged").touch()
+            outbox._end._connection.send(wire.close(3))  # type: ignore[attr-defined]
+            await anyio.sleep_forever()
+        await super().run(outbox)
+
+
+def forging() -> Forge:
+    return Forge(20)
 
 
 def two() -> SourceEnv:

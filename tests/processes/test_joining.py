@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,9 +16,11 @@ import anyio
 import pytest
 from anyio.abc import Process
 from tests.failsafe import FAILSAFE_S
+from tests.fixed_limits import set_limits
 from tests.namespaces import ahead
 from tests.pages import program
 from tests.pipeline.flow_stages import Pack, Train
+from tests.ports import free_port
 from tests.processes import script_of_joined_workers as script
 from tests.processes.worker_sinks import Commit
 from tests.processes.worker_stages import Sample
@@ -50,9 +51,7 @@ COMMAND = "from penstock._cli.app import main; main()"
 @pytest.fixture
 def url() -> str:
     """A free port: workers must know it before the pipeline listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @dataclass
@@ -458,6 +457,22 @@ async def test_a_worker_of_a_middle_stage_that_is_asked_to_stop_loses_nothing(ur
     assert report_of(pipeline).balance.ended["lost"] == 0
 
 
+async def test_a_worker_of_a_middle_stage_that_is_asked_to_stop_before_it_gets_records_leaves(
+    url: str, workers: Workers, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sink = Commit()
+    pipeline = source(Sample(50)).then(script.doubling(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        await (await workers.start("interrupted")).wait()
+        stopped = capfd.readouterr().err
+        await workers.start("interrupted")
+
+    assert stopped.endswith("penstock: stopped\n")  # not at its deadline
+    assert len(sink.received) == 50
+    assert report_of(pipeline).balance.ended["lost"] == 0
+
+
 async def test_a_worker_joins_the_next_pipeline_when_the_first_one_dies(url: str, workers: Workers) -> None:
     first = [sys.executable, "-m", "tests.processes.script_of_a_pipeline", url, DIGEST]
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
@@ -476,6 +491,40 @@ async def test_a_worker_joins_the_next_pipeline_when_the_first_one_dies(url: str
     assert await worker.wait() == 0
     assert len(sink.received) == 10
     assert report_of(pipeline).balance.balanced
+
+
+async def test_a_worker_that_was_suspended_joins_again(
+    url: str, workers: Workers, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    set_limits(monkeypatch, WORKER_HEARTBEAT_TIMEOUT_S=2.0)
+    sink = Commit()
+    pipeline = source(script.suspended(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        worker = await workers.start("suspended")
+        await workers.seen("suspended")
+        await workers.until(lambda: not pipeline.statistics().stages[0].workers)
+        worker.send_signal(signal.SIGCONT)
+        code = await worker.wait()
+
+    assert code == 0
+    assert {name for name in sink.received if name != "doomed"} == {f"{number}.1" for number in range(20)}
+    assert "connecting again" in capfd.readouterr().err
+
+
+async def test_a_worker_that_breaks_the_protocol_fails_and_the_run_goes_on(
+    url: str, workers: Workers, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sink = Commit()
+    pipeline = source(script.forging(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+
+    async with running(pipeline):
+        code = await (await workers.start("forging")).wait()
+        await workers.start("forging")
+
+    assert code == 1
+    assert "violated the protocol and was disconnected" in capfd.readouterr().err
+    assert sorted(sink.received) == sorted(f"{number}.1" for number in range(20))
 
 
 async def test_a_host_that_does_not_reach_the_weights_leaves_and_the_run_goes_on(url: str, workers: Workers) -> None:
