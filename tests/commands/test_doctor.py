@@ -66,6 +66,12 @@ def test_the_nodes_to_which_workers_are_bound_are_told(tmp_path: Path) -> None:
     assert rows["NUMA"] == ("ok", "2 nodes: a worker is bound to one, unless it can use more processors")
 
 
+def test_a_machine_that_names_no_nodes_is_not_said_to_have_one(tmp_path: Path) -> None:
+    rows = diagnosed(*mounted({Path("/sys/devices/system/node"): tmp_path}), status=0)
+
+    assert rows["NUMA"] == ("ok", "no nodes are named: there is nothing to bind workers to")
+
+
 def test_a_runtime_folder_that_cannot_be_written_fails_with_the_variable_to_set(tmp_path: Path) -> None:
     rows = diagnosed(*read_only(tmp_path), status=1, XDG_RUNTIME_DIR=str(tmp_path))
 

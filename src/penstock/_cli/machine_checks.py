@@ -63,7 +63,7 @@ def numa() -> Finding:
     nodes = nodes_of(os.sched_getaffinity(0))
     if len(nodes) > 1:
         return Finding("NUMA", f"{len(nodes)} nodes: a worker is bound to one, unless it can use more processors")
-    return Finding("NUMA", "1 node: there is nothing to bind workers to")
+    return Finding("NUMA", f"{'1 node' if nodes else 'no nodes are named'}: there is nothing to bind workers to")
 
 
 def memory() -> Finding:
