@@ -41,12 +41,13 @@ def test_a_model_that_is_not_shared_is_refused_with_the_remedy() -> None:
 
 
 def test_no_thread_of_a_rank_is_left_when_its_trainer_has_ended(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = DistributedDataParallel(TinyModel())
         with RankedTrainer(TorchTrainer(model, optimizer=torch.optim.AdamW)):
             assert {"penstock rank", "penstock pings"} <= {thread.name for thread in threading.enumerate()}
 
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
+        assert not [each for each in set(threading.enumerate()) - before if each.name.startswith("penstock")]
     finally:
         dist.destroy_process_group()
