@@ -78,7 +78,7 @@ class Rate(NamedTuple):
 
 
 class Meter:
-    """Measures from the end of the warm-up on, which begins with the first batch."""
+    """Measures from the first batch after the warm-up on, which begins with the first one of all."""
 
     def __init__(self, case: Case) -> None:
         self._root = psutil.Process(case.root)
@@ -94,8 +94,8 @@ class Meter:
             self._begin = now + WARM_UP_S
         if self._first is None and now >= self._begin:
             self._first = (now, self._cpu_s(), trajectories)
-        if self._first is not None and now >= self._begin + self._seconds and self.rate is None:
-            began, cpu_s, before = self._first
+        began, cpu_s, before = self._first or (now, 0.0, 0)
+        if now >= began + self._seconds and self.rate is None:
             got = trajectories - before
             self.rate = Rate(got / (now - began), (self._cpu_s() - cpu_s) / max(got, 1) * 1e6)
         return self.rate is not None
