@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -37,6 +37,7 @@ from rich.console import Console
 from penstock import Batcher, ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup, current, ray, source
 
 from .contestants import leaving_nothing
+from .machine import tree_cpu_seconds
 from .records import Packing, Plain, batch_tokens, make_groups, plain, trajectory_bytes
 from .report import command_line, count, median_of, print_table, write_json
 
@@ -81,7 +82,7 @@ class Meter:
     """Measures from the first batch after the warm-up on, which begins with the first one of all."""
 
     def __init__(self, case: Case) -> None:
-        self._root = psutil.Process(case.root)
+        self._root = case.root
         self._seconds = case.seconds
         self._begin = float("nan")
         self._first: tuple[float, float, int] | None = None
@@ -92,12 +93,14 @@ class Meter:
         now = time.monotonic()
         if math.isnan(self._begin):
             self._begin = now + WARM_UP_S
-        if self._first is None and now >= self._begin:
-            self._first = (now, self._cpu_s(), trajectories)
-        began, cpu_s, before = self._first or (now, 0.0, 0)
-        if now >= began + self._seconds and self.rate is None:
+        if self._first is None:
+            if now >= self._begin:
+                self._first = (now, tree_cpu_seconds(self._root), trajectories)
+            return False
+        began, cpu_s, before = self._first
+        if self.rate is None and now >= began + self._seconds:
             got = trajectories - before
-            self.rate = Rate(got / (now - began), (self._cpu_s() - cpu_s) / max(got, 1) * 1e6)
+            self.rate = Rate(got / (now - began), (tree_cpu_seconds(self._root) - cpu_s) / max(got, 1) * 1e6)
         return self.rate is not None
 
     def result(self) -> Rate:
@@ -109,15 +112,6 @@ class Meter:
         if self.rate is None:
             raise RuntimeError("expected records until the end of the measurement, got fewer")
         return self.rate
-
-    def _cpu_s(self) -> float:
-        """Return the processor time of all processes, in seconds."""
-        total = 0.0
-        for process in (self._root, *self._root.children(recursive=True)):
-            with suppress(psutil.Error):  # it has ended
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
 
 
 # -- penstock ----------------------------------------------------------------------------------------------------------

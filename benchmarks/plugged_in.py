@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import psutil
 from rich.console import Console
 
-from benchmarks.processor import processor_s
 from penstock import RewardBridge, SourceEnv, here, processes, source
 from penstock.data import PromptDataset
 from penstock.integrations.trl import flow_reward, rollout_func
@@ -37,6 +36,7 @@ from penstock.rewards import trl_reward
 from penstock.torch import TorchPolicy
 from penstock.weights import WeightPublisher
 
+from .machine import tree_cpu_seconds
 from .report import command_line, count, median_of, print_table, write_json
 from .trainers import GROUP, Size, make_files, reward, sampled_model
 
@@ -74,7 +74,7 @@ def train(folder: Path, rows: list[dict[str, str]], size: Size, *, kill: bool = 
 
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-            ends.append((time.perf_counter(), processor_s()))
+            ends.append((time.perf_counter(), tree_cpu_seconds()))
             if kill and state.global_step == size.steps // 2:
                 kill_sampler()
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processor import processor_s
+from benchmarks.machine import tree_cpu_seconds
 from tests.roll_real.configuration import BATCH, config_of
 from tests.roll_real.conftest import ROOT, start_ray, write_chat_model
 
@@ -53,7 +53,7 @@ def run(model: Path, folder: Path, tag: dict[str, Any], steps: int) -> tuple[flo
     seconds: dict[int, float] = {}
 
     def log(values: dict[str, Any], step: int) -> None:
-        used[step], seconds[step] = processor_s(), values["time/step_total"]
+        used[step], seconds[step] = tree_cpu_seconds(), values["time/step_total"]
 
     pipeline.tracker.log = log
     pipeline.run()

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import torch
-from benchmarks.processor import processor_s
+from benchmarks.machine import tree_cpu_seconds
 from tests.skyrl_real import gym_env  # noqa: F401 (registers the environment)
 from tests.skyrl_real.conftest import samplers
 from tests.skyrl_real.letters import write_model, write_prompts
@@ -154,7 +154,7 @@ def run(case: Case, folder: Path) -> None:
         trainer = trainer_of(cfg, named) if case.flow else own_trainer(cfg, server)
         if case.kill:
             trainer.generator.generate = killing(trainer, server)
-        trainer.dispatch.at_step = lambda number: tell(step=number, processor_s=processor_s())
+        trainer.dispatch.at_step = lambda number: tell(step=number, processor_s=tree_cpu_seconds())
         trainer.tracker.log = lambda *_, **__: None
         try:
             asyncio.run(trainer.train())

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from benchmarks.processor import processor_s
+from benchmarks.machine import tree_cpu_seconds
 from tests.roll_real.conftest import write_chat_model
 from tests.verl_real.asking import outputs_of, worker_of
 from tests.verl_real.conftest import process_group, running_transfer_queue, training_of, with_paths
@@ -61,7 +61,7 @@ class Clock(Logged):
 
     def log(self, data: dict[str, Any], step: int) -> None:
         super().log(data, step)
-        self.ends.append((time.perf_counter(), processor_s()))
+        self.ends.append((time.perf_counter(), tree_cpu_seconds()))
         signal.alarm(PATIENCE_S)
 
 
@@ -198,9 +198,9 @@ def measure_writing(groups: int = 40) -> dict[str, list[tuple[float, float, floa
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in writers}
     for number in range(4):  # the first is not counted
         for name, write in writers.items():
-            before = time.perf_counter(), time.process_time(), processor_s()
+            before = time.perf_counter(), time.process_time(), tree_cpu_seconds()
             write(f"{name}-{number}-")
-            after = time.perf_counter(), time.process_time(), processor_s()
+            after = time.perf_counter(), time.process_time(), tree_cpu_seconds()
             tq.kv_clear(keys=list(tq.kv_list("train")["train"]), partition_id="train")
             took = [1000 * (b - a) / (groups * size) for a, b in zip(before, after, strict=True)]
             found[name].append((took[0], took[1], took[2]))
