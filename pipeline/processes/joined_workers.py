@@ -34,7 +34,7 @@ from ..graph.statistics import WorkerStatistics
 from ..util.cancelling import cancelled_after
 from ..util.exception_groups import first_exception
 from ..util.waiting import Waiters
-from .supervisor import Feed, Spawner, Supervisor
+from .supervisor import Feed, Spawner, Supervisor, WorkerHandle
 from .worker_accounting import WorkerAccounting
 from .worker_messages import (
     Assigned,
@@ -107,6 +107,11 @@ class JoinedWorker:
         """Close the connection, which ends the stage in the worker; for the reason `why`."""
         self._killed_because = why
         self.peer.control.shutdown_read()
+
+    def reject(self, why: str) -> None:
+        """Close the connection for good: the worker fails, for the reason `why`."""
+        self._receiver.send(self.peer.identity, Reject(SenderRejected.__name__, f"it {why}"))
+        self.kill(why)
 
     async def stop(self, within_s: float) -> None:
         """Close the channel for the worker, which cancels its stage, and the connection after a deadline."""
@@ -372,13 +377,10 @@ class JoinedWorkers(Supervisor):
         while not self._workers:
             await self._changed.wait()
 
-    def _on_unreachable(self, worker: str, why: str) -> None:
+    def _on_unreachable(self, worker: WorkerHandle, why: str) -> None:
         """Reject a worker that listens where the pipeline cannot connect to it."""
-        reason = f"could not be reached: {why}"
-        for known in self._by_peer.values():
-            if known.progress.name == worker:
-                self.receiver.send(known.peer.identity, Reject(SenderRejected.__name__, f"it {reason}"))
-                known.kill(reason)
+        assert isinstance(worker, JoinedWorker)  # noqa: S101 (see `_give_places`)
+        worker.reject(f"could not be reached: {why}")
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 

@@ -197,7 +197,7 @@ class Supervisor:
             tasks.start_soon(self._enforce_exit_deadline, worker)
             tasks.start_soon(self._limit_start, worker)
             if feed is not None:
-                tasks.start_soon(self._feed, worker.progress, feed)
+                tasks.start_soon(self._feed, worker, feed)
             try:
                 await worker.exited()
             finally:
@@ -224,15 +224,16 @@ class Supervisor:
         )
         worker.kill()
 
-    async def _feed(self, progress: WorkerProgress, feed: Feed) -> None:
+    async def _feed(self, worker: WorkerHandle, feed: Feed) -> None:
         """Send records to a worker of a middle stage until it leaves."""
+        progress = worker.progress
         await progress.started.wait()
         if not progress.url:
             return
         if unreachable := await feed(progress.name, progress.url, progress.leaving):
-            self._on_unreachable(progress.name, unreachable)
+            self._on_unreachable(worker, unreachable)
 
-    def _on_unreachable(self, worker: str, why: str) -> None:
+    def _on_unreachable(self, worker: WorkerHandle, why: str) -> None:
         """Do nothing: a worker that was started from here is not reached because it has died."""
 
     async def _stop(self, worker: WorkerHandle) -> None:

@@ -23,15 +23,12 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 import structlog
-from msgspec import structs
 from tests.processes.worker_sinks import Commit
-from tests.processes.worker_stages import Sample
+from tests.processes.worker_stages import Double, Sample
 
 from penstock import (
     Batcher,
     GroupId,
-    ReceiveChannel,
-    SendChannel,
     SinkTrainer,
     SourceChannel,
     TrainBatch,
@@ -67,14 +64,6 @@ async def commands() -> AsyncIterator[str]:
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
-
-
-class Double:
-    """Doubles the rewards; a middle stage."""
-
-    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        async for received in inbox:
-            await outbox.send(structs.replace(received, rewards=received.rewards * 2))
 
 
 async def double(url: str, key: str, heartbeat_timeout_s: float) -> None:

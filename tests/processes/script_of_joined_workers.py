@@ -26,6 +26,14 @@ FOLDER = Path(os.environ.get("JOINED_FOLDER", "."))
 """Where the workers write, and find, the files by which a test directs them."""
 
 
+def first(name: str) -> bool:
+    """Return whether no worker has called this before with `name`, of which a file tells."""
+    if (FOLDER / name).exists():
+        return False
+    (FOLDER / name).touch()
+    return True
+
+
 async def go() -> None:
     """Wait until the file `go` exists."""
     while not (FOLDER / "go").exists():  # noqa: ASYNC110 (no event tells of it)
@@ -116,20 +124,18 @@ def doubling() -> Double:
 
 
 def interrupted() -> Double:
-    """Return it after this process was asked to stop, where the file `interrupted` does not exist."""
-    if not (FOLDER / "interrupted").exists():
-        (FOLDER / "interrupted").touch()
+    """Return it; the first time, this process is asked to stop before."""
+    if first("interrupted"):
         os.kill(os.getpid(), signal.SIGTERM)
     return Double()
 
 
 @dataclass(frozen=True)
 class Dies(Sample):
-    """Dies after three groups where the file `died` does not exist."""
+    """Dies after a group, the first time."""
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        if not (FOLDER / "died").exists():
-            (FOLDER / "died").touch()
+        if first("died"):
             await outbox.send(group(instance_id="doomed"))
             os.kill(os.getpid(), signal.SIGKILL)
         await super().run(outbox)
@@ -141,11 +147,10 @@ def dying() -> Dies:
 
 @dataclass(frozen=True)
 class CutOff(Sample):
-    """Does not reach its weights where the file `cut off` does not exist."""
+    """Does not reach its weights, the first time."""
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        if not (FOLDER / "cut off").exists():
-            (FOLDER / "cut off").touch()
+        if first("cut off"):
             raise NobodyListens("expected a publisher at tcp://trainer:5556, got no route to host")
         await super().run(outbox)
 
@@ -156,12 +161,11 @@ def cut_off() -> CutOff:
 
 @dataclass(frozen=True)
 class Suspended(Sample):
-    """Suspends its process after three groups where the file `suspended` does not exist."""
+    """Suspends its process after a group, the first time."""
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        if not (FOLDER / "suspended").exists():
+        if first("suspended"):
             await outbox.send(group(instance_id="doomed"))
-            (FOLDER / "suspended").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
         await super().run(outbox)
 
@@ -172,11 +176,10 @@ def suspended() -> Suspended:
 
 @dataclass(frozen=True)
 class Forge(Sample):
-    """Breaks the protocol of the channel where the file `forged` does not exist."""
+    """Breaks the protocol of the channel, the first time."""
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        if not (FOLDER / "forged").exists():
-            (FOLDER / "forged").touch()
+        if first("forged"):
             outbox._end._connection.send(wire.close(3))  # type: ignore[attr-defined]
             await anyio.sleep_forever()
         await super().run(outbox)

@@ -512,30 +512,26 @@ async def test_a_worker_that_was_suspended_joins_again(
     assert "connecting again" in capfd.readouterr().err
 
 
-async def test_a_worker_that_breaks_the_protocol_fails_and_the_run_goes_on(
-    url: str, workers: Workers, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("forging", "violated the protocol and was disconnected"),
+        ("cut_off", "this host does not reach what its stage needs"),
+    ],
+)
+async def test_a_worker_that_fails_alone_ends_with_status_1_and_the_run_goes_on(
+    function: str, said: str, url: str, workers: Workers, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sink = Commit()
-    pipeline = source(script.forging(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+    stage = getattr(script, function)()
+    pipeline = source(stage, on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
 
     async with running(pipeline):
-        code = await (await workers.start("forging")).wait()
-        await workers.start("forging")
+        code = await (await workers.start(function)).wait()
+        await workers.start(function)
 
     assert code == 1
-    assert "violated the protocol and was disconnected" in capfd.readouterr().err
-    assert sorted(sink.received) == sorted(f"{number}.1" for number in range(20))
-
-
-async def test_a_host_that_does_not_reach_the_weights_leaves_and_the_run_goes_on(url: str, workers: Workers) -> None:
-    sink = Commit()
-    pipeline = source(script.cut_off(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
-
-    async with running(pipeline):
-        code = await (await workers.start("cut_off")).wait()
-        await workers.start("cut_off")
-
-    assert code == 1
+    assert said in capfd.readouterr().err
     assert sorted(sink.received) == sorted(f"{number}.1" for number in range(20))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+from msgspec.structs import replace
 from tests.failsafe import FAILSAFE_S
 
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, current, drop, host_lock
@@ -227,6 +228,15 @@ class Judge:
                 await outbox.send(record)
             else:
                 drop(record, "filtered", "every fifth")
+
+
+@dataclass(frozen=True)
+class Double:
+    """Doubles the rewards; a middle stage."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        async for record in inbox:
+            await outbox.send(replace(record, rewards=record.rewards * 2))
 
 
 @dataclass(frozen=True)

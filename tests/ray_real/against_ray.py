@@ -24,7 +24,7 @@ from tests import configured_run
 from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.processes.worker_sinks import Attentive, Commit
-from tests.processes.worker_stages import ReadWhatOneMakes, Sample, SampleAndDie, attempts_in
+from tests.processes.worker_stages import Double, ReadWhatOneMakes, Sample, SampleAndDie, attempts_in
 from tests.ray_real import stages
 from tests.ray_real.conftest import AddNode
 
@@ -140,7 +140,7 @@ async def test_a_middle_stage_gets_records_and_sends_them_on(add_other_host: Add
     sink = Rewards()
     placement = on(workers=2, resources={"middle": 0.1} if far else {})
 
-    report = await source(Sample(30)).then(stages.Double(), on=placement).sink(sink).run()
+    report = await source(Sample(30)).then(Double(), on=placement).sink(sink).run()
 
     assert sink.rewards == [2.0] * 60
     assert {worker.transport for worker in workers_of(report, 1)} == {"tcp" if far else "shm"}

@@ -11,7 +11,7 @@ import anyio
 import numpy as np
 from msgspec.structs import replace
 
-from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, current
+from penstock import SendChannel, TrajectoryGroup, current
 from penstock.testing import group
 
 
@@ -41,15 +41,6 @@ class Raises:
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         await outbox.send(group(instance_id="first"))
         raise ValueError("expected water, got sand")
-
-
-@dataclass(frozen=True)
-class Double:
-    """Doubles the rewards; a middle stage."""
-
-    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        async for record in inbox:
-            await outbox.send(replace(record, rewards=record.rewards * 2))
 
 
 @dataclass(frozen=True)
