@@ -222,7 +222,7 @@ class TrainerSilent(PenstockError, TimeoutError):
 
 
 class RunStopped(SystemExit):
-    """SIGTERM or SIGINT has stopped a run gracefully; ends the script with exit code 143 or 130."""
+    """SIGTERM, SIGINT or SIGHUP has stopped a run gracefully; ends the script with exit code 143, 130 or 129."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(128 + by)

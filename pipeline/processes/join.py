@@ -54,6 +54,7 @@ from ..graph.stage_node import name_of
 from ..util.cancelling import cancelled_after
 from ..util.exception_groups import single_exception
 from ..util.retry_pace import RetryPace
+from ..util.signals import REPEATED, handled_stop_signals
 from ..weights.weight_address import WeightAddress
 from .worker_messages import (
     Assigned,
@@ -177,7 +178,7 @@ async def join(
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     tell: Callable[[str], None],
 ) -> None:
-    """Run a stage for the pipeline at `url`, until it is done or SIGTERM or Ctrl-C arrives; `tell` what happens.
+    """Run a stage for the pipeline at `url`, until it is done or a stop signal arrives; `tell` what happens.
 
     Raises:
         WorkerRefused: the pipeline has no place for it.
@@ -212,23 +213,24 @@ async def join(
 
 @asynccontextmanager
 async def _on_signals(stopping: anyio.Event, drain_timeout_s: float) -> AsyncIterator[None]:
-    """Set `stopping` at SIGTERM or Ctrl-C within the body, and cancel the body after a deadline, or at the next one."""
+    """Set `stopping` at a stop signal within the body, and cancel the body after a deadline, or at the next one."""
     loop = asyncio.get_running_loop()
     with anyio.CancelScope() as scope:
 
-        def stop() -> None:
-            if stopping.is_set():
+        def stop(by: signal.Signals) -> None:
+            if stopping.is_set() and by != REPEATED:
                 scope.cancel()
-            else:
+            elif not stopping.is_set():
                 stopping.set()
                 scope.deadline = anyio.current_time() + drain_timeout_s
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
+        numbers = handled_stop_signals()
+        for number in numbers:
+            loop.add_signal_handler(number, stop, number)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
 

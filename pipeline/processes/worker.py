@@ -2,7 +2,7 @@
 
 A worker is started by `subprocess.Popen`, never by a fork. It inherits three descriptors: the payload (an anonymous
 file with the pickled stage, written by its parent), the page of its ledger's counters, and a pipe for events to the
-parent. The kernel kills it when its parent dies. It ends on SIGTERM, and leaves Ctrl-C to its parent.
+parent. The kernel kills it when its parent dies. It ends on SIGTERM, and leaves Ctrl-C and SIGHUP to its parent.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import msgspec
 
 from ..accounting.shared_counters import SharedCounters
 from ..util.exception_groups import single_exception
+from ..util.signals import handled_stop_signals
 from .worker_messages import Failed, Finished, ProcessConfig, Starting, WorkerEvent, encode_event
 from .worker_payload import open_payload
 from .worker_stage import Link, description_of, importing_main, run_stage, traceback_of
@@ -34,7 +35,8 @@ def main(encoded: str) -> None:
     """Run a stage by its `ProcessConfig`, encoded as JSON."""
     config = msgspec.json.decode(encoded, type=ProcessConfig)
     die_with(config.parent)
-    signal.signal(signal.SIGINT, lambda *_: None)  # a handler, because programs that it starts would inherit SIG_IGN
+    for number in {signal.SIGINT, signal.SIGHUP} & set(handled_stop_signals()):
+        signal.signal(number, lambda *_: None)  # a handler, because programs that it starts would inherit SIG_IGN
     for fd in (config.payload, config.counters, config.events):
         os.set_inheritable(fd, False)
     try:

@@ -158,9 +158,9 @@ class Pipeline:
 
         However the run ends, cancellation included, `report` is set afterwards.
 
-        SIGTERM and Ctrl-C stop it gracefully: the sink finishes its present step, SinkTrainer writes a checkpoint, and
-        the script ends with exit code 143 or 130. A second signal ends the process at once. This holds where the run
-        is in the main thread of a script that does not handle the signal itself.
+        SIGTERM, Ctrl-C and SIGHUP stop it gracefully: the sink finishes its present step, SinkTrainer writes a
+        checkpoint, and the script ends with exit code 143, 130 or 129. A second SIGTERM or Ctrl-C ends the process at
+        once. This holds where the run is in the main thread of a script that does not handle the signal itself.
 
         Args:
             folder: of the run's checkpoints, of its metrics and samples in `metrics.jsonl` and `samples.jsonl`, and of

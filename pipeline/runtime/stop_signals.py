@@ -1,7 +1,8 @@
-"""Handle SIGTERM and SIGINT during a run: the first one stops it gracefully, a second one ends the process at once.
+"""Handle SIGTERM, SIGINT and SIGHUP during a run: the first one stops it gracefully, a second ends the process at once.
 
 Handlers are installed where a run is in the main thread of a script, for signals for which the script has no handler of
-its own, and are restored when the last run has ended without a signal. From the first signal on the process has
+its own, and are restored when the last run has ended without a signal. One that the process was started to ignore, as
+by nohup, stays ignored. From the first signal on the process has
 `stop_timeout_s` to end. A thread enforces that: a stage may block the event loop, and a step the interpreter's exit.
 Knows no stage.
 """
@@ -26,9 +27,8 @@ import anyio
 
 from ..errors import RunStopped
 from ..util.exception_groups import all_of
-from ..util.printing import print_line
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from ..util.printing import leave_closed_terminal, print_line
+from ..util.signals import REPEATED, STOP_SIGNALS
 
 STOP_TIMEOUT_S = 30.0
 """Seconds from the first signal to the end of the process: as many as Kubernetes and torchrun allow before SIGKILL."""
@@ -100,7 +100,7 @@ class _Handlers:
             self._restore()
 
     def _install(self) -> None:
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             handler = signal.getsignal(number)
             if _is_default(number, handler):
                 self._replaced[number] = signal.signal(number, self._handle)
@@ -114,6 +114,9 @@ class _Handlers:
 
     def _handle(self, number: int, _: object) -> None:
         by = signal.Signals(number)
+        leave_closed_terminal()
+        if self._by is not None and by == REPEATED:
+            return
         if self._by is not None:
             _end_process(by, f"{by.name}: ended at once")
         self._by = by

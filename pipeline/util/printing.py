@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+import termios
 from contextlib import suppress
 
 
@@ -10,3 +13,15 @@ def print_line(line: str) -> None:
     """Print a line to stderr, where that is open."""
     with suppress(OSError, ValueError):
         print(f"penstock: {line}", file=sys.stderr, flush=True)  # noqa: T201 (for the user)
+
+
+def leave_closed_terminal() -> None:
+    """Send what is printed to a terminal that was closed nowhere: `print` would raise in the code of a user."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+                os.dup2(null, descriptor)
+                os.close(null)

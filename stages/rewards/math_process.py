@@ -29,7 +29,8 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 def main(parent: str) -> None:
     """Compare until `parent`, the process that started this one, closes the pipe."""
     die_with(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent ends this process
     logging.disable(logging.WARNING)  # math-verify logs every timeout
     with os.fdopen(os.dup(1), "wb", buffering=0) as replies:
         os.dup2(2, 1)  # for whatever a library prints

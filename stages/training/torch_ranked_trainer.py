@@ -17,6 +17,7 @@ from typing import Any, Self
 from ..._pipeline.durability.resumption import Stateful
 from ..._pipeline.errors import PeerLost
 from ..._pipeline.util.exception_groups import single_exception
+from ..._pipeline.util.signals import STOP_SIGNALS
 from ..._schemas import GroupId, TokenizerIdentity, TrainBatch
 from .shares import decode_share, encode_share, shares
 from .torch_trainer import TorchTrainer
@@ -128,12 +129,12 @@ class RankedTrainer:
     # -- on other ranks ------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Execute commands of the leader until it ends, ignoring Ctrl-C and SIGTERM, which it handles. Blocks.
+        """Execute commands of the leader until it ends, ignoring the stop signals, which it handles. Blocks.
 
         Raises:
             PeerLost: the leader died, or ended with an error; or another rank died.
         """
-        with _ignored(signal.SIGINT, signal.SIGTERM):
+        with _ignored(*STOP_SIGNALS):
             while (command := self._ranks.receive_command())[0] != END:
                 with self._ranks.connected():
                     self._execute(*command)

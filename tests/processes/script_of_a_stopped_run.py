@@ -39,6 +39,9 @@ GROUPS = 40
 STOP_TIMEOUT_S = {"hanging step": 1.0, "blocked stage": 1.0}
 """By moment; long enough for any machine where nothing hangs."""
 
+WAITING = ("waiting", "printing")
+"""Moments at which everything is trained and the source waits; in the second the trainer prints when it saves."""
+
 
 def write_line(what: str) -> None:
     os.write(1, f"{what}\n".encode())
@@ -72,11 +75,14 @@ class Trainer:
         if self._folder is not None:
             with (self._folder / "trained").open("a") as file:
                 file.writelines(f"{each.instance_id} {each.repetition_id}\n" for each in batch.ids)
-        if MOMENT == "waiting" and self.steps == GROUPS // 2:
+        if MOMENT in WAITING and self.steps == GROUPS // 2:
             write_line(MOMENT)
         return {}
 
     def save(self, folder: Path, committed: Mapping[GroupId, int], /) -> Path:
+        if MOMENT == "printing":
+            sys.stderr.write("saving\n")
+            sys.stderr.flush()
         kept = [[*group, mask] for group, mask in committed.items()]
         return write_checkpoint(folder, self.steps, lambda into: _write(into / "state", [self.steps, kept]))
 
@@ -119,7 +125,7 @@ class Numbered(Sample):
 
 def pipeline(folder: Path | None) -> Pipeline:
     trainer = Trainer(folder)
-    env = Numbered(GROUPS, waits=MOMENT == "waiting")
+    env = Numbered(GROUPS, waits=MOMENT in WAITING)
     return source(env, on=processes(2)).then(Pack()).sink(SinkTrainer(trainer))
 
 

@@ -337,14 +337,18 @@ async def test_the_script_of_the_page_runs(page: Path, url: str) -> None:
 # -- leaving and coming back -------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_that_is_asked_to_stop_completes_what_it_has_begun(url: str, workers: Workers) -> None:
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]], ids=["SIGTERM", "SIGHUP twice"])
+async def test_a_worker_that_is_asked_to_stop_completes_what_it_has_begun(
+    url: str, workers: Workers, signals: list[signal.Signals]
+) -> None:
     sink = Commit()
     pipeline = source(script.held(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
 
     async with running(pipeline):
         leaving = await workers.start("held")
         await workers.seen("prompt 4 in *")
-        leaving.send_signal(signal.SIGTERM)
+        for number in signals:
+            leaving.send_signal(number)
         workers.go()
         code = await leaving.wait()
         await workers.start("held")

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C stop the run of any script in good order; a second one, or the deadline, ends the process."""
+"""SIGTERM, Ctrl-C and SIGHUP stop a run in good order; a second one, or the deadline, ends the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -26,13 +26,33 @@ STOPPING = "the run is stopping"
 
 
 @contextmanager
-def script(how: str, moment: str, folder: Path | None) -> Iterator[subprocess.Popen[str]]:
+def script(how: str, moment: str, folder: Path | None, under: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
     """Run the script in a process group of its own, as under a terminal."""
-    command = [sys.executable, "-m", SCRIPT, how, moment, str(folder or "-")]
+    command = [*under, sys.executable, "-m", SCRIPT, how, moment, str(folder or "-")]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0, cwd=ROOT
     ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+@contextmanager
+def script_in_terminal(how: str, moment: str, folder: Path, line: int, stderr: int) -> Iterator[subprocess.Popen[str]]:
+    """Run the script in a session of its own, whose terminal is `line`."""
+    with subprocess.Popen(
+        [sys.executable, "-m", SCRIPT, how, moment, str(folder)],
+        stdin=line,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 (a terminal of its own)
+    ) as running:
+        os.close(line)
         try:
             yield running
         finally:
@@ -89,7 +109,11 @@ WAYS = [
 
 @pytest.mark.parametrize(
     ("how", "number"),
-    [*((how, signal.SIGTERM) for how in WAYS), *((how, signal.SIGINT) for how in ("run", "run_until_complete"))],
+    [
+        *((how, signal.SIGTERM) for how in WAYS),
+        *((how, signal.SIGINT) for how in ("run", "run_until_complete")),
+        ("run", signal.SIGHUP),
+    ],
 )
 def test_a_signal_finishes_the_step_writes_a_checkpoint_and_ends_the_script_without_a_traceback(
     how: str, number: signal.Signals, tmp_path: Path
@@ -136,18 +160,7 @@ def test_a_run_without_a_folder_reports_that_there_is_no_checkpoint() -> None:
 
 def test_ctrl_c_in_a_terminal_reaches_no_worker_and_stops_the_run(tmp_path: Path) -> None:
     terminal, line = pty.openpty()
-    command = [sys.executable, "-m", SCRIPT, "run", "waiting", str(tmp_path)]
-    with subprocess.Popen(
-        command,
-        stdin=line,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 (a terminal of its own)
-    ) as running:
-        os.close(line)
+    with script_in_terminal("run", "waiting", tmp_path, line, stderr=subprocess.PIPE) as running:
         read_until(running.stdout, "waiting")
         os.write(terminal, b"\x03")
         out, errors = running.communicate()
@@ -158,6 +171,42 @@ def test_ctrl_c_in_a_terminal_reaches_no_worker_and_stops_the_run(tmp_path: Path
     assert "ended by: stopped by SIGINT, balanced: True" in out
     assert checkpoints_in(tmp_path) == ["step-00000020"]
     assert len(trained_in(tmp_path)) == 2 * GROUPS
+
+
+def test_a_terminal_that_is_closed_stops_the_run_and_what_it_prints_goes_nowhere(tmp_path: Path) -> None:
+    terminal, line = pty.openpty()
+    with script_in_terminal("run", "printing", tmp_path, line, stderr=line) as running:
+        read_until(running.stdout, "printing")
+        os.close(terminal)
+        out, _ = running.communicate()
+
+    assert running.returncode == 129
+    assert "ended by: stopped by SIGHUP, balanced: True" in out
+    assert checkpoints_in(tmp_path) == ["step-00000020"]
+
+
+def test_another_hangup_changes_nothing(tmp_path: Path) -> None:
+    with script("run", "in step 3", tmp_path) as running:
+        read_until(running.stdout, "in step 3")
+        running.send_signal(signal.SIGHUP)
+        read_until(running.stderr, STOPPING)
+        running.send_signal(signal.SIGHUP)
+        go_on(running)
+        _, errors = running.communicate()
+
+    assert running.returncode == 129, errors
+    assert checkpoints_in(tmp_path) == ["step-00000003"]
+
+
+def test_a_hangup_does_not_stop_a_run_under_nohup(tmp_path: Path) -> None:
+    with script("run", "in step 3", tmp_path, ["nohup"]) as running:
+        read_until(running.stdout, "in step 3")
+        running.send_signal(signal.SIGHUP)
+        go_on(running)
+        out, errors = running.communicate()
+
+    assert running.returncode == 0, errors
+    assert "ended by: end of stream" in out
 
 
 def test_a_signal_while_the_run_opens_stops_it_before_it_begins(tmp_path: Path) -> None:
@@ -204,7 +253,12 @@ def test_all_runs_of_a_process_are_stopped_and_each_writes_its_checkpoint(tmp_pa
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)],
+    [
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGINT, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGTERM),
+    ],
 )
 def test_a_second_signal_ends_the_process_at_once(
     first: signal.Signals, second: signal.Signals, tmp_path: Path

@@ -18,7 +18,7 @@ from penstock._pipeline.runtime.run import Run
 from penstock._pipeline.util.exception_groups import all_of
 from penstock.errors import RunStopped, StageFailed
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ async def test_a_run_that_is_stopped_before_it_began_opens_nothing() -> None:
 
 
 def test_the_exit_code_is_that_of_the_signal() -> None:
-    assert [RunStopped(number).code for number in SIGNALS] == [130, 143]
+    assert [RunStopped(number).code for number in SIGNALS] == [130, 143, 129]
     assert str(RunStopped(signal.SIGTERM)) == "the run was stopped by SIGTERM"
 
 

@@ -5,7 +5,6 @@ Imports no HTTP server, so that `penstock --help` and a pipeline's description n
 
 from __future__ import annotations
 
-import signal
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import anyio
 import anyio.to_thread
 
 from ....._pipeline.errors import InvalidConfig, MissingExtra
+from ....._pipeline.util.signals import handled_stop_signals
 from ....._pipeline.util.waiting import Waiters
 from ....._schemas import TrajectoryGroup
 from ....._schemas.numbers import normalize_counts
@@ -218,14 +218,14 @@ class RelayBackend(Backend[bytes]):
 
 
 async def serve(config: ServerConfig, queue: TrajectoryQueue[bytes], on_listening: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; `on_listening` is called with the URL.
+    """Serve until a stop signal arrives; `on_listening` is called with the URL.
 
     Raises:
         MissingExtra: the packages for an HTTP server are not installed.
         InvalidConfig: the host is beyond loopback and there is no token, or the certificate cannot be used.
         OSError: the host is unknown, or the port is taken.
     """
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    with anyio.open_signal_receiver(*handled_stop_signals()) as signals:
         async with open_server(config, queue, RelayBackend(), "penstock gateway") as running:
             on_listening(running.url)
             async for _ in signals:
