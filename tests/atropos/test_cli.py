@@ -6,10 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from tests.failsafe import FAILSAFE_S
 
 from penstock.errors import InvalidConfig
 from penstock.integrations.atropos import ServerConfig
@@ -63,8 +66,20 @@ def test_shared_memory_of_no_size_is_refused() -> None:
         ServerConfig(shm_bytes=0)
 
 
-def test_an_empty_token_is_none_that_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "got an empty one" in str(exit_code(monkeypatch, "gateway", "--token", ""))
+def test_an_empty_token_is_none_that_was_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "token").touch()
+
+    assert "got an empty one" in str(exit_code(monkeypatch, "gateway", "--token-file", str(tmp_path / "token")))
+
+
+def test_a_token_file_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = str(tmp_path / "token")
+
+    assert path in str(exit_code(monkeypatch, "gateway", "--token-file", path))
+
+
+def test_a_token_is_no_option_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exit_code(monkeypatch, "gateway", "--token", "secret") == 2
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +150,7 @@ import gc
 import sys
 {MAIN}
 before = gc.get_threshold()
-sys.argv = ["penstock", "gateway", "--port", "0"]
+sys.argv = ["penstock", "gateway", "--port", "0", *sys.argv[1:]]
 try:
     main()
 finally:
@@ -144,13 +159,39 @@ finally:
 """
 
 
-def test_a_gateway_that_listens_prints_its_url_and_collects_garbage_rarely() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_gateway_that_listens_prints_its_url_and_collects_garbage_rarely(number: signal.Signals) -> None:
     command = [sys.executable, "-c", SERVED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         listening = server.stdout.readline()
-        server.send_signal(signal.SIGTERM)
+        server.send_signal(number)
         _, errors = server.communicate()
 
     assert listening.startswith("listening at http://127.0.0.1:")
     assert (server.returncode, errors) == (0, "")
+
+
+def test_the_token_of_a_gateway_is_not_in_its_command_line(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("only-for-clients\n")
+    command = [sys.executable, "-c", SERVED, "--token-file", str(tmp_path / "token")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        refused = status_of(f"{url}/status")
+        accepted = status_of(f"{url}/status", "only-for-clients")
+        shown = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        server.terminate()
+
+    assert (refused, accepted) == (401, 200)
+    assert b"only-for-clients" not in shown
+
+
+def status_of(url: str, token: str | None = None) -> int:
+    """Return the status with which `url` is answered."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=FAILSAFE_S) as response:  # noqa: S310 (of this host)
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
 from typing import Annotated
 
 import anyio
@@ -36,9 +38,8 @@ def gateway(
     *,
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Where to listen; 0 for a free port.", min=0, max=PORTS - 1)] = DEFAULT_PORT,
-    token: Annotated[
-        str | None,
-        typer.Option(envvar="PENSTOCK_TOKEN", help="Secret that clients send; other users see the option."),
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the secret that clients send; by default PENSTOCK_TOKEN has it.")
     ] = None,
     certfile: Annotated[
         str | None, typer.Option(help="Certificate chain in PEM; with it the gateway speaks https.")
@@ -59,12 +60,23 @@ def gateway(
     """Serve environments and trainers that were written for Atropos."""
     limits = Limits(request_bytes=request_bytes, inflated_bytes=inflated_bytes)
     server = ServerConfig(
-        host=host, port=port, token=token, certfile=certfile, keyfile=keyfile, limits=limits, shm_bytes=shm_bytes
+        host=host,
+        port=port,
+        token=_token(token_file),
+        certfile=certfile,
+        keyfile=keyfile,
+        limits=limits,
+        shm_bytes=shm_bytes,
     )
     queue: TrajectoryQueue[bytes] = TrajectoryQueue(
         capacity=capacity, capacity_bytes=capacity_bytes, heartbeat_timeout_s=heartbeat_timeout_s
     )
     anyio.run(serve, server, queue, _announce)
+
+
+def _token(file: Path | None) -> str | None:
+    """Return the token; a command line would show it to every user of the host."""
+    return os.environ.get("PENSTOCK_TOKEN") or None if file is None else file.read_text().strip()
 
 
 def _announce(url: str) -> None:

@@ -102,7 +102,8 @@ def _listen(config: ServerConfig) -> socket.socket:
     if config.token is None and not ipaddress.ip_address(address[0]).is_loopback:
         raise InvalidConfig(
             f"host: expected a loopback address or a token, got {host} and none: any client that reaches the port "
-            f"could read and write what is trained; give a token (--token, or PENSTOCK_TOKEN), or listen at 127.0.0.1"
+            f"could read and write what is trained; give a token (--token-file, or PENSTOCK_TOKEN), or listen at "
+            f"127.0.0.1"
         )
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY for no other
     try:
