@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..._schemas.numbers import whole_number
@@ -47,11 +47,14 @@ class AdaptiveKL(Term):
     target: float
     horizon: int = 10_000
     estimator: KLEstimator = "k3"
+    _given: float = field(init=False, repr=False)
+    """The weight of the first step."""
 
     name: ClassVar[str] = "kl"
 
     def __post_init__(self) -> None:
         KL(self.estimator)
+        self._given = self.weight
         for name, value in (("weight", self.weight), ("target", self.target)):
             if not 0 < value < math.inf:
                 raise ValueError(f"{name}: expected a positive number, got {value}")
@@ -70,12 +73,13 @@ class AdaptiveKL(Term):
         return {WEIGHT: used}
 
     def state_dict(self) -> dict[str, float]:
-        """Return β, for a checkpoint."""
-        return {"weight": self.weight}
+        """Return β, and that of the first step, for a checkpoint."""
+        return {"weight": self.weight, "given": self._given}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self.weight = state["weight"]
+        """Restore the state that `state_dict` returned, if it began with the same β; else begin with this one."""
+        if state.get("given", self._given) == self._given:
+            self.weight = state["weight"]
 
 
 def adaptive_kl_of(loss: Loss) -> AdaptiveKL | None:

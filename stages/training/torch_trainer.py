@@ -47,8 +47,9 @@ from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .scoring import TEMPERATURE, check_temperature, own_temperatures, read_distributions, reads
 from .step_clock import StepClock
+from .torch_optimizer import GivenOptimizer
 from .torch_ranks import Ranks
-from .torch_sharding import Trainable, accumulating, bare, device_of, gathered, is_shared, spread, spread_optimizer
+from .torch_sharding import Trainable, accumulating, bare, device_of, gathered, is_shared, spread
 from .torch_weights_file import read_weights, write_weights
 
 R = TypeVar("R")
@@ -87,7 +88,7 @@ class TorchTrainer:
         model: see `CausalModel`; trained in place, on the device its parameters are on. One that several ranks share,
             by DistributedDataParallel or `fully_shard`, is trained by a `RankedTrainer`.
         optimizer: makes the optimizer of the model's parameters; `adamw` decays only the matrices.
-        schedule: makes the schedule of its learning rate, which advances with every step; None for a constant rate.
+        schedule: makes the schedule of its learning rate, a function of the number of steps; None for a constant rate.
         loss: the loss; see `losses`.
         max_grad_norm: bound on the norm of the gradient, which is scaled down to it; None for no bound.
         micro_batch_tokens: tokens of a micro-batch, padding included; a longer sequence is in one of one row. None
@@ -144,8 +145,7 @@ class TorchTrainer:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if autocast is not None:
             _check_autocast(autocast, self._parameters)
-        self._optimizer = optimizer(self._parameters)
-        self._schedule = None if schedule is None else schedule(self._optimizer)
+        self._optimizer = GivenOptimizer(optimizer, self._parameters, schedule)
         self._reference_updates = reference_updates
         if reference_updates is not None:
             self._check_reference()
@@ -215,9 +215,8 @@ class TorchTrainer:
             reported = self._update(parts, batch, clock)
             merge(metrics, {name: metric.over(self._updates) for name, metric in reported.items()})
         self._steps += 1
-        rate = float(self._optimizer.param_groups[0]["lr"])
-        if self._schedule is not None:
-            self._schedule.step()
+        rate = self._optimizer.rate
+        self._optimizer.advance()
         if self._reference is not None and self._reference_updates is not None:
             self._reference_updates.apply(self._reference, bare(self._model), self._steps)
         found = {name: metric.value() for name, metric in metrics.items()}
@@ -241,7 +240,7 @@ class TorchTrainer:
 
     def _update(self, parts: Sequence[MicroBatch | None], batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
         """Do one optimizer update on the whole batch; return its metrics."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.optimizer.zero_grad(set_to_none=True)
         metrics: dict[str, Metric] = {}
         for left, part in zip(reversed(range(len(parts))), parts, strict=True):
             with accumulating(self._model, last=not left):
@@ -255,7 +254,7 @@ class TorchTrainer:
             raise FloatingPointError(
                 f"expected a finite gradient in step {self._steps + 1}, got norm {norm.item()} with {found}"
             )
-        self._optimizer.step()
+        self._optimizer.optimizer.step()
         clock.lap("optimizer")
         return metrics | {"grad_norm": Mean(norm)}
 
@@ -330,7 +329,7 @@ class TorchTrainer:
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the weights and the optimizer's state, whole: the collective part of `save`."""
-        return self.weights(), gathered(self._optimizer.state_dict())
+        return self.weights(), self._optimizer.state()
 
     def write(
         self,
@@ -351,10 +350,10 @@ class TorchTrainer:
         self._write_model_files(folder)
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         with (folder / OPTIMIZER).open("wb") as file:  # with a path, torch hides the reason of a failure
-            schedule = None if self._schedule is None else self._schedule.state_dict()
             random_states = {"torch": torch.get_rng_state(), "cuda": cuda}
             reference = None if self._moving_reference is None else self._moving_reference.state_dict()
-            torch.save({"optimizer": optimizer, "schedule": schedule, "reference": reference, **random_states}, file)
+            kept = {"optimizer": optimizer, "given": self._optimizer.given, "reference": reference}
+            torch.save(kept | random_states, file)
         state = _State(
             step=self._steps,
             committed=CommittedPrompts(committed).state,
@@ -387,8 +386,9 @@ class TorchTrainer:
     def resume(self, checkpoint: str | Path) -> None:
         """Resume from a checkpoint: weights, optimizer, random generators, every Stateful, and the committed ids.
 
-        The next steps on the same batches are bit for bit those of an uninterrupted run, on the same machine with the
-        same number of threads.
+        A hyper-parameter of the optimizer has the value that the recipe of this trainer gives, and the learning rate is
+        that of its schedule after as many steps. If all are those of the checkpoint's trainer, the next steps on the
+        same batches are bit for bit those of an uninterrupted run, on the same machine with the same number of threads.
 
         Raises:
             WeightsMismatch: the checkpoint is of another model; lists every difference.
@@ -410,9 +410,7 @@ class TorchTrainer:
         tensors = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
         model = bare(self._model)
         model.load_state_dict(spread(weights, model.state_dict()))
-        self._optimizer.load_state_dict(spread_optimizer(tensors["optimizer"], self._parameters))
-        if self._schedule is not None:
-            self._schedule.load_state_dict(tensors["schedule"])
+        self._optimizer.resume(tensors["optimizer"], tensors.get("given"), kept.step)
         if self._moving_reference is not None:
             self._moving_reference.load_state_dict(tensors["reference"])
         for name, stateful in self._state.items():

@@ -135,3 +135,16 @@ def test_one_loss_has_one_adaptive_term() -> None:
 def test_numbers_that_steer_nothing_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AdaptiveKL(**values)
+
+
+def test_another_first_weight_replaces_the_adapted_one_in_a_resumed_run(tmp_path: Path) -> None:
+    before = trainer(PPOClip() + AdaptiveKL(0.1, 1e-3, horizon=50))
+    before.step(made(0))
+    checkpoint = before.save(tmp_path, {})
+    same, other = (trainer(PPOClip() + AdaptiveKL(weight, 1e-3, horizon=50)) for weight in (0.1, 0.5))
+
+    for resumed in (same, other):
+        resumed.resume(checkpoint)
+
+    assert same.step(made(1))["adaptive_kl/weight"] == before.step(made(1))["adaptive_kl/weight"] != 0.1
+    assert other.step(made(1))["adaptive_kl/weight"] == 0.5

@@ -71,6 +71,106 @@ def test_a_resumed_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
     assert resumed.step(made())["lr"] == expected == pytest.approx(0.05)
 
 
+def resumed_beside(checkpoint: Path, **options: Any) -> TorchTrainer:
+    resumed = trainer(**options)
+    resumed.resume(checkpoint)
+    return resumed
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        None,
+        HALVING,
+        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+        partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=9),
+        partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20),
+    ],
+    ids=["constant", "exponential", "lambda", "cosine", "one cycle"],
+)
+def test_the_rates_of_a_resumed_run_are_bit_for_bit_those_of_a_whole_one(tmp_path: Path, schedule: Any) -> None:
+    whole = trainer(schedule=schedule)
+    for step in range(3):
+        whole.step(made(step))
+    checkpoint = whole.save(tmp_path, {})
+
+    resumed = resumed_beside(checkpoint, schedule=schedule)
+
+    for step in range(3, 6):
+        assert resumed.step(made(step))["lr"] == whole.step(made(step))["lr"]
+    assert all(torch.equal(tensor, resumed.weights()[name]) for name, tensor in whole.weights().items())
+
+
+@pytest.mark.parametrize(
+    ("changed", "rate"),
+    [
+        ({"optimizer": partial(adamw, lr=0.4)}, 0.1),
+        ({"schedule": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.25)}, 0.1 / 16),
+        ({"schedule": None}, 0.1),
+        ({"optimizer": partial(adamw, lr=0.4), "schedule": None}, 0.4),
+    ],
+    ids=["rate", "schedule", "no schedule", "both"],
+)
+def test_a_resumed_run_has_the_rate_that_its_own_recipes_give_at_that_step(
+    tmp_path: Path, changed: dict[str, Any], rate: float
+) -> None:
+    before = trainer(schedule=HALVING)
+    before.step(made(0))
+    before.step(made(1))
+
+    resumed = resumed_beside(before.save(tmp_path, {}), **{"schedule": HALVING} | changed)
+
+    assert resumed.step(made(2))["lr"] == pytest.approx(rate)
+
+
+def test_changed_hyper_parameters_apply_from_the_first_step_of_a_resumed_run_on(tmp_path: Path) -> None:
+    before = trainer()
+    before.step(made(0))
+    checkpoint = before.save(tmp_path, {})
+    resumed = resumed_beside(checkpoint, optimizer=partial(adamw, lr=0.02, betas=(0.5, 0.7), weight_decay=0.3))
+    metrics = resumed.step(made(1))
+
+    matrices, vectors = groups_of(resumed.save(tmp_path, {}))
+    assert (metrics["lr"], matrices["lr"], matrices["betas"], matrices["weight_decay"]) == (0.02, 0.02, (0.5, 0.7), 0.3)
+    assert vectors["weight_decay"] == 0
+    unchanged = resumed_beside(checkpoint)
+    unchanged.step(made(1))
+    assert not all(torch.equal(tensor, unchanged.weights()[name]) for name, tensor in resumed.weights().items())
+
+
+def groups_of(checkpoint: Path) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = torch.load(checkpoint / "optimizer.pt", weights_only=True)["optimizer"][
+        "param_groups"
+    ]
+    return groups
+
+
+class Counting(torch.optim.SGD):
+    """Has state in its parameter groups, as optimizers that find their own rate do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        for group in self.param_groups:
+            group["counted"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["counted"] += 1
+        return super().step(closure)
+
+
+def test_state_that_an_optimizer_has_in_its_groups_is_restored_beside_a_changed_rate(tmp_path: Path) -> None:
+    before = trainer(optimizer=partial(Counting, lr=0.1))
+    before.step(made(0))
+    before.step(made(1))
+
+    resumed = resumed_beside(before.save(tmp_path, {}), optimizer=partial(Counting, lr=0.2))
+    resumed.step(made(2))
+
+    (group,) = groups_of(resumed.save(tmp_path, {}))
+    assert (group["counted"], group["lr"]) == (3, 0.2)
+
+
 # -- weight decay ------------------------------------------------------------------------------------------------------
 
 
