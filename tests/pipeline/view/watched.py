@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,9 @@ from penstock import Pipeline, SendChannel, SinkTrainer, TrainBatch, source
 from penstock.trackers import Samples
 
 STEPS = 4
+
+MEMORY_HERE = re.compile(r"\d (MiB|GiB) here")
+"""The memory of the process that runs the tests: it depends on the tests that ran in it before."""
 
 
 class Words:
