@@ -187,6 +187,7 @@ class SinkTrainer:
             max_steps=self.max_steps,
             tokenizers=tokenizer_of(self.trainer, self.samples),
             saved=saved,
+            saves_at_end=self.checkpoints is not None,
             evaluation=self.evaluation,
         )
 

@@ -40,7 +40,7 @@ class Processes:
     count: int
     """Workers, each in one process."""
     restarts: int = 1
-    """Times that each worker is restarted after it died, before the run fails."""
+    """Times that each worker is restarted after it died, within an hour, before the run fails."""
     stop_timeout_s: float = STOP_TIMEOUT_S
     """Seconds between SIGTERM and SIGKILL when a worker is stopped."""
     start_timeout_s: float = START_TIMEOUT_S
@@ -85,7 +85,7 @@ class Ray:
     placement_timeout_s: float = PLACEMENT_TIMEOUT_S
     """Seconds after which workers that do not fit into the cluster end the run."""
     restarts: int = 1
-    """Times that each worker is restarted after it died, before the run fails."""
+    """Times that each worker is restarted after it died, within an hour, before the run fails."""
     stop_timeout_s: float = STOP_TIMEOUT_S
     """Seconds that a worker has to stop before its actor is killed."""
     start_timeout_s: float = START_TIMEOUT_S
@@ -195,9 +195,9 @@ def processes(
 ) -> Processes:
     """Place a stage in `count` processes. It is pickled to each, so it must open files and models in its `run`.
 
-    A worker that dies (a signal, `os._exit`) is restarted up to `restarts` times, and the trajectories that it held are
-    counted as lost. An exception in a worker ends the pipeline as it would here. A worker whose stage has not begun
-    after `start_timeout_s` is killed, and counts as one that died.
+    A worker that dies (a signal, `os._exit`) is restarted up to `restarts` times within an hour, and the trajectories
+    that it held are counted as lost. An exception in a worker ends the pipeline as it would here. A worker whose stage
+    has not begun after `start_timeout_s` is killed, and counts as one that died.
 
     >>> processes(4, restarts=2)
     Processes(count=4, restarts=2, stop_timeout_s=3.0, start_timeout_s=60.0)
@@ -226,9 +226,9 @@ def ray(
     """Place a stage in `workers` actors of Ray. Ray pickles it to each, so it opens files and models in its `run`.
 
     Records travel over shared memory to actors on this host, and over tcp, encrypted with a key of the run, to those on
-    other hosts. A worker whose actor or node dies is restarted, on another node if need be, up to `restarts` times, and
-    the trajectories that it held are counted as lost. The run uses a cluster that exists: `address="auto"` finds that
-    of this host or of `RAY_ADDRESS`, `"local"` starts one for the run.
+    other hosts. A worker whose actor or node dies is restarted, on another node if need be, up to `restarts` times
+    within an hour, and the trajectories that it held are counted as lost. The run uses a cluster that exists:
+    `address="auto"` finds that of this host or of `RAY_ADDRESS`, `"local"` starts one for the run.
 
     >>> ray(workers=2, num_gpus=1).bundle
     {'CPU': 1, 'GPU': 1}
@@ -242,7 +242,7 @@ def ray(
         address: the address of the cluster.
         runtime_env: Ray's runtime environment of the actors: their packages, files and variables.
         placement_timeout_s: how long the cluster may take to reserve what they need; then the run fails with a table.
-        restarts: how often each worker is restarted after it died.
+        restarts: how often each worker is restarted within an hour after it died.
         stop_timeout_s: how long a worker may take to stop before it is killed.
         start_timeout_s: how long a worker may take until its stage begins; one that takes longer counts as dead.
 

@@ -68,6 +68,8 @@ class StageInfo:
     it uses none."""
     saved: Mapping[str, Any] = field(default_factory=dict)
     """Objects whose state the checkpoints of a sink hold, by name; stages may be among them."""
+    saves_at_end: bool = False
+    """True of a sink that writes a checkpoint when its stream ends."""
     evaluation: object | None = None
     """The evaluation that a source does, or that a sink waits for."""
     nodes: tuple[StageNode, ...] = ()

@@ -8,7 +8,8 @@ passes through four phases:
 2. Run: it reports events, until its stage returns or raises, or the process dies.
 3. Exit: a process whose stage is done must exit by a deadline; any other one is asked to stop, and killed after a
    deadline.
-4. Restart: a worker that died is restarted as often as its placement allows; one whose stage raised ends the run.
+4. Restart: a worker that died is restarted, as often within an hour as its placement allows; one whose stage raised
+   ends the run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..graph.context import Worker
 from ..graph.placement import Processes, Remote
 from ..graph.statistics import WorkerStatistics
 from ..util.exception_groups import first_exception
+from .restart_budget import RestartBudget
 from .worker_accounting import WorkerAccounting
 from .worker_messages import WorkerEvent
 from .worker_progress import WorkerProgress
@@ -153,7 +155,7 @@ class Supervisor:
 
     async def _run_with_restarts(self, spawner: Spawner, index: int, feed: Feed | None) -> None:
         """Run one worker, restarting it where it dies, until its stage returns."""
-        restart = 0
+        restart, budget = 0, RestartBudget(self._on.restarts)
         sharing = self._on.count if isinstance(self._on, Processes) else 1  # an actor of Ray reserves its own
         while True:
             ended = await self._run_once(spawner, Worker(index, self._on.count, restart, sharing), feed)
@@ -167,9 +169,10 @@ class Supervisor:
             if ended.misplaced:
                 continue
             # 4. It died, and no restart is left: the run ends.
-            log.warning("worker_died", how=ended.exit_reason, restarts_left=self._on.restarts - restart)
-            if restart == self._on.restarts:
-                raise WorkerFailed(f"{ended.exit_reason}; it may be restarted {self._on.restarts} times at most")
+            now = anyio.current_time()
+            log.warning("worker_died", how=ended.exit_reason, restarts_left=budget.left(now))
+            if not budget.take(now):
+                raise WorkerFailed(f"{ended.exit_reason}; it may be restarted {self._on.restarts} times within an hour")
             # 5. It died, and may be restarted.
             restart += 1
 

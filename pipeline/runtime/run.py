@@ -4,7 +4,8 @@ The end of one stage determines the end of the others:
 
 1. It returned: its outgoing stream ends when all of it is received, and the stages before it are cancelled, because
    their records would not be received.
-2. It raised: all stages are cancelled, and the run raises `StageFailed`.
+2. It raised: the stages before the sink are cancelled, and the run raises `StageFailed`. A sink that writes checkpoints
+   finishes its present step and writes one first, if this run has done any; any other sink is cancelled.
 3. The run was cancelled: all stages are cancelled, without a failure.
 """
 
@@ -27,6 +28,7 @@ from ..errors import PeerClosed, RolloutsFailed, StageFailed
 from ..graph.context import Context, entered
 from ..graph.edge import CountingSendChannel, Edge, EdgeCounter, StoppableReceiveChannel
 from ..graph.placement import Here, Joining, Remote
+from ..graph.stage_info import info_of
 from ..graph.stage_node import StageNode
 from ..graph.statistics import PipelineStatistics, StageState, StageStatistics
 from ..processes.worker_accounting import RUN_ENDED
@@ -35,6 +37,9 @@ from ..util.exception_groups import all_of, single_exception, unwrap_single
 from .outcome import END_OF_STREAM
 
 log = get_logger("penstock.pipeline")
+
+SAVE_TIMEOUT_S = 600.0
+"""Seconds that a sink may take for its present step and its checkpoint once another stage has failed."""
 
 
 class _Forwarder:
@@ -129,6 +134,8 @@ class Run:
         if outbox is not None and nodes[-1].remote:
             nodes = [*nodes, StageNode(_Forwarder(), "outlet", Here())]
         self._context = context
+        self._resumed_at = context.ledger.step
+        """The last optimizer step of the run that this one resumes."""
         self._outbox = outbox
         """The channel that the last stage sends to, in a fragment without a sink."""
         self._tasks = [_StageTask(node, context, self) for node in nodes]
@@ -187,9 +194,7 @@ class Run:
         if self._inbox is None:
             self._opening.cancel()
             return
-        self._inbox.end()
-        for task in self._tasks[:-1]:
-            task.scope.cancel()
+        self._end_before_sink(self._inbox)
 
     async def _supervise(self, task: _StageTask) -> None:
         """Run one stage, and then end or cancel the stages that its end concerns."""
@@ -233,7 +238,7 @@ class Run:
         except RolloutsFailed as error:
             if self._failure is None:
                 self._failure = error
-                self._scope.cancel()
+                self._end_failed()
 
     def _record_failure(self, task: _StageTask, error: Exception) -> None:
         later = self._tasks[self._tasks.index(task) + 1 :]
@@ -252,7 +257,23 @@ class Run:
         else:
             self._failure.add_note(f"besides: {failure}")
             log.warning("stage_failed_too", stage=task.node.name, error=_line(cause))
-        self._scope.cancel()
+        self._end_failed()
+
+    def _end_failed(self) -> None:
+        """End all stages after a failure: a sink that has steps to save by the end of its stream, others at once."""
+        sink = self._tasks[-1]
+        saves = not sink.over and info_of(sink.node.stage).saves_at_end and self._context.ledger.step > self._resumed_at
+        if self._inbox is None or not saves:
+            self._scope.cancel()
+            return
+        self._scope.deadline = min(self._scope.deadline, anyio.current_time() + SAVE_TIMEOUT_S)
+        self._end_before_sink(self._inbox)
+
+    def _end_before_sink(self, inbox: StoppableReceiveChannel[Any]) -> None:
+        """Cancel every stage before the sink, whose stream `inbox` ends."""
+        inbox.end()
+        for task in self._tasks[:-1]:
+            task.scope.cancel()
 
     def _release_upstream(self, task: _StageTask) -> None:
         """Cancel the stages before `task`, which has returned; one that has closed its end runs until the sink returns.

@@ -238,6 +238,9 @@ class PlacementConfig(Config, frozen=True):
     """Samples in actors of Ray, by their requirements; null for processes of this host."""
     joining: JoiningConfig | None = None
     """Samples in workers that join from other hosts; null for processes of this host."""
+    restarts: Natural = 1
+    """Times that each sampler is restarted after it died, within an hour, before the run ends, with a checkpoint.
+    Workers that join are not restarted from here."""
     device: str = ""
     """Device that trains, `cuda:0`; by default the first GPU, and the processor where there is none."""
     sampler_device: str = ""

@@ -256,7 +256,12 @@ class RunParts:
     def _samplers(self, policy: Policy) -> Remote:
         placement = self.config.placement
         if placement.ray is not None:
-            return ray(placement.samplers, start_timeout_s=START_TIMEOUT_S, **structs.asdict(placement.ray))
+            return ray(
+                placement.samplers,
+                restarts=placement.restarts,
+                start_timeout_s=START_TIMEOUT_S,
+                **structs.asdict(placement.ray),
+            )
         if (on := placement.joining) is not None:
             weights = policy.weights if isinstance(policy, TorchPolicy) else None
             return joining(
@@ -267,7 +272,7 @@ class RunParts:
                 digest=digest_of(self.config),
                 absence_timeout_s=on.absence_timeout_s,
             )
-        return processes(placement.samplers, start_timeout_s=START_TIMEOUT_S)
+        return processes(placement.samplers, restarts=placement.restarts, start_timeout_s=START_TIMEOUT_S)
 
     def pipeline(self, policy: Policy, trainer: Trainer, publisher: WeightSink | None) -> Pipeline:
         """Return the pipeline of the run."""

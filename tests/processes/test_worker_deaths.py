@@ -14,9 +14,10 @@ import anyio
 import anyio.lowlevel
 import pytest
 from tests.processes import worker_stages as stages
+from tests.processes.script_of_a_stopped_run import Pack, Trainer
 from tests.processes.worker_sinks import Attentive, Commit
 
-from penstock import Pipeline, processes, source
+from penstock import Pipeline, SinkTrainer, processes, source
 from penstock.accounting import StageStatistics
 from penstock.errors import WorkerFailed
 
@@ -65,13 +66,27 @@ async def test_a_worker_that_dies_too_often_ends_the_run() -> None:
 
     with pytest.raises(
         WorkerFailed,
-        match=r"SampleAndDie 1/2, restart 2 \(pid \d+\) was killed by SIGKILL; it may be restarted 2 times",
+        match=r"SampleAndDie 1/2, restart 2 \(pid \d+\) was killed by SIGKILL; it may be restarted 2 times within",
     ):
         await pipeline.run()
 
     assert pipeline.report is not None
     assert pipeline.report.balance.balanced
     assert pipeline.report.balance.in_flight == 0
+
+
+async def test_a_death_that_ends_the_run_costs_no_step_that_was_trained(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    source_of_steps = source(stages.SampleStepsAndDie(steps=3), on=processes(1, restarts=0))
+    pipeline = source_of_steps.then(Pack()).sink(SinkTrainer(trainer, checkpoint_every=100))
+
+    with pytest.raises(WorkerFailed, match="was killed by SIGKILL"):
+        await pipeline.run(folder=tmp_path)
+
+    assert pipeline.report is not None
+    assert "was killed by SIGKILL" in pipeline.report.stop_reason
+    assert pipeline.report.checkpoint == str(tmp_path / "checkpoints" / "step-00000003")
+    assert pipeline.report.balance.ended["trained"] == 12
 
 
 async def test_a_worker_that_exits_without_a_word_is_as_dead_as_a_killed_one() -> None:
@@ -139,7 +154,7 @@ async def test_a_worker_that_hangs_while_it_starts_is_replaced_and_then_fails_th
 
     assert re.match(
         r"HangWhenUnpickled 1/1, restart 1 \(pid \d+\) did not start within start_timeout_s=0\.2, it was .+; "
-        r"it was killed; it may be restarted 1 times at most",
+        r"it was killed; it may be restarted 1 times within an hour",
         str(failed.value),
     )
     assert pipeline.report is not None

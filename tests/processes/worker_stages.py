@@ -84,6 +84,19 @@ class SampleAndDie(Sample):
 
 
 @dataclass(frozen=True)
+class SampleStepsAndDie:
+    """Sends two groups for each of `steps` optimizer steps, and dies when the last one is done."""
+
+    steps: int
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        for number in range(2 * self.steps):
+            await outbox.send(group(instance_id=str(number)))
+        await current().ledger.reached(self.steps)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
 class SampleForever:
     """Never ends by itself."""
 
