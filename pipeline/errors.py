@@ -61,6 +61,18 @@ class NotWritable(PenstockError, OSError):
     """A folder cannot be written: its file system is read-only, or this user may not; the message names it."""
 
 
+class FileDamaged(PenstockError, OSError):
+    """A file that is needed cannot be read back as it was written; the message has its path and a remedy."""
+
+
+class LockTimedOut(PenstockError, TimeoutError):
+    """Another process has held a lock for longer than a bound; the message names it."""
+
+
+class UnsafeLock(PenstockError, OSError):
+    """The place of a lock is not this user's alone, or no file; the message names it."""
+
+
 class MemberAbsent(PenstockError):
     """A sender that is counted by name did not connect, or did not reconnect, in `absence_timeout_s`."""
 

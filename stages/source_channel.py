@@ -30,6 +30,7 @@ from .._pipeline.channels.transports import DEFAULT_MAX_SENDERS, serve
 from .._pipeline.errors import PeerLost
 from .._pipeline.graph.context import current, outliving_the_sink
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from .._pipeline.util.atomic_file import write_atomically
 from .._pipeline.util.os_errors import explaining_os_errors
 from .._pipeline.util.waiting import Waiters
 from .._schemas import GroupId, TrajectoryGroup, tokenizer_identity
@@ -254,10 +255,5 @@ def _nothing() -> None:
 
 def _write_address(path: Path, url: str) -> None:
     """Write the file atomically: a sender may be reading it."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
     with explaining_os_errors("the address of a channel", path, or_else=ELSEWHERE, elsewhere=ELSEWHERE):
-        try:
-            unfinished.write_text(url)
-            unfinished.rename(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_atomically(path, url.encode())

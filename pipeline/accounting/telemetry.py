@@ -1,4 +1,4 @@
-"""Metrics of a run, as flat mappings for each optimizer step, and structured log events.
+"""Metrics of a run, as flat mappings for each optimizer step.
 
 Metrics are aggregated between optimizer steps and emitted together: means as Σ/Σ (never a mean of means), totals as
 sums, extremes as extremes, gauges as their last values. A sink is a callable of (metrics, step). A sink that raises is
@@ -7,58 +7,25 @@ logged once and removed: watching a run must never end it.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeAlias
+from typing import SupportsFloat, TypeAlias
 
 import msgspec
 import numpy as np
-import structlog
 from numpy.typing import ArrayLike
 
 from ..._schemas.numbers import whole_number
 from ..util.appending import append_whole
+from ..util.logger import get_logger as get_logger  # noqa: PLC0414 (modules above take it from here)
 from ..util.os_errors import explaining_os_errors
 from .evaluations import EvaluationPart, Evaluations
 
 MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
 """Takes the metrics of one optimizer step, and the step."""
-
-
-def get_logger(name: str) -> Any:
-    """Return a structlog logger, for events with fields: `log.info("worker_started", worker=0, pid=…)`.
-
-    Where structlog is not configured, events go to the standard library's logger `name`, so that a script that
-    configures neither has warnings on stderr and no output on stdout.
-    """
-    return _Logger(name)
-
-
-class _Logger:
-    """A logger that chooses its backend at every event: a script may configure structlog after it imported penstock."""
-
-    def __init__(self, name: str) -> None:
-        self._configured = structlog.get_logger(name)
-        self._standard = structlog.wrap_logger(
-            logging.getLogger(name),
-            processors=[structlog.stdlib.filter_by_level, _as_standard],
-            wrapper_class=structlog.stdlib.BoundLogger,
-            context_class=dict,
-        )
-
-    def __getattr__(self, method: str) -> Any:
-        return getattr(self._configured if structlog.is_configured() else self._standard, method)
-
-
-def _as_standard(_: Any, __: str, fields: structlog.typing.EventDict) -> tuple[tuple[str], dict[str, Any]]:
-    """Return an event as the arguments of a standard logger: `worker_started worker=0 pid=…`."""
-    passed_on = {name: fields.pop(name) for name in ("exc_info", "stack_info") if name in fields}
-    event = fields.pop("event")
-    return (" ".join([event, *(f"{name}={value!r}" for name, value in fields.items())]),), passed_on
 
 
 log = get_logger("penstock.telemetry")

@@ -1,13 +1,11 @@
 """The default key of tcp channels on loopback: one for each user, created on first use.
 
-Every process of a user finds the same file. It is written under another name first and then linked to its own, so that
-no process ever reads half of a key, and of two processes that create one at the same time both use the first.
+Every process of a user finds the same file. Of two processes that create it at the same time, both use the first.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,10 +50,5 @@ def _load(path: Path) -> ChannelKey:
 
 def _make(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    try:
-        ChannelKey.create(draft)
-        with suppress(FileExistsError):  # another process was first
-            os.link(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with suppress(FileExistsError):  # another process was first
+        ChannelKey.create(path)

@@ -17,6 +17,7 @@ import zmq
 import zmq.utils.z85
 
 from ..errors import InvalidKey
+from ..util.atomic_file import create_atomically
 from ..util.os_errors import explaining_os_errors
 
 SECRET_BYTES = 32
@@ -66,13 +67,7 @@ class ChannelKey:
         """
         key = cls(secrets.token_bytes(SECRET_BYTES))
         with explaining_os_errors("a key", Path(path)):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                with os.fdopen(fd, "w") as file:
-                    file.write(key._secret.hex() + "\n")
-            except BaseException:
-                Path(path).unlink()
-                raise
+            create_atomically(Path(path), f"{key._secret.hex()}\n".encode(), mode=0o600)
         return key
 
     @classmethod

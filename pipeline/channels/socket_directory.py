@@ -7,7 +7,6 @@ process, so a process that detects its death, or the next one that makes a direc
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import tempfile
@@ -16,11 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..util.lock_file import LockFile
 from ..util.os_errors import explaining_os_errors
 from ..util.temporary_folder import temporary_folder
 
 PREFIX = "penstock-"
-LOCK = "lock"
+LOCK = "owner"
 
 EXIT_TIMEOUT_S, RETRY_S = 1.0, 0.005
 """Bound on the time in which a dying process releases its lock, and the pause between two checks of that."""
@@ -44,7 +44,7 @@ def socket_directory() -> Iterator[Path]:
         yield path
     finally:
         _remove(path)
-        os.close(lock)
+        lock.close()
 
 
 @contextmanager
@@ -65,10 +65,10 @@ def shared_directory(name: str) -> Iterator[tuple[Path, bool]]:
     finally:
         if lock is not None:
             _remove(path)
-            os.close(lock)
+            lock.close()
 
 
-def _claimed(path: Path) -> int | None:
+def _claimed(path: Path) -> LockFile | None:
     """Make the directory if it does not exist, and return its lock; None if another process has it."""
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -76,7 +76,7 @@ def _claimed(path: Path) -> int | None:
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
             raise PermissionError(errno.EACCES, f"{path} belongs to another user, or others may write to it")
         with suppress(FileNotFoundError):  # it was removed meanwhile
-            return _locked(path, _open_lock(path, os.O_CREAT))
+            return _locked(path, LockFile(path / LOCK, mode=0o600))
 
 
 def sweep() -> None:
@@ -88,7 +88,7 @@ def sweep() -> None:
         with suppress(OSError):
             if path.stat().st_uid == os.getuid() and (lock := _take_lock(path)) is not None:
                 _remove(path)
-                os.close(lock)
+                lock.close()
 
 
 def sweep_after(path: Path) -> None:
@@ -125,11 +125,11 @@ def _root() -> Path:
     return root
 
 
-def _make(root: Path) -> tuple[Path, int]:
+def _make(root: Path) -> tuple[Path, LockFile]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
         try:
-            opened = _open_lock(path, os.O_CREAT)
+            opened = LockFile(path / LOCK, mode=0o600)
         except OSError:
             path.rmdir()
             raise
@@ -137,27 +137,18 @@ def _make(root: Path) -> tuple[Path, int]:
             return path, lock
 
 
-def _take_lock(path: Path) -> int | None:
-    """Return the lock of a directory as an open descriptor, or None where its owner lives or it has none."""
+def _take_lock(path: Path) -> LockFile | None:
+    """Return the lock of a directory, or None where its owner lives or it has none."""
     try:
-        opened = _open_lock(path)
+        opened = LockFile(path / LOCK, create=False)
     except OSError:
         return None
     return _locked(path, opened)
 
 
-def _open_lock(path: Path, flags: int = 0) -> int:
-    return os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
-
-
-def _locked(path: Path, lock: int) -> int | None:
+def _locked(path: Path, lock: LockFile) -> LockFile | None:
     """Return `lock` if it was free; close it, and return None, if it was not, or the directory is being removed."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return None
-    if not (path / LOCK).exists():
-        os.close(lock)
-        return None
-    return lock
+    if lock.take() and (path / LOCK).exists():
+        return lock
+    lock.close()
+    return None

@@ -7,7 +7,6 @@ thread at a time. Knows no ledger: the caller knows which trajectories have ende
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,8 @@ from typing import NamedTuple
 from ..._schemas import ProtocolMismatch, TrajectoryGroup
 from ..errors import JournalFull, JournalInUse
 from ..util.appending import append_whole
+from ..util.atomic_file import sync_to_disk
+from ..util.lock_file import LockFile
 from ..util.os_errors import explaining_os_errors
 from .journal_entry import CorruptRange, encode_entry, read_entries
 
@@ -130,7 +131,7 @@ class JournalFiles:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self.volumes.append(LogFile(number, path, 0))
         if self._fsync:
-            _sync_folder(self._folder)
+            sync_to_disk(self._folder)
         return self._fd
 
     def close(self) -> None:
@@ -153,26 +154,16 @@ def open_journal(folder: Path, *, capacity_bytes: int, fsync: bool) -> Iterator[
     with ExitStack() as stack:
         with _writing("the lock of a journal", folder):
             folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            stack.callback(os.close, lock)  # closing the file unlocks it, as the end of this process would
-            _lock(lock, folder)
+            lock = LockFile(folder / "lock", mode=0o600)
+            stack.callback(lock.close)
+            if not lock.take():
+                raise JournalInUse(
+                    f"expected no other process to write to the journal in {folder}, got {lock.holder}: let it end, or "
+                    f"give this run a folder of its own"
+                )
         files = JournalFiles(folder, capacity_bytes=capacity_bytes, fsync=fsync)
         stack.callback(files.close)
         yield files
-
-
-def _lock(lock: int, folder: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(lock, 32, 0).decode(errors="replace")
-        raise JournalInUse(
-            f"expected no other process to write to the journal in {folder}, got process {owner}: let it end, or give "
-            f"this run a folder of its own"
-        ) from None
-    owner = str(os.getpid())
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, owner.encode(), 0)
 
 
 def _writing(what: str, folder: Path) -> AbstractContextManager[None]:
@@ -191,11 +182,3 @@ def _volumes(folder: Path) -> list[LogFile]:
             )
         found.append(LogFile(int(name[1]), path, path.stat().st_size))
     return sorted(found, key=lambda volume: volume.number)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

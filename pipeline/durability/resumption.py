@@ -3,6 +3,7 @@
     <folder>/checkpoints/step-00000100/    written by the sink's trainer
     <folder>/metrics.jsonl                 one line for each step
     <folder>/samples.jsonl                 samples of what some steps trained
+    <folder>/lock                          is locked while a process runs in the folder
 
 Stages take part by optional methods: the sink by `with_checkpoints`, any other stage that begins differently in a
 resumed run by `resume_from`, and a stage with state by `state_dict` and `load_state_dict`. Knows nothing about the
@@ -11,10 +12,8 @@ content of a checkpoint.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -26,10 +25,15 @@ from ..graph.context import Context
 from ..graph.stage_node import StageNode
 from ..trackers.jsonl import Jsonl
 from ..trackers.tracker import RunInfo
+from ..util.atomic_file import remove_unfinished
+from ..util.lock_file import LockFile, is_locked
 from ..util.os_errors import explaining_os_errors
 
 CHECKPOINTS = "checkpoints"
 """The folder of the checkpoints in that of a run."""
+
+LOCK = "lock"
+"""The file that a process locks while it runs in the folder."""
 
 log = get_logger("penstock.pipeline")
 
@@ -114,9 +118,8 @@ def with_checkpoints(
         RunInUse: another process runs in `folder`.
         DiskFull, NotWritable, OutOfFileDescriptors: the folder or its file of metrics cannot be written.
     """
-    with explaining_os_errors("the files of a run", folder):
-        folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
+        remove_unfinished(folder)
         nodes, point = _opened(folder, nodes)
         if point.step:
             context.ledger.restore(point.committed, point.step)
@@ -133,48 +136,28 @@ def with_checkpoints(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock that the kernel releases when the process ends."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    """Make `folder` if it does not exist, and hold its lock."""
+    with explaining_os_errors("the files of a run", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = LockFile(folder / LOCK)
     try:
-        try:
-            _lock(fd)
-        except BlockingIOError:
+        if not lock.take():
             raise RunInUse(
-                f"expected one run at a time in {folder}, got a second one: end the other, or take another"
-            ) from None
+                f"expected one run at a time in {folder}, got a second one beside {lock.holder}: end the other, or "
+                f"take another folder"
+            )
         yield
     finally:
-        os.close(fd)
-
-
-def _lock(fd: int) -> None:
-    """Lock the folder behind `fd`. A process that only looks (see `is_running`) is in no way.
-
-    Raises:
-        BlockingIOError: another run has locked it.
-    """
-    while True:
-        with suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # fails beside a run, and not beside a process that looks
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        lock.close()
 
 
 def is_running(folder: Path) -> bool:
-    """Return whether a process of this host runs in `folder`. Opens nothing for writing; blocks.
+    """Return whether a process runs in `folder`. Opens nothing for writing; blocks.
 
     Raises:
-        OSError: there is no such folder, or it cannot be read.
+        OSError: there is no such folder, or it was never that of a run, or it cannot be read.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return is_locked(folder / LOCK)
 
 
 def _opened(folder: Path, nodes: Sequence[StageNode]) -> tuple[tuple[StageNode, ...], ResumePoint]:

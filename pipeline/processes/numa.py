@@ -6,15 +6,14 @@ there. No library is needed, and no call that containers forbid: docs/decisions/
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..util.host_lock import open_lock_file
-from ..util.temporary_folder import temporary_folder
+from ..util.host_lock import open_host_lock
+from ..util.lock_file import LockFile
 
 NODES = Path("/sys/devices/system/node")
 
@@ -26,8 +25,8 @@ DEVICES = Path("/sys/bus/pci/devices")
 MOST_NODES = 1024
 """Of a host; the kernel's own bound."""
 
-_own_place: int | None = None
-"""Descriptor of the file by which workers count each other; the place of this one is locked while it lives."""
+_own_place: LockFile | None = None
+"""The file by which workers count each other; the byte that is this one's place is locked while it lives."""
 
 
 def bind_to_node(on_host: int) -> str:
@@ -106,18 +105,9 @@ def _node_of(gpu: str) -> int:
 def _fewest_workers(nodes: Sequence[int]) -> int:
     """Take the first free place on any of `nodes`, which no other process of this user can then take; return it."""
     global _own_place  # noqa: PLW0603 (it is the process that is bound)
-    _own_place = open_lock_file(temporary_folder(), "numa")
+    _own_place = open_host_lock("numa", "the places of workers")
     places = ((place, number) for place in itertools.count() for number in nodes)
-    return next(number for place, number in places if _locked(_own_place, place * MOST_NODES + number))
-
-
-def _locked(fd: int, position: int) -> bool:
-    """Lock one byte of a file while this process lives; return whether no other process has locked it."""
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
-    except (BlockingIOError, PermissionError):  # either says that another one has
-        return False
-    return True
+    return next(number for place, number in places if _own_place.take(place * MOST_NODES + number))
 
 
 def _bind_threads(processors: set[int]) -> None:

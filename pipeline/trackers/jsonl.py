@@ -15,6 +15,7 @@ import msgspec
 
 from ..accounting.sample import Sample
 from ..accounting.telemetry import JsonlMetrics, bytes_until
+from ..util.atomic_file import write_atomically
 from ..util.os_errors import explaining_os_errors
 from .rotated_lines import RotatedLines, files_of
 from .tracker import RunInfo
@@ -53,8 +54,9 @@ class Jsonl:
             if after_step is not None:
                 _cut_samples(folder, after_step)
             if run.config:
-                config = msgspec.json.format(msgspec.json.encode(run.config), indent=2)
-                (folder / CONFIG).write_bytes(config + b"\n")
+                write_atomically(
+                    folder / CONFIG, msgspec.json.format(msgspec.json.encode(run.config), indent=2) + b"\n"
+                )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append a line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import msgspec
 
 from ..accounting.sample import Sample
+from ..util.atomic_file import write_atomically
 from ..util.extras import extra
+from ..util.json_file import set_aside
 from .tracker import RunInfo
 
 
@@ -70,6 +73,11 @@ class WandB:
 def _id(folder: Path, *, begins: bool) -> str:
     """Return the identity of the run in `folder`: the one that it began with, or a new one."""
     path = folder / "wandb-id.txt"
-    if begins or not path.is_file():
-        path.write_text(secrets.token_hex(4))
-    return path.read_text()
+    if not begins and path.exists():
+        found = path.read_bytes()
+        if re.fullmatch(rb"[0-9a-f]{8}", found):
+            return found.decode()
+        set_aside(path, f"{found[:16]!r}", "the metrics go on in a new run at Weights & Biases")
+    name = secrets.token_hex(4)
+    write_atomically(path, name.encode())
+    return name

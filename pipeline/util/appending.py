@@ -15,13 +15,13 @@ def append_whole(fd: int, pieces: Iterable[bytes]) -> None:
     before = os.fstat(fd).st_size
     try:
         for piece in pieces:
-            _write_all(fd, piece)
+            write_all(fd, piece)
     except OSError:
         os.ftruncate(fd, before)
         raise
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
     """Write all of `data`, also where one call writes only a part, as on a disk that is almost full."""
     rest = memoryview(data)
     while rest:

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import math
 import os
+import stat
+import time
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
 
+from ..errors import LockTimedOut, UnsafeLock
+from .lock_file import LockFile
+from .logger import get_logger
 from .os_errors import explaining_os_errors
-from .retry_pace import RetryPace
 from .temporary_folder import temporary_folder
 
+TIMEOUT_S = 3600.0
+"""Bound on waiting for a lock: the process that holds it may be loading and converting a large model."""
 
-def host_lock(purpose: str) -> HostLock:
+WARN_S = 10.0
+"""Time after which a wait is logged, with the process that holds the lock."""
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
+"""The pause before the second attempt, and the longest one: each is twice the one before."""
+
+ELSEWHERE = "set TMPDIR to another folder"
+
+log = get_logger("penstock.host_lock")
+
+
+def host_lock(purpose: str, *, timeout_s: float = TIMEOUT_S) -> HostLock:
     """Return the lock of this user for `purpose`, which one process of this host, and one task of it, holds at a time.
 
     `async with` waits for it in a stage's `run`, and can be cancelled; `with` blocks, and is for functions that run in
@@ -32,79 +48,125 @@ def host_lock(purpose: str) -> HostLock:
     >>> (folder / "squares").read_text()
     '0 1 4 9'
 
-    The lock is a file in the folder for temporary files, which must be the same for all of these processes. A task that
-    takes a lock which it holds waits for ever.
+    The lock is a file in a folder of mode 0700, `penstock-locks-<uid>` in the folder for temporary files, which must be
+    the same for all of these processes. A wait of ten seconds is logged with the process that holds the lock.
+
+    Args:
+        purpose: a name that all of these processes give.
+        timeout_s: bound on the wait.
 
     Raises:
+        LockTimedOut: on entering: another process, or another task of this one, has held it for `timeout_s`.
+        UnsafeLock: on entering: its folder belongs to another user or is open to others, or its file is no file.
         NotWritable, DiskFull, OutOfFileDescriptors: on entering: the file cannot be made; the message names its folder.
     """
-    return HostLock(purpose)
+    return HostLock(purpose, timeout_s)
 
 
 class HostLock:
     """The lock for one purpose, a context manager of both kinds; see `host_lock`."""
 
-    __slots__ = ("_held", "_purpose")
+    __slots__ = ("_held", "_purpose", "_timeout_s")
 
-    def __init__(self, purpose: str) -> None:
+    def __init__(self, purpose: str, timeout_s: float) -> None:
         self._purpose = purpose
-        self._held = -1
-        """The descriptor of the task that holds the lock: others, which wait with this object, have their own."""
+        self._timeout_s = timeout_s
+        self._held: LockFile | None = None
+        """The file of the task that holds the lock: others, which wait with this object, have their own."""
 
     def __repr__(self) -> str:
         return f"<HostLock: {self._purpose}>"
 
     def __enter__(self) -> None:
-        fd = self._opened()
+        wait = _Wait(self._opened(), self._purpose, self._timeout_s)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            while pause_s := wait.attempt():
+                time.sleep(pause_s)
         except BaseException:
-            os.close(fd)
+            wait.lock.close()
             raise
-        self._held = fd
+        self._held = wait.lock
 
     def __exit__(self, *_: object) -> None:
-        fd = self._held
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
-        os.close(fd)
+        if self._held is not None:
+            self._held.release()
 
     async def __aenter__(self) -> None:
-        fd = await anyio.to_thread.run_sync(self._opened)
+        wait = _Wait(await anyio.to_thread.run_sync(self._opened), self._purpose, self._timeout_s)
         try:
-            pace = RetryPace(math.inf)
-            while not _taken(fd):
-                await pace.wait()
+            while pause_s := await anyio.to_thread.run_sync(wait.attempt):  # noqa: ASYNC110 (it is no event of anyio's)
+                await anyio.sleep(pause_s)
         except BaseException:
-            os.close(fd)
+            wait.lock.close()
             raise
-        self._held = fd
+        self._held = wait.lock
 
     async def __aexit__(self, *_: object) -> None:
         self.__exit__()
 
-    def _opened(self) -> int:
-        """Return a descriptor of the lock's file, which is made if it does not exist."""
-        folder = temporary_folder()
-        name = hashlib.sha256(self._purpose.encode()).hexdigest()[:16]
-        other = "set TMPDIR to another folder"
-        with explaining_os_errors(f"the lock for {self._purpose}", folder, or_else=f"or {other}", elsewhere=other):
-            return open_lock_file(folder, name)
+    def _opened(self) -> LockFile:
+        """Return the lock's file, which is made if it does not exist."""
+        return open_host_lock(hashlib.sha256(self._purpose.encode()).hexdigest()[:16], f"the lock for {self._purpose}")
 
 
-def open_lock_file(folder: Path, name: str) -> int:
-    """Return a descriptor of this user's file for a lock, which is made if it does not exist. Blocks.
+class _Wait:
+    """Attempts to take a lock, from now on."""
+
+    def __init__(self, lock: LockFile, purpose: str, timeout_s: float) -> None:
+        self.lock = lock
+        self._purpose = purpose
+        self._timeout_s = timeout_s
+        self._began = time.monotonic()
+        self._pause_s = FIRST_RETRY_S
+        self._warned = False
+
+    def attempt(self) -> float:
+        """Take the lock if it is free, and return 0; else return the seconds until the next attempt.
+
+        Raises:
+            LockTimedOut: the time is over.
+        """
+        if self.lock.take():
+            return 0
+        waited_s = time.monotonic() - self._began
+        if waited_s >= self._timeout_s:
+            raise LockTimedOut(
+                f"expected the lock for {self._purpose} within {self._timeout_s:g} s, but {self.lock.holder} holds it: "
+                f"let that process end or continue, end it, or raise timeout_s"
+            )
+        if waited_s >= WARN_S and not self._warned:
+            self._warned = True
+            log.warning("lock_awaited", purpose=self._purpose, holder=self.lock.holder, waited_s=round(waited_s, 1))
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LAST_RETRY_S)
+        return min(pause_s, self._timeout_s - waited_s)
+
+
+def open_host_lock(name: str, what: str) -> LockFile:
+    """Return the file `name` in the folder of this user's locks; both are made if they do not exist. Blocks.
 
     Raises:
-        OSError: it cannot be made, or is no file.
+        UnsafeLock, NotWritable, DiskFull, OutOfFileDescriptors: see `host_lock`; the message has `what`.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.open(folder / f"penstock-{os.getuid()}-{name}.lock", flags, 0o600)
+    root = temporary_folder()
+    folder = root / f"penstock-locks-{os.getuid()}"
+    with explaining_os_errors(what, root, or_else=f"or {ELSEWHERE}", elsewhere=ELSEWHERE):
+        _make_private(folder, what)
+        path = folder / f"{name}.lock"
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise UnsafeLock(f"expected {path} to be a file for {what}, got a link or a folder: remove it")
+        return LockFile(path, mode=0o600)
 
 
-def _taken(fd: int) -> bool:
-    """Take the lock of the open file `fd` if it is free; return whether it was."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _make_private(folder: Path, what: str) -> None:
+    """Make `folder` if it does not exist.
+
+    Raises:
+        UnsafeLock: it belongs to another user, who could hold the locks in it, or others may write into it.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UnsafeLock(
+            f"expected {folder}, for {what}, to be a folder of mode 0700 of user {os.getuid()}, got "
+            f"{stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, or {ELSEWHERE}"
+        )

@@ -14,6 +14,7 @@ from ..accounting.telemetry import get_logger
 from ..durability.resumption import is_running
 from ..errors import NoView
 from ..util.blocking import in_thread
+from ..util.json_file import read_json, write_json
 from ..util.repeated_errors import RepeatedErrors
 from .snapshot import Snapshot, Watched, duration
 
@@ -74,10 +75,8 @@ class PublishedView:
             if number < self._written:
                 return
             self._written = number
-            new = self._path.with_name(f".{FILE}.new")
             try:
-                new.write_bytes(msgspec.json.encode(published))
-                new.replace(self._path)
+                write_json(self._path, published)
             except OSError as error:
                 self._errors.record(error, path=str(self._path))
 
@@ -111,6 +110,7 @@ def seen(folder: Path) -> Seen:
 
     Raises:
         NoView: there is no run in `folder`, and there was none that wrote its view.
+        FileDamaged: the view cannot be read.
     """
     running = False
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -128,5 +128,5 @@ def seen(folder: Path) -> Seen:
 
 def _read(path: Path) -> Published | None:
     with suppress(FileNotFoundError, NotADirectoryError):
-        return msgspec.json.decode(path.read_bytes(), type=Published)
+        return read_json(path, Published, remedy="remove the file, which a run writes again every second")
     return None

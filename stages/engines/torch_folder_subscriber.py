@@ -15,13 +15,21 @@ from typing import BinaryIO, Self, TypeAlias, TypeVar
 
 import anyio
 import anyio.to_thread
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
-from ..._pipeline.errors import NobodyListens, PeerClosed, PeerLost, PenstockError, StaleHandle, WeightsDamaged
+from ..._pipeline.errors import (
+    FileDamaged,
+    NobodyListens,
+    PeerClosed,
+    PeerLost,
+    PenstockError,
+    StaleHandle,
+    WeightsDamaged,
+)
+from ..._pipeline.util.json_file import read_json
 from ..._pipeline.weights.tensor_layout import TensorLayout
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..._pipeline.weights.weight_copies import CopiedModel, attached
@@ -240,11 +248,11 @@ def _read_into(memory: NDArray[np.uint8], file: BinaryIO) -> str:
 
 def _decoded(path: Path, kind: type[S]) -> S:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return read_json(path, kind, remedy="let the publisher begin again")
+    except FileDamaged as error:
+        raise WeightsDamaged(str(error)) from error
     except OSError as error:
         raise WeightsDamaged(f"expected {path}, got none: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise WeightsDamaged(f"{path}: expected a {kind.__name__.lower()}, got {error}: it is torn") from error
 
 
 Subscriber: TypeAlias = WeightSubscriber | FolderSubscriber

@@ -10,12 +10,10 @@ hashed; a model's tensors are views of that memory, so each process has one copy
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
 import socket
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -30,6 +28,9 @@ from torch import nn
 
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import WeightsInUse
+from ..._pipeline.util.atomic_file import UNFINISHED, remove_unfinished
+from ..._pipeline.util.json_file import write_json
+from ..._pipeline.util.lock_file import LockFile, is_locked
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..._pipeline.weights.engine_sync import Syncable, synced
 from ..._pipeline.weights.tensor_layout import LENGTH, WritePlan
@@ -49,9 +50,6 @@ WEIGHTS = "weights.safetensors"
 
 KEPT = 2
 """Versions that are kept: the newest, and one that a sampler may be reading."""
-
-_WHOLE_FILE = struct.Struct("hhqqi4x")
-"""A lock (struct flock) of an open file: unlike flock, it works on NFS and can be tested without taking it."""
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -98,12 +96,12 @@ class WeightFolder:
         self.name: str = name or f"publisher in process {os.getpid()} of {socket.gethostname()}"
         self._plan = WritePlan(manifest_of(model), fused, cast)
         self._owner = Owner(self.name, secrets.randbits(63), msgspec.Raw(self._plan.layout.header[LENGTH.size :]))
-        self._lock = -1
+        self._lock: LockFile | None = None
         self._version = NO_VERSION
         self._publishing = anyio.Lock()
 
     def __repr__(self) -> str:
-        state = "open" if self._lock >= 0 else "closed"
+        state = "closed" if self._lock is None else "open"
         return f"<WeightFolder {self.folder} {state}: version {self._version}>"
 
     async def __aenter__(self) -> Self:
@@ -149,7 +147,7 @@ class WeightFolder:
             DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written; the versions before it stay.
         """
         async with self._publishing:
-            if self._lock < 0:
+            if self._lock is None:
                 raise anyio.ClosedResourceError
             self._plan.check(tensors, version, newest=self._version)
             await anyio.to_thread.run_sync(self._write, tensors, version)
@@ -174,42 +172,40 @@ class WeightFolder:
         with explaining_os_errors("weights to publish", self.folder):
             self._lock = self._locked()
 
-    def _locked(self) -> int:
+    def _locked(self) -> LockFile:
         self.folder.mkdir(parents=True, exist_ok=True)
         foreign = sorted(path.name for path in self.folder.iterdir() if not _ours(path))
         if foreign:
             raise ValueError(f"expected {self.folder} to be empty, or of published weights, got {foreign} in it")
-        lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = LockFile(self.folder / LOCK)
         try:
-            fcntl.fcntl(lock, fcntl.F_OFD_SETLK, _WHOLE_FILE.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
-            for left in self.folder.glob("*/"):
-                shutil.rmtree(left)
-            self._write_owner(self._owner)
-        except BlockingIOError:
-            os.close(lock)
-            raise WeightsInUse(
-                f"expected {self.folder} without a publisher, but another process publishes into it"
-            ) from None
+            self._take_over(lock)
         except BaseException:
-            os.close(lock)
+            lock.close()
             raise
         return lock
 
+    def _take_over(self, lock: LockFile) -> None:
+        if not lock.take():
+            raise WeightsInUse(f"expected {self.folder} without a publisher, but {lock.holder} publishes into it")
+        remove_unfinished(self.folder)
+        for left in self.folder.glob("*/"):
+            shutil.rmtree(left)
+        self._write_owner(self._owner)
+
     def _write_owner(self, owner: Owner) -> None:
-        unfinished = self.folder / f".{OWNER}"
-        unfinished.write_bytes(msgspec.json.encode(owner))
-        unfinished.rename(self.folder / OWNER)
+        write_json(self.folder / OWNER, owner)
 
     def _close(self) -> None:
-        if self._lock < 0:
+        if self._lock is None:
             return
         try:
             self._write_owner(msgspec.structs.replace(self._owner, closed=True))
         except OSError as error:  # samplers see it by the lock
             log.warning("weights_not_closed", folder=str(self.folder), reason=str(error))
         finally:
-            os.close(self._lock)
-            self._lock = -1
+            self._lock.close()
+            self._lock = None
 
     def _write(self, tensors: Mapping[str, Tensor], version: int) -> None:
         newest = write_checkpoint(self.folder, version, lambda into: self._fill(into, tensors, version))
@@ -234,12 +230,9 @@ def _ours(path: Path) -> bool:
     """Return whether a publisher created `path`; an unfinished version has no manifest yet."""
     if path.is_dir():
         return path.name.startswith(".unfinished-") or (path / MANIFEST).exists()
-    return path.name in {LOCK, OWNER, f".{OWNER}"}
+    return path.name in {LOCK, OWNER} or (path.name.startswith(f".{OWNER}.") and path.suffix == UNFINISHED)
 
 
 def is_published_into(folder: Path) -> bool:
     """Return whether the publisher of `folder` lives, by its lock, which the kernel releases when a process dies."""
-    with (folder / LOCK).open("rb") as lock:
-        found = fcntl.fcntl(lock, fcntl.F_OFD_GETLK, _WHOLE_FILE.pack(fcntl.F_RDLCK, 0, 0, 0, 0))
-    kind, *_ = _WHOLE_FILE.unpack(found)
-    return bool(kind != fcntl.F_UNLCK)
+    return is_locked(folder / LOCK)

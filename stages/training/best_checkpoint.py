@@ -1,7 +1,7 @@
 """The best checkpoint of a run: a link in the folder of the checkpoints, and a record of what made it the best.
 
     checkpoints/best         -> step-00000040
-    checkpoints/best.json    {"metric": "eval/gsm8k/mean@1", "value": 0.41, "step": 40, "evaluated": 60}
+    checkpoints/best.json    {"metric": "eval/gsm8k/mean@1", "value": 0.41, "step": 40, "evaluated": 60, "checksum": …}
 
 Both are replaced atomically, and read again whenever they are needed, so that a run that was killed goes on with them.
 Knows nothing about the contents of a checkpoint.
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from ..._pipeline.util.atomic_file import link_atomically
+from ..._pipeline.util.json_file import read_json_or_set_aside, write_json
 from ..._pipeline.util.os_errors import explaining_os_errors
 from .checkpoint import INTACT, checkpoint_of
 
@@ -33,9 +35,12 @@ class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def best_checkpoint(folder: str | Path) -> BestCheckpoint | None:
-    """Return the record of the best checkpoint in `folder`; None where no step was evaluated."""
-    path = Path(folder) / RECORD
-    return msgspec.json.decode(path.read_bytes(), type=BestCheckpoint) if path.is_file() else None
+    """Return the record of the best checkpoint in `folder`; None where no step was evaluated.
+
+    A record that cannot be read is set aside.
+    """
+    consequence = "the best checkpoint is chosen from the evaluations that follow"
+    return read_json_or_set_aside(Path(folder) / RECORD, BestCheckpoint, consequence=consequence)
 
 
 def record_evaluation(folder: Path, metric: str, step: int, value: float | None) -> None:
@@ -52,9 +57,7 @@ def record_evaluation(folder: Path, metric: str, step: int, value: float | None)
         best = msgspec.structs.replace(best, step=step, value=value)
     with explaining_os_errors("which checkpoint is the best", folder, or_else=INTACT):
         folder.mkdir(parents=True, exist_ok=True)
-        new = folder / f".{RECORD}"
-        new.write_bytes(msgspec.json.encode(best) + b"\n")
-        new.replace(folder / RECORD)
+        write_json(folder / RECORD, best)
         link_best(folder)
 
 
@@ -63,8 +66,6 @@ def link_best(folder: Path) -> None:
     best = best_checkpoint(folder)
     if best is None or (checkpoint := checkpoint_of(folder, best.step)) is None:
         return
-    link, new = folder / LINK, folder / f".{LINK}"
+    link = folder / LINK
     if not link.is_symlink() or link.readlink().name != checkpoint.name:
-        new.unlink(missing_ok=True)
-        new.symlink_to(checkpoint.name)
-        new.replace(link)
+        link_atomically(link, checkpoint.name)

@@ -8,11 +8,11 @@ replace a folder atomically. Knows nothing about the contents.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from ..._pipeline.util.atomic_file import sync_to_disk
 from ..._pipeline.util.os_errors import explaining_os_errors
 
 FOLDER_SCHEME = "file://"
@@ -53,7 +53,7 @@ def _write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) ->
     same_step = [path for path in _checkpoints(folder) if step_of(path) == step]
     finished = folder / _name(step, 1 + max((_order(path)[1] for path in same_step), default=0))
     unfinished.rename(finished)
-    _to_disk(folder)
+    sync_to_disk(folder)
     _remove(folder, same_step)
     return finished
 
@@ -62,7 +62,7 @@ def _fill(unfinished: Path, write: Callable[[Path], None]) -> None:
     unfinished.mkdir()
     write(unfinished)
     for path in [*unfinished.iterdir(), unfinished]:
-        _to_disk(path)
+        sync_to_disk(path)
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -110,7 +110,7 @@ def _order(checkpoint: Path) -> tuple[int, int]:
 
 def _remove(folder: Path, checkpoints: list[Path]) -> None:
     removed = [_renamed(old) for old in checkpoints]
-    _to_disk(folder)
+    sync_to_disk(folder)
     for old in removed:
         shutil.rmtree(old)
 
@@ -118,11 +118,3 @@ def _remove(folder: Path, checkpoints: list[Path]) -> None:
 def _renamed(old: Path) -> Path:
     """Rename a checkpoint for removal; `write_checkpoint` deletes it if this process is killed."""
     return old.rename(old.with_name(f"{UNFINISHED}{old.name.removeprefix(PREFIX)}-removed"))
-
-
-def _to_disk(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

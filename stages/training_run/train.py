@@ -35,6 +35,7 @@ from ..._pipeline.processes.join import Program, key_of
 from ..._pipeline.processes.ray_worker import node_address
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.host_lock import host_lock
+from ..._pipeline.util.json_file import read_json_or_set_aside, write_json
 from ..._pipeline.util.named_objects import import_object
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..._pipeline.view.watching import View
@@ -134,7 +135,7 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
             summary = msgspec.structs.replace(
                 summary, accuracy_after=accuracy, reward_after=reward, seconds=round(seconds, 2)
             )
-            await anyio.to_thread.run_sync(_write, folder / SUMMARY, summary)
+            await anyio.to_thread.run_sync(_write, folder, summary)
     return summary
 
 
@@ -274,7 +275,7 @@ def _with_best(folder: Path, summary: Summary) -> Summary:
     checkpoints = folder / CHECKPOINTS
     if (best := best_checkpoint(checkpoints)) is not None:
         summary = msgspec.structs.replace(summary, best=str(checkpoint_of(checkpoints, best.step) or ""))
-    _write(folder / SUMMARY, summary)
+    _write(folder, summary)
     return summary
 
 
@@ -283,9 +284,10 @@ def _begun(config: RunConfig) -> Summary:
     folder = config.run_folder
     with explaining_os_errors("the files of a run", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / SUMMARY
-        return msgspec.json.decode(path.read_bytes(), type=Summary) if path.is_file() else Summary()
+        consequence = "the accuracy before training and the seconds of earlier parts are not known"
+        return read_json_or_set_aside(folder / SUMMARY, Summary, consequence=consequence) or Summary()
 
 
-def _write(path: Path, value: msgspec.Struct) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+def _write(folder: Path, summary: Summary) -> None:
+    with explaining_os_errors("the summary of a run", folder):
+        write_json(folder / SUMMARY, summary)

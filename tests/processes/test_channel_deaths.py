@@ -169,7 +169,7 @@ async def test_sockets_are_private_and_gone_with_their_receiver() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
         directory = Path(inbox.url.removeprefix("shm://"))
         modes = await anyio.to_thread.run_sync(_modes, directory)
-    assert modes == {".": 0o700, "control": 0o600, "data": 0o600, "lock": 0o600}
+    assert modes == {".": 0o700, "control": 0o600, "data": 0o600, "owner": 0o600}
     assert not await anyio.Path(directory).exists()
 
 
@@ -229,14 +229,14 @@ async def test_a_directory_that_holds_more_than_sockets_is_nobodys_to_sweep(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     kept = tmp_path / "penstock-weights"
     kept.mkdir()
-    for name in "lock", "model.safetensors":
+    for name in "owner", "model.safetensors":
         (kept / name).touch()
 
     async with serve("shm://", TrajectoryGroup):
         pass
 
     assert [path.name async for path in anyio.Path(tmp_path).iterdir()] == ["penstock-weights"]
-    assert {path.name async for path in anyio.Path(kept).iterdir()} == {"lock", "model.safetensors"}
+    assert {path.name async for path in anyio.Path(kept).iterdir()} == {"owner", "model.safetensors"}
 
 
 @pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock._stages.integrations.roll.step_files import StepFiles
-from penstock.errors import InvalidData
+from penstock.errors import FileDamaged
 
 
 def test_the_state_of_the_step_that_roll_resumes_is_loaded(tmp_path: Path) -> None:
@@ -55,5 +55,5 @@ def test_a_run_from_the_first_step_forgets_an_earlier_one(tmp_path: Path) -> Non
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "3.json").write_text("{")
 
-    with pytest.raises(InvalidData, match=r"3\.json: expected the state of a flow"):
+    with pytest.raises(FileDamaged, match=r"3\.json: expected to read back what was written, got .*: remove it"):
         StepFiles(tmp_path, save_steps=2).load(3)

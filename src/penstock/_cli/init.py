@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .._pipeline.errors import InvalidConfig
+from .._pipeline.util.atomic_file import write_atomically
 
 FILES = ("config.yaml", "reward.py", "data.jsonl")
 
@@ -23,6 +24,6 @@ def init(
     folder.mkdir(parents=True, exist_ok=True)
     template = files("penstock._cli") / "template"
     for name in FILES:
-        (folder / name).write_bytes((template / name).read_bytes())
+        write_atomically(folder / name, (template / name).read_bytes())
     typer.echo(f"wrote {', '.join(FILES)} into {folder}")
     typer.echo(f"next: cd {folder} && penstock run config.yaml model.path=FOLDER_OF_A_MODEL")

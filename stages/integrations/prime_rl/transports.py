@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from ...._pipeline.errors import TrainerSilent
+from ...._pipeline.util.atomic_file import write_atomically
 from ...._pipeline.util.os_errors import explaining_os_errors
 from .micro_batches import MicroBatch
 
@@ -71,9 +72,7 @@ class FileTransport:
         with explaining_os_errors(f"the micro-batches of step {step}", folder, or_else="then run again"):
             folder.mkdir(parents=True, exist_ok=True)
             for rank, listed in enumerate(micro_batches):
-                unfinished = folder / f"rank_{rank}.bin.tmp"
-                unfinished.write_bytes(_encode(listed))
-                unfinished.rename(folder / f"rank_{rank}.bin")
+                write_atomically(folder / f"rank_{rank}.bin", _encode(listed))
 
     def lost_ranks(self) -> list[int]:
         """Return none: a file does not tell who reads it."""

@@ -9,16 +9,13 @@ two resumes from the file of the step before: what the last step trained may be 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ...._pipeline.accounting.ledger import Balance
 from ...._pipeline.accounting.telemetry import get_logger
-from ...._pipeline.errors import InvalidData
+from ...._pipeline.util.json_file import read_json, write_json
 
 log = get_logger("penstock.roll")
 
@@ -35,7 +32,7 @@ class StepFiles:
         """Return the state after `step`, with which ROLL resumes, or after an earlier one; None if there is none.
 
         Raises:
-            InvalidData: the file is damaged.
+            FileDamaged: the file is damaged.
         """
         found = max((each for each in self._steps() if each <= step), default=None)
         if found != step:
@@ -47,20 +44,12 @@ class StepFiles:
             )
         if found is None:
             return None
-        path = self._path(found)
-        try:
-            state: Mapping[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise InvalidData(f"{path}: expected the state of a flow in JSON, got {error}") from error
-        return state
+        return read_json(self._path(found), dict[str, Any], remedy="remove it: the state of an earlier step is used")
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Write the state after `step`, and remove those that no checkpoint of ROLL needs."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(step)
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(state))
-        os.replace(partial, path)  # noqa: PTH105 (replaces in one step)
+        write_json(self._path(step), state)
         for old in self._steps():
             if old < step and old % self._save_steps:
                 self._path(old).unlink(missing_ok=True)
@@ -68,7 +57,7 @@ class StepFiles:
     def save_balance(self, balance: Balance) -> None:
         """Write the counts of the ledger."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "balance.json").write_bytes(msgspec.json.format(msgspec.json.encode(balance)))
+        write_json(self._folder / "balance.json", balance)
 
     def clear(self) -> None:
         """Remove the files of an earlier run: ROLL begins at its first step."""

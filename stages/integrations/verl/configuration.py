@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidPipeline
+from ...._pipeline.util.json_file import read_json
 from ...._pipeline.util.named_objects import import_object
 from ..flow_thread.flow_run import Groups
 from .advantages import ESTIMATOR
@@ -19,6 +19,9 @@ from .rows import Needs, Row
 log = get_logger("penstock.verl")
 
 ROLLOUT = "actor_rollout_ref.rollout"
+
+EARLIER = "resume from an earlier checkpoint (trainer.resume_mode, trainer.resume_from_path)"
+"""Remedy of a damaged checkpoint."""
 
 REWARD = "reward"
 """The metric of `algorithm.filter_groups` that is the reward itself."""
@@ -102,8 +105,7 @@ class Configuration:
         if not (folder / name).exists():
             log.warning("resumed_without_ledger", consequence="prompts that were trained may be trained again")
             return None, step
-        state: Mapping[str, Any] = json.loads((folder / name).read_text())
-        return state, step
+        return read_json(folder / name, dict[str, Any], remedy=EARLIER), step
 
     def _resumed_folder(self) -> Path | None:
         """Return the folder that `_load_checkpoint` of verl's trainer loads (trainer_base.py:846)."""

@@ -10,7 +10,6 @@ The ledger belongs to the event loop. It counts steps as verl does, whose weight
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from ...._pipeline.accounting.committed_prompts import CommittedPrompts
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidPipeline
 from ...._pipeline.graph.statistics import PipelineStatistics, Report
+from ...._pipeline.util.json_file import write_json
 from ...._schemas import TrajectoryGroup
 from ...batcher import NOTHING_TO_TRAIN
 from ..flow_thread.flow_run import Decode, Drop, FlowRun
@@ -165,10 +165,7 @@ class PenstockLoopManager:
         for trajectory in lying:
             committed.add(trajectory.group, 1 << trajectory.repetition_id)
         state["committed"] = committed.state_dict()
-        written = Path(folder, STATE)
-        temporary = written.with_suffix(".part")
-        temporary.write_text(json.dumps(state))
-        temporary.rename(written)
+        write_json(Path(folder, STATE), state)
 
     def close(self) -> None:
         """Stop the flow and everything that it started; set `report`. Called when verl closes TransferQueue."""

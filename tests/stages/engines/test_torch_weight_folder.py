@@ -142,7 +142,7 @@ def forged(file: Path) -> None:
         ("weights.safetensors", altered, r"expected xxh3 \w+, got \w+: it was altered"),
         ("weights.safetensors", Path.unlink, r"expected .*weights\.safetensors, got none: No such file"),
         ("manifest.json", forged, r"expected xxh3 0{32}, got \w+: it was altered"),
-        ("manifest.json", torn, r"manifest\.json: expected a manifest, got .*: it is torn"),
+        ("manifest.json", torn, r"manifest\.json: expected to read back what was written, got "),
         ("manifest.json", Path.unlink, r"expected .*manifest\.json, got none: No such file"),
     ],
     ids=["torn", "altered", "absent", "forged manifest", "torn manifest", "absent manifest"],
@@ -180,7 +180,7 @@ async def test_a_version_that_is_deleted_before_it_is_read_is_replaced_by_a_newe
 
 async def test_a_folder_has_one_publisher_and_holds_nothing_else(tmp_path: Path) -> None:
     async with pair(tmp_path / "weights"):
-        with pytest.raises(WeightsInUse, match="another process publishes into it"):
+        with pytest.raises(WeightsInUse, match=r"process \d+ \(.+\) publishes into it"):
             async with WeightFolder(tmp_path / "weights", tied().state_dict()):
                 pass
     (tmp_path / "step-00000001").mkdir()
@@ -213,6 +213,7 @@ async def test_a_closed_publisher_an_absent_one_and_another_one_are_different_er
 async def test_a_folder_whose_header_describes_no_tensors_has_no_publisher(tmp_path: Path) -> None:
     async with WeightFolder(tmp_path, tied().state_dict()) as publisher:
         owner = msgspec.json.decode((tmp_path / "publisher.json").read_bytes())
+        del owner["checksum"]
         owner["header"]["0.weight"]["shape"] = [5, 2**50]
         (tmp_path / "publisher.json").write_bytes(msgspec.json.encode(owner))
         with pytest.raises(NobodyListens, match="expected tensors without gaps, ordered by alignment"):
