@@ -1,35 +1,12 @@
-"""The admission of senders by a receiver, and the counting and logging of those that it rejects.
-
-All transports share these decisions. Rejections are logged at a bounded rate, so that a flood of them does no harm.
-"""
+"""The admission of senders by a receiver. All transports share these decisions."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from ..._schemas import TokenizerIdentity
-from ..._schemas.control import PROTOCOL_VERSION, Connect, Reject, printable
+from ..._schemas.control import PROTOCOL_VERSION, Connect, Reject
 from ..._schemas.tokenizer import disagreements
-from ..accounting.telemetry import get_logger
-
-log = get_logger("penstock.channel")
-
-
-class RejectionCounter:
-    """A counter of what is rejected; it logs the first few rejections, then those at every power of two."""
-
-    LOGGED = 8
-
-    def __init__(self, url: str) -> None:
-        self.count: int = 0
-        self._url = url
-
-    def record(self, reason: str) -> None:
-        """Count a rejection, and log it if it is one of the first, or a power of two."""
-        self.count += 1
-        if self.count <= self.LOGGED or not self.count & (self.count - 1):
-            printed = printable(reason).replace("\n", "\\n")
-            log.warning("peer_rejected", url=self._url, reason=printed, rejected=self.count)
 
 
 class Admission:

@@ -22,6 +22,7 @@ from ..._schemas.control import Message, decode, encode
 from ..errors import OutOfFileDescriptors, ProtocolMismatch
 from ..util.os_errors import EXHAUSTED, RAISE_LIMIT
 from .protocols import AsyncCloseable
+from .rejections import DisconnectOnError, RejectionCounter
 
 _LENGTH = struct.Struct("<I")
 
@@ -175,13 +176,17 @@ async def connect_control(path: Path) -> ControlConnection:
 async def serve_control(
     listener: Listener[SocketStream],
     accept: Callable[[ControlConnection], Awaitable[None]],
-    on_rejection: Callable[[str], object],
+    rejections: RejectionCounter,
 ) -> None:
-    """Accept connections for ever, each in a task; call `on_rejection` where no file descriptor is left for one."""
+    """Accept connections for ever, each in a task that handles what comes on it.
+
+    Count in `rejections` those for which no file descriptor is left, and those of which the handler raises.
+    """
 
     async def open_and_accept(stream: SocketStream) -> None:
         async with ControlConnection(stream) as connection:
-            await accept(connection)
+            with DisconnectOnError(rejections.record_error):
+                await accept(connection)
 
     async with anyio.create_task_group() as tasks:
         while True:
@@ -191,7 +196,7 @@ async def serve_control(
                 _, others = failed.split(_out_of_descriptors)
                 if others is not None:
                     raise others from None
-            on_rejection(f"no file descriptor is left for a new connection: {RAISE_LIMIT}")
+            rejections.record(f"no file descriptor is left for a new connection: {RAISE_LIMIT}")
             await anyio.sleep(ACCEPT_RETRY_S)
 
 

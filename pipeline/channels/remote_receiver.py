@@ -18,7 +18,7 @@ import anyio
 import anyio.lowlevel
 import zmq
 
-from ..._schemas import InvalidRecord, ProtocolMismatch, TokenizerIdentity
+from ..._schemas import ProtocolMismatch, TokenizerIdentity
 from ..._schemas.control import (
     PROTOCOL_VERSION,
     Accept,
@@ -50,7 +50,7 @@ from ..errors import (
     StaleDescriptor,
 )
 from ..util.waiting import WaitClock, Waiters
-from .admission import Admission, RejectionCounter
+from .admission import Admission
 from .channel import ChannelStatistics
 from .checksum import ChecksumDiffers
 from .connection import PeerControl
@@ -61,6 +61,7 @@ from .members import Members
 from .memory import CHECKPOINT_EVERY
 from .peer import Peer
 from .protocols import AsyncReceiver
+from .rejections import DisconnectOnError, RejectionCounter, reason_of
 from .segment import DEFAULT_SLOT_BYTES
 from .transport import EVENTS, POLLIN, Bundle, Frames, PayloadReader, R, receive_frames
 
@@ -313,7 +314,7 @@ class RemoteReceiver(AsyncReceiver[R]):
             self.rejections.record("a message from an unknown peer")
             return
         peer.messages += 1
-        try:
+        with DisconnectOnError(self.disconnect_for_error, peer):
             match decode_of_sender(frames[0].buffer):
                 case Publish(descriptors):
                     self._on_publish(peer, descriptors, frames[1:])
@@ -324,8 +325,6 @@ class RemoteReceiver(AsyncReceiver[R]):
                         self._listener.observed(peer, payload)
                 case Close(sequence, how):
                     self._on_close(peer, sequence, how)
-        except (ProtocolMismatch, StaleDescriptor) as error:
-            self.disconnect_for_error(peer, error)
 
     def _handle_after_close(self, peer: Peer, frames: Frames) -> None:
         """Accept of a peer that has sent Close("staying") only a Close("done"): it knows that all is saved."""
@@ -342,8 +341,6 @@ class RemoteReceiver(AsyncReceiver[R]):
         for descriptor in descriptors:
             if frames and sum(map(len, frames)) > descriptor.nbytes:
                 raise StaleDescriptor(f"expected at most {descriptor.nbytes} bytes of columns, got more: {descriptor}")
-            if descriptor.records < 1 or descriptor.sequence != peer.sequence + descriptor.records:
-                raise StaleDescriptor(f"expected record {peer.sequence + 1} of {peer.name}, got {descriptor}")
             self._enqueue(peer, (descriptor, frames))
         self._check_bytes_in_flight(peer)
         in_flight, capacity = peer.sequence - peer.returned, self.config.capacity
@@ -367,6 +364,8 @@ class RemoteReceiver(AsyncReceiver[R]):
 
     def _enqueue(self, peer: Peer, bundle: Bundle) -> None:
         descriptor = bundle[0]
+        if descriptor.records < 1 or descriptor.sequence != peer.sequence + descriptor.records:
+            raise StaleDescriptor(f"expected record {peer.sequence + 1} of {peer.name}, got {descriptor}")
         peer.sequence = descriptor.sequence
         peer.nbytes += descriptor.bytes_of(descriptor.records)
         self._queued += descriptor.records
@@ -389,12 +388,13 @@ class RemoteReceiver(AsyncReceiver[R]):
         """Treat a peer that violates the protocol as dead, once; the others go on."""
         if peer.violation:
             return
-        self.rejections.record(f"{peer.name} (pid {peer.pid}): {error}")
+        reason = reason_of(error)
+        self.rejections.record(f"{peer.name} (pid {peer.pid}): {reason}", error)
         peer.open = False
         kind, did = PeerLost, "violated the protocol"
         if isinstance(error, ChecksumDiffers):
             kind, did = RecordCorrupted, f"sent records to {self.config.name} that were changed on their way"
-        peer.violation = f"{did} and was disconnected: {printable(str(error))}"
+        peer.violation = f"{did} and was disconnected: {printable(reason)}"
         lost = kind(f"{peer.name} (pid {peer.pid}) {peer.violation}")
         lost.__cause__ = error
         peer.rejection = Reject(SenderRejected.__name__, str(lost))
@@ -419,24 +419,30 @@ class RemoteReceiver(AsyncReceiver[R]):
         self.drain()
         if peer.open:
             peer.open = False
-            for bundle in peer.reader.recover(peer.sequence):
-                self._enqueue(peer, bundle)
-            how = (
-                UNRESPONSIVE.format(peer.unresponsive_s)
-                if peer.unresponsive_s
-                else "ended its connection without closing the channel"
-            )
-            error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
-            self._lose(peer, error)
-            if not peer.dismissed:
-                log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence, reason=how)
-            peer.rejection = Reject(SenderTimedOut.__name__, str(error)) if peer.unresponsive_s else None
+            with DisconnectOnError(self.disconnect_for_error, peer):
+                for bundle in peer.reader.recover(peer.sequence):
+                    self._enqueue(peer, bundle)
+            if not peer.violation:
+                self._report_loss(peer)
         elif self._listener is not None and not peer.violation:
             self._arrivals.append((peer, "disconnected"))
         self.peers.pop(peer.identity, None)
         peer.gone.set()
         self._waiting.wake_all()
         return peer.rejection
+
+    def _report_loss(self, peer: Peer) -> None:
+        """Report the death of a peer that had not closed, or that it is unresponsive, after all that it has sent."""
+        how = (
+            UNRESPONSIVE.format(peer.unresponsive_s)
+            if peer.unresponsive_s
+            else "ended its connection without closing the channel"
+        )
+        error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
+        self._lose(peer, error)
+        if not peer.dismissed:
+            log.warning("peer_lost", peer=peer.name, pid=peer.pid, records=peer.sequence, reason=how)
+        peer.rejection = Reject(SenderTimedOut.__name__, str(error)) if peer.unresponsive_s else None
 
     def _lose(self, peer: Peer, error: PeerLost) -> None:
         self._arrivals.append((peer, error))
@@ -538,27 +544,31 @@ class RemoteReceiver(AsyncReceiver[R]):
         # 1. There is a listener: it is notified of everything.
         # 2. The sender died, and is not counted: `receive` raises, because it is not awaited.
         # 3. It died and is counted, so that it is awaited; or it was dismissed; or it closed, which `_ended` counts.
-        if isinstance(notice, PeerLost):
-            if self._listener is not None:
-                self._listener.lost(peer, notice)
-            elif self._members is None and not peer.dismissed:
-                raise notice
-        elif self._listener is not None:
-            notify = self._listener.closed if notice == "closed" else self._listener.disconnected
-            notify(peer)
+        listener = self._listener
+        if listener is not None:
+            with DisconnectOnError(self.disconnect_for_error, peer):
+                match notice:
+                    case PeerLost():
+                        listener.lost(peer, notice)
+                    case "closed":
+                        listener.closed(peer)
+                    case "disconnected":
+                        listener.disconnected(peer)
+        elif isinstance(notice, PeerLost) and self._members is None and not peer.dismissed:
+            raise notice
 
     def _take(self, peer: Peer, bundle: Bundle) -> R | None:
         """Take the next record of a bundle; None where there is none to return."""
         # There are three cases:
         #
         # 1. The record cannot be read: its sender is disconnected for the error, and the rest of the bundle is dropped.
-        # 2. There is a listener: it decides what is returned, which may be nothing.
+        # 2. There is a listener: it decides what is returned, which may be nothing. Where it raises, as 1.
         # 3. There is none: the record is returned.
-        try:
-            record: R = self._assemble(*peer.reader.fetch(bundle, self._index, peer.release))
-        except (StaleDescriptor, InvalidRecord) as error:
+        record: R | None = None
+        with DisconnectOnError(self.disconnect_for_error, peer):
+            record = self._assemble(*peer.reader.fetch(bundle, self._index, peer.release))
+        if record is None:
             self._advance(peer, bundle, bundle[0].records - self._index)
-            self.disconnect_for_error(peer, error)
             return None
         self._received += 1
         self._advance(peer, bundle, 1)
@@ -566,7 +576,11 @@ class RemoteReceiver(AsyncReceiver[R]):
             peer.collect_releases()
             if peer.credit_due:
                 self._credit_returner.return_credit(peer)
-        return record if self._listener is None else self._listener.received(peer, record)
+        if self._listener is not None:
+            received, record = record, None
+            with DisconnectOnError(self.disconnect_for_error, peer):
+                record = self._listener.received(peer, received)
+        return record
 
     def _advance(self, peer: Peer, bundle: Bundle, records: int) -> None:
         """Advance past some records of the first bundle."""

@@ -16,7 +16,7 @@ import anyio
 import anyio.lowlevel
 import zmq
 
-from ..._schemas import Array, GroupId, InvalidRecord, ProtocolMismatch
+from ..._schemas import Array, GroupId, InvalidRecord
 from ..._schemas.control import (
     PUBLISHED,
     Accept,
@@ -34,16 +34,18 @@ from ..._schemas.control import (
     Telemetry,
     decode,
     encode,
+    printable,
 )
 from ..._schemas.layout import AxisSizes, ColumnLayout
 from ..accounting.ledger import Origin
 from ..accounting.telemetry import get_logger
-from ..errors import ChannelFull, PeerClosed, PeerLost, SenderRejected, SenderTimedOut, StaleDescriptor
+from ..errors import ChannelFull, PeerClosed, PeerLost, SenderRejected, SenderTimedOut
 from ..util.waiting import WaitClock, Waiters
 from .channel import ChannelStatistics
 from .connection import SenderControl
 from .memory import CHECKPOINT_EVERY
 from .protocols import AsyncCloseable
+from .rejections import DisconnectOnError, reason_of
 from .transport import EVENTS, POLLIN, POLLOUT, PayloadWriter, R, Record
 
 log = get_logger("penstock.channel")
@@ -115,7 +117,8 @@ class SenderConnection:
         """Handle messages beside the ZeroMQ socket, until the receiver has closed, died or become unresponsive."""
         while not isinstance(event := await self._control.next_event(self.accepted.name), PeerLost):
             self.drain()  # what arrived on the socket was sent before
-            self._handle(event)
+            with DisconnectOnError(self._disconnect_for_error):
+                self._handle(event)
         self.drain()  # a message may hold the reason
         self._fail(event)
 
@@ -237,19 +240,18 @@ class SenderConnection:
                     self._on_unreachable()
                     self.disconnected.set()
                 return
-            try:
+            with DisconnectOnError(self._disconnect_for_error):
                 self._handle(decode(self._socket.recv(zmq.NOBLOCK)))
-            except ProtocolMismatch as error:
-                log.warning("message_rejected", peer=self.accepted.name, reason=str(error))
+
+    def _disconnect_for_error(self, error: Exception) -> None:
+        """Treat a receiver that violates the protocol as dead."""
+        lost = PeerLost(f"{self.accepted.name}, the receiver, violated the protocol: {printable(reason_of(error))}")
+        lost.__cause__ = error
+        self._fail(lost)
+        self._control.disconnected()
 
     def _handle(self, message: Message) -> None:
-        """Handle a message of the receiver, whichever way it came; one that cannot be is logged and ignored."""
-        try:
-            self._dispatch(message)
-        except StaleDescriptor as error:
-            log.warning("message_rejected", peer=self.accepted.name, reason=str(error))
-
-    def _dispatch(self, message: Message) -> None:
+        """Handle a message of the receiver, whichever way it came."""
         match message:
             case CreditGrant(spans):
                 self._credit_requested = False

@@ -19,24 +19,16 @@ from anyio.abc import Listener, SocketStream
 
 from ..._schemas import ProtocolMismatch
 from ..._schemas.control import Connect, Ready, Reject
-from ..errors import PenstockError
 from .control_connection import ControlConnection, serve_control
 from .heartbeat import GRACE_S
 from .peer import Peer
+from .rejections import DisconnectOnError, rejection_of
 from .remote_receiver import RemoteReceiver
 from .socket_monitor import SocketMonitor
 from .transport import HANDSHAKE_S, MAX_HANDSHAKES, PayloadReader
 
 REJECT_TIMEOUT_S = 1.0
 """Bound on sending a rejection: it is short, so that only a peer that does not read fails to get it."""
-
-_HANDSHAKE_ERRORS = (
-    PenstockError,
-    OSError,
-    anyio.BrokenResourceError,
-    anyio.ClosedResourceError,
-    anyio.EndOfStream,
-)
 
 Enter: TypeAlias = Callable[[ControlConnection], Awaitable[PayloadReader]]
 """Completes a handshake: receives the segment of the sender."""
@@ -90,7 +82,7 @@ class ShmAcceptor:
 
     async def _serve(self) -> None:
         async with self._listener:
-            await serve_control(self._listener, self._accept, self._rejections.record)
+            await serve_control(self._listener, self._accept, self._rejections)
 
     async def _accept(self, connection: ControlConnection) -> None:
         if self.handshakes >= self._admission.max_senders + MAX_HANDSHAKES:
@@ -98,7 +90,8 @@ class ShmAcceptor:
             return
         peer = await self._handshake(connection)
         if peer is not None:
-            await self._until_disconnected(connection)
+            with DisconnectOnError(self._receiver.disconnect_for_error, peer):
+                await self._until_disconnected(connection)
             if (rejection := self._receiver.on_disconnect(peer)) is not None:
                 await _send_rejection(connection, rejection)
 
@@ -107,9 +100,9 @@ class ShmAcceptor:
         try:
             with anyio.fail_after(HANDSHAKE_S):
                 return await self._admit(connection)
-        except _HANDSHAKE_ERRORS as error:
-            self._rejections.record(f"handshake failed: {type(error).__name__}: {error}")
-            await _send_rejection(connection, Reject(type(error).__name__, str(error)))
+        except Exception as error:  # noqa: BLE001 (whatever these bytes cause, they cost this connection alone)
+            self._rejections.record(f"handshake failed: {type(error).__name__}: {error}", error)
+            await _send_rejection(connection, rejection_of(error))
             return None
         finally:
             self.handshakes -= 1
@@ -141,7 +134,7 @@ class ShmAcceptor:
 
     async def _until_disconnected(self, connection: ControlConnection) -> None:
         """Send a sender that it is admitted, and wait for its end; it may die at any moment, this one included."""
-        with suppress(anyio.BrokenResourceError, anyio.EndOfStream, ProtocolMismatch):
+        with suppress(anyio.BrokenResourceError, anyio.EndOfStream):
             await connection.send(Ready())
             await connection.receive()
 

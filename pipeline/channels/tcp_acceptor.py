@@ -26,6 +26,7 @@ from ..._schemas.control import Connect, Message, Ready, Reject, decode
 from ..errors import PenstockError
 from .heartbeat import CHECKS_PER_TIMEOUT, GRACE_S
 from .peer import Peer
+from .rejections import DisconnectOnError, rejection_of
 from .remote_receiver import RemoteReceiver
 from .socket_monitor import SocketMonitor
 from .tcp_connection import TcpConnection
@@ -191,10 +192,11 @@ class TcpAcceptor:
         if connection is None or connection.closing or connection.peer is not None:
             self._rejections.record("a message from an unknown peer")
             return
-        try:
+        with DisconnectOnError(self._fail_handshake, connection, identity):
             self._handshake_step(connection, identity, _handshake_message(frames))
-        except (PenstockError, OSError) as error:
-            self._reject(connection, identity, Reject(type(error).__name__, str(error)), "handshake failed: ")
+
+    def _fail_handshake(self, connection: _Connection, identity: bytes, error: Exception) -> None:
+        self._reject(connection, identity, rejection_of(error), "handshake failed: ", error)
 
     def _handshake_step(self, connection: _Connection, identity: bytes, message: Message) -> None:
         if isinstance(message, Connect) and identity != connection.identity:
@@ -231,8 +233,15 @@ class TcpAcceptor:
         connection.tcp = tcp
         self.receiver.send(connection.identity, Ready())
 
-    def _reject(self, connection: _Connection, identity: bytes, rejection: Reject, subject: str) -> None:
-        self._rejections.record(f"{subject}{rejection.reason}")
+    def _reject(
+        self,
+        connection: _Connection,
+        identity: bytes,
+        rejection: Reject,
+        subject: str,
+        error: Exception | None = None,
+    ) -> None:
+        self._rejections.record(f"{subject}{rejection.reason}", error)
         self.receiver.send(identity, rejection)
         self.shutdown_soon(connection)
 

@@ -360,7 +360,7 @@ async def run_mirror(address: WeightAddress, *, task_status: TaskStatus[Path]) -
         async with _opened(address, f"{SCHEME}{directory}") as mirror:
             listener = await SocketListener.from_socket(listening)
             async with listener, anyio.create_task_group() as tasks:
-                tasks.start_soon(serve_control, listener, mirror.subscriptions.accept, mirror.subscriptions.refused)
+                tasks.start_soon(serve_control, listener, mirror.subscriptions.accept, mirror.subscriptions.rejections)
                 task_status.started(directory)
                 await mirror.follow(address)
                 tasks.cancel_scope.cancel()

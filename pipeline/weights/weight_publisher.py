@@ -117,7 +117,7 @@ class WeightPublisher:
             self._subscriptions.open(self._writer, url)
             listener = await stack.enter_async_context(await SocketListener.from_socket(connection))
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(serve_control, listener, self._subscriptions.accept, self._subscriptions.refused)
+            tasks.start_soon(serve_control, listener, self._subscriptions.accept, self._subscriptions.rejections)
             stack.push_async_callback(self._notify_end, tasks)
             self._stack = stack.pop_all()
         return self

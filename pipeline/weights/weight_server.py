@@ -31,15 +31,14 @@ from ..._schemas.control import (
     Message,
     PauseAck,
     Ready,
-    Reject,
     Subscribe,
     VersionGone,
     decode,
     encode,
 )
-from ..channels.admission import RejectionCounter
 from ..channels.heartbeat import GRACE_S, enable_heartbeats
 from ..channels.keys import ChannelKey
+from ..channels.rejections import DisconnectOnError, RejectionCounter, reason_of, rejection_of
 from ..channels.socket_monitor import SocketMonitor
 from ..channels.tcp_address import bind, bracketed, resolved
 from ..channels.tcp_connection import TcpConnection
@@ -188,10 +187,8 @@ class WeightServer:
         connection = self._connections.get(int(identity.get(zmq.SRCFD)))
         if connection is None or connection.closing:
             return
-        try:
+        with DisconnectOnError(self._refuse, connection, identity.bytes):
             self._step(connection, identity.bytes, _message(frames))
-        except (ProtocolMismatch, OSError) as error:
-            self._refuse(connection, identity.bytes, Reject(type(error).__name__, str(error)))
 
     def _step(self, connection: _Connection, identity: bytes, message: Message) -> None:
         # There are four cases:
@@ -238,26 +235,27 @@ class WeightServer:
         with suppress(anyio.BrokenResourceError):
             self._send(identity, message)
 
-    def _refuse(self, connection: _Connection, identity: bytes, rejection: Reject) -> None:
+    def _refuse(self, connection: _Connection, identity: bytes, error: Exception) -> None:
         """Notify a peer that it is refused, and disconnect it if it has subscribed.
 
         Another one may have had a connection with the same descriptor: then this connection is not to blame. If it is,
         it is closed after `HANDSHAKE_S`.
         """
-        self._rejections.record(f"a connection from {connection.host}: {rejection.reason}")
-        self._send_last(identity, rejection)
+        self._rejections.record(f"a connection from {connection.host}: {reason_of(error)}", error)
+        self._send_last(identity, rejection_of(error))
         if connection.mirror is not None and connection.mirror.identity == identity:
             self._close_after(GRACE_S, connection)  # when the message has had the time to leave
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
     async def _serve(self, connection: _Connection, mirror: _Mirror, subscription: Subscription) -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._send_chunks, connection, mirror)
-            await self._subscriptions.serve(subscription)
-            tasks.cancel_scope.cancel()
+        with DisconnectOnError(self._refuse, connection, mirror.identity):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._send_chunks, mirror)
+                await self._subscriptions.serve(subscription)
+                tasks.cancel_scope.cancel()
 
-    async def _send_chunks(self, connection: _Connection, mirror: _Mirror) -> None:
+    async def _send_chunks(self, mirror: _Mirror) -> None:
         """Answer the requests of a mirror in their order, until its connection ends."""
         try:
             while (request := await mirror.requests.get()) is not None and not mirror.ended:
@@ -265,8 +263,6 @@ class WeightServer:
                 answer = await anyio.to_thread.run_sync(self._answer, request)
                 await mirror.send(answer)
                 mirror.sent_bytes += len(answer.content) if isinstance(answer, Chunk) else 0
-        except ProtocolMismatch as error:
-            self._refuse(connection, mirror.identity, Reject("ProtocolMismatch", str(error)))
         except anyio.BrokenResourceError:
             pass
 
@@ -374,7 +370,7 @@ class WeightServer:
             if mirror is None or mirror.tcp is None or connection.closing:
                 continue
             if mirror.tcp.bytes_received - mirror.unfinished_from > MOST_UNREAD_BYTES:
-                self._refuse(connection, mirror.identity, Reject("ProtocolMismatch", "a message does not end"))
+                self._refuse(connection, mirror.identity, ProtocolMismatch("a message does not end"))
 
     async def aclose(self) -> None:
         """Notify every mirror that no newer version follows, and close."""

@@ -29,6 +29,7 @@ from ..._schemas.control import (
 from ..accounting.telemetry import get_logger
 from ..channels.connection import Conversation
 from ..channels.control_connection import ControlConnection
+from ..channels.rejections import RejectionCounter
 from ..util.waiting import Waiters
 from .weights import NO_VERSION, WeightWriter
 
@@ -75,6 +76,8 @@ class Subscriptions:
         self.name = name
         self.url = ""
         """The URL for subscribers of this host, while it is open."""
+        self.rejections: RejectionCounter
+        """Counts those that are rejected; set by `open`."""
         self._writer: WeightWriter | None = None
         """The segment that they map."""
         self.release_timeout_s = release_timeout_s
@@ -94,6 +97,7 @@ class Subscriptions:
     def open(self, writer: WeightWriter, url: str) -> None:
         """Accept subscribers to the segment of `writer`, which are to connect to `url`."""
         self._writer, self.url = writer, url
+        self.rejections = RejectionCounter(url)
 
     def close(self) -> None:
         """Release the segment, and accept no more subscribers."""
@@ -160,19 +164,13 @@ class Subscriptions:
     # -- connections ---------------------------------------------------------------------------------------------------
 
     async def accept(self, connection: ControlConnection) -> None:
-        """Serve one subscriber of this host until it disconnects."""
+        """Serve one subscriber of this host until it disconnects; for `serve_control`."""
         try:
             subscription = await self._handshake(connection)
             if subscription is not None:
                 await self.serve(subscription)
-        except ProtocolMismatch as error:
-            self.refused(str(error))
         except (anyio.EndOfStream, anyio.BrokenResourceError):
             pass
-
-    def refused(self, reason: str) -> None:
-        """Log that a subscriber was rejected."""
-        log.warning("subscriber_rejected", url=self.url, reason=reason)
 
     async def _handshake(self, connection: ControlConnection) -> Subscription | None:
         """Accept a subscriber and send it the segment; return None if it sends no request in time."""
@@ -225,8 +223,6 @@ class Subscriptions:
                 self._changed.wake_all()
         except anyio.EndOfStream:
             pass
-        except ProtocolMismatch as error:
-            log.warning("subscriber_rejected", subscriber=subscription.name, reason=str(error))
 
     async def _notify(self, subscription: Subscription) -> None:
         """Send a subscriber every change of the state: the version, the pause, the end."""

@@ -130,13 +130,18 @@ async def test_a_sender_that_breaks_the_protocol_twice_is_reported_lost_once() -
         assert inbox.rejected == 1
 
 
-async def test_a_release_that_was_never_due_is_ignored() -> None:
+NEVER_DUE = [(5, 1, 1), (0, 99, 1), (0, 1, 9), (0, 1, 0), (0, 1, -1)]
+
+
+@pytest.mark.parametrize("sent", [*(wire.encode(wire.credit_grant(span)) for span in NEVER_DUE), b"\xc1"])
+async def test_a_receiver_that_breaks_the_protocol_is_lost_for_its_sender(sent: bytes) -> None:
     async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
         await outbox.send(group(instance_id="0"))
         await inbox.receive()
         peer = next(iter(inbox.peers.values()))
-        inbox.send(peer.identity, wire.credit_grant((5, 1, 1), (0, 99, 1), (0, 1, 9), (0, 1, 0), (0, 1, -1)))
-        inbox._socket.send_multipart([peer.identity, b"\xc1"])
-        for number in range(1, 200):
-            await outbox.send(group(instance_id=str(number)))
-            assert (await inbox.receive()).instance_id == str(number)
+        inbox._socket.send_multipart([peer.identity, sent])
+        assert isinstance(outbox, RemoteSender)
+        with anyio.fail_after(FAILSAFE_S):
+            await outbox.wait_failed()
+        with pytest.raises(PeerLost, match="the receiver, violated the protocol"):
+            await outbox.send(group(instance_id="1"))

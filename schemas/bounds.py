@@ -1,0 +1,62 @@
+"""The bounds of the fields of messages: each number, text and sequence that a peer sends has one, checked at decoding.
+
+A peer may send anything. What it sends must fit the words that it is stored in, and takes no more memory than the
+message has bytes times a small factor. Senders cut what their users write, such as the text of an error, to its bound.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
+
+LARGEST = 2**63 - 1
+"""What a signed word of 64 bits holds."""
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
+"""A number of things, of bytes or of an optimizer step; or a random number of 63 bits."""
+
+SmallCount: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""A protocol version, a process id, a place among workers."""
+
+Signed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=LARGEST)]
+"""A version of weights, or the id of a token, where −1 may stand for none."""
+
+Measure: TypeAlias = Annotated[float, Meta(description="may be infinite or NaN, as a metric of a user may")]
+"""A part of a metric. It is added to others, and nothing is decided by it."""
+
+LONGEST_NAME, LONGEST_LINE, LONGEST_TEXT, LONGEST_TRACEBACK = 256, 4096, 16_384, 40_000
+
+Name: TypeAlias = Annotated[str, Meta(max_length=LONGEST_NAME)]
+"""A kind, a transport, a state, a hash, the name of a metric."""
+
+Line: TypeAlias = Annotated[str, Meta(max_length=LONGEST_LINE)]
+"""A URL, a path, an id of a prompt, the phase of a start."""
+
+Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST_TEXT)]
+"""A reason, for a reader."""
+
+Traceback: TypeAlias = Annotated[str, Meta(max_length=LONGEST_TRACEBACK)]
+
+Hash: TypeAlias = Annotated[bytes, Meta(max_length=64)]
+"""A hash, or the handle of a device's memory."""
+
+LARGEST_PAYLOAD = 128 * 2**20
+
+Payload: TypeAlias = Annotated[bytes, Meta(max_length=LARGEST_PAYLOAD)]
+"""Bytes that are decoded later, or stored: the transport bounds them before."""
+
+MOST_ENTRIES = 4096
+"""Entries of a sequence in one message; a sender splits a longer one."""
+
+MOST_NAMES = 16_384
+"""Names in one mapping."""
+
+
+def cut(text: str, longest: int = LONGEST_TEXT) -> str:
+    """Return `text`, or the part of it that a message may have.
+
+    >>> cut("a long story", longest=7)
+    'a long…'
+    """
+    return text if len(text) <= longest else text[: longest - 1] + "…"
