@@ -129,6 +129,14 @@ class StageFailed(PenstockError):
     """A stage raised; `__cause__` is the exception, and the message names the stage."""
 
 
+class UserCodeExited(RuntimeError):
+    """Code of a user raised what would end its task, thread or process; the message has its type and text.
+
+    CancelledError without a cancellation, SystemExit, KeyboardInterrupt without a signal, GeneratorExit, StopIteration:
+    `__cause__` is the exception. Treated like any other error of that code.
+    """
+
+
 class RolloutsFailed(PenstockError):
     """So many rollouts in a row failed that the run ended; the message lists the most frequent reasons."""
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._pipeline.errors import InvalidPipeline, PenstockError
+from .._pipeline.util.user_code import call_user, raised_text
 from .._schemas import InvalidRecord, StopReason
 from .chat.chat_format import ChatFormat
 from .chat.conversations import Conversation, conversation, text_of
@@ -181,9 +182,9 @@ async def _called(
         EnvironmentFailed: either raised.
     """
     try:
-        return take(await threads.call(function, began))
-    except (Exception, SystemExit) as error:
-        raise EnvironmentFailed(f"environment raised {type(error).__name__}: {error}".rstrip(": ")) from error
+        return call_user(take, await threads.call(function, began))
+    except Exception as error:
+        raise EnvironmentFailed(f"environment raised {raised_text(error)}") from error
 
 
 # -- scored data sets ----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from .._pipeline.accounting.shared_counters import EndState
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.graph.context import Context, drop
 from .._pipeline.util.repeated_errors import RepeatedErrors
+from .._pipeline.util.user_code import await_user
 from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .engines.policies import Completion, Engine
 from .engines.sampling_params import SamplingParams
@@ -60,7 +61,7 @@ class GroupSampler:
         if rollout is not None:
             async with anyio.create_task_group() as repetitions:
                 for trajectory in ids:
-                    repetitions.start_soon(self._attempt, rollout, trajectory, rollouts)
+                    repetitions.start_soon(await_user, self._attempt, rollout, trajectory, rollouts)
         return dict(sorted(rollouts.items()))
 
     def sampled(self, group: GroupId, number: int, rollouts: dict[int, RolloutResult], began: float) -> TrajectoryGroup:
@@ -113,7 +114,7 @@ class GroupSampler:
                 return None
             if allowance < sampling.max_completion_tokens:
                 sampling = msgspec.structs.replace(sampling, max_completion_tokens=allowance)
-        (completion,) = await self._engine.generate([prompt], sampling)
+        (completion,) = await await_user(self._engine.generate, [prompt], sampling)
         return completion
 
     def _sampling(self, trajectory: TrajectoryId, turn: int) -> SamplingParams:

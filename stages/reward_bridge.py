@@ -26,6 +26,7 @@ from .._pipeline.errors import NoRewards
 from .._pipeline.graph.context import drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_first
+from .._pipeline.util.user_code import await_user, open_user
 from .._schemas import TrajectoryGroup, TrajectoryId
 from .._schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer
@@ -199,13 +200,13 @@ class RewardBridge:
                 async for group in inbox:
                     before, left = queued[-1][0] if queued else None, anyio.Event()
                     queued.append((left, len(group)))
-                    tasks.start_soon(self._judge_and_send, group.owned(), outbox, calls, before, left)
+                    tasks.start_soon(await_user, self._judge_and_send, group.owned(), outbox, calls, before, left)
                     del group
                     while self._all_busy([size for _, size in queued]):
                         await queued.popleft()[0].wait()
 
     async def _open(self, component: RewardComponent, stack: AsyncExitStack) -> Calls:
-        function = await stack.enter_async_context(component.open())
+        function = await stack.enter_async_context(open_user(component.open))
         return stack.enter_context(closing(Calls(component, function)))
 
     def _all_busy(self, sizes: Sequence[int]) -> bool:
@@ -257,7 +258,7 @@ class RewardBridge:
 
         async with anyio.create_task_group() as tasks:
             for component in self.components:
-                tasks.start_soon(judge, component)
+                tasks.start_soon(await_user, judge, component)
         return outcomes
 
 

@@ -28,6 +28,7 @@ from .._pipeline.graph.context import current
 from .._pipeline.graph.flush import FlushableInbox
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_first, unwrap_single
+from .._pipeline.util.user_code import await_user, open_user
 from .._pipeline.weights.shielded import limit_once_cancelled
 from .._schemas import GroupId, StopReason, TrainBatch
 from .._schemas.numbers import normalize_counts, normalize_numbers
@@ -346,12 +347,12 @@ class SinkTrainer:
 
     def _sampling(self) -> AbstractAsyncContextManager[None]:
         sink = self._weight_sink
-        return nullcontext() if sink is None or self.sampling == "overlap" else sink.paused()
+        return nullcontext() if sink is None or self.sampling == "overlap" else open_user(sink.paused)
 
     async def _publish(self, version: int, thread: anyio.CapacityLimiter) -> None:
         sink = self._weight_sink
         if sink is not None and sink.version < version and isinstance(self.trainer, WeightedTrainer):
-            await sink.publish(await _in_thread(self.trainer.weights, thread), version)
+            await await_user(sink.publish, await _in_thread(self.trainer.weights, thread), version)
         if sink is not None:
             current().ledger.note_published(sink.version)
 
@@ -395,7 +396,8 @@ def _require(trainer: object, protocol: type, purpose: str, methods: str) -> Non
 
 async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:
     """Return the result of `work` in a worker thread, which is abandoned if the wait is cancelled."""
-    return await anyio.to_thread.run_sync(work, limiter=thread, abandon_on_cancel=True)
+    call = partial(anyio.to_thread.run_sync, limiter=thread, abandon_on_cancel=True)
+    return await await_user(call, work)
 
 
 @asynccontextmanager
@@ -406,7 +408,7 @@ async def _watching(trainer: Trainer) -> AsyncIterator[None]:
         return
     with unwrap_first():  # a step may fail of the same cause
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(trainer.watch)
+            tasks.start_soon(await_user, trainer.watch)
             yield
             tasks.cancel_scope.cancel()
 

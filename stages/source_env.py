@@ -30,6 +30,7 @@ from .._pipeline.errors import InvalidConfig
 from .._pipeline.graph.context import Context, Worker, current
 from .._pipeline.graph.stage_info import Assignment, StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_first
+from .._pipeline.util.user_code import await_user, open_user
 from .._schemas import GroupId, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .chat.chat_format import ChatFormat
@@ -201,7 +202,7 @@ class SourceEnv:
         context = current()
         async with (
             open_tasks(self.make_env, self.decodes_with, self.chat, threads=self.threads, seed=self.seed) as begin,
-            self.policy.open(context.worker) as engine,
+            open_user(self.policy.open, context.worker) as engine,
         ):
             await _RolloutScheduler(self, begin, engine, outbox, context).work()
 
@@ -302,7 +303,7 @@ async def _all(calls: Sequence[Callable[[], Awaitable[R]]]) -> list[R]:
 
     async with anyio.create_task_group() as tasks:
         for place, call in enumerate(calls):
-            tasks.start_soon(keep, place, call)
+            tasks.start_soon(await_user, keep, place, call)
     return [returned[place] for place in range(len(calls))]
 
 
@@ -347,7 +348,7 @@ class _RolloutScheduler:
                 return
             async with anyio.create_task_group() as evaluations:
                 if self._evaluator is not None:
-                    evaluations.start_soon(self._evaluator.follow)
+                    evaluations.start_soon(await_user, self._evaluator.follow)
                 async with anyio.create_task_group() as groups:
                     await self._begin(groups)
                 evaluations.cancel_scope.cancel()
@@ -355,7 +356,7 @@ class _RolloutScheduler:
     async def _begin(self, groups: TaskGroup) -> None:
         """Begin one group after another."""
         async for group, number in self._prompts():
-            groups.start_soon(self._group, group, number)
+            groups.start_soon(await_user, self._group, group, number)
 
     async def _prompts(self) -> AsyncIterator[tuple[GroupId, int]]:
         """Yield one prompt after another, each when there is a permit for its group and the lag limit allows it."""
@@ -375,7 +376,7 @@ class _RolloutScheduler:
         """Wait until the published weights are on this host."""
         version = self._context.ledger.published
         if version is not None and isinstance(self._engine, FollowsWeights):
-            await self._engine.arrived(version)
+            await await_user(self._engine.arrived, version)
 
     async def _may_begin(self) -> None:
         """Wait until another group may be begun: with older weights than the published ones it would exceed its lag."""

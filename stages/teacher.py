@@ -24,6 +24,7 @@ from .._pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
 from .._pipeline.graph.context import Worker, current, drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_single
+from .._pipeline.util.user_code import await_user, open_user
 from .._schemas import TrajectoryGroup
 from .._schemas.columns import freeze
 from .._schemas.numbers import normalize_counts, normalize_numbers
@@ -120,7 +121,7 @@ class Teacher:
         """
         parts = {"policy": self.tokenizer, "teacher": self.policy.tokenizer}
         await anyio.to_thread.run_sync(check_tokenizers, parts)  # it may read files
-        async with self.policy.open(current().worker) as engine:
+        async with open_user(self.policy.open, current().worker) as engine:
             with unwrap_single():
                 async with anyio.create_task_group() as tasks:
                     requests = _TeacherRequests(self, engine, outbox, tasks)
@@ -187,7 +188,7 @@ class _TeacherRequests:
             await self._outbox.send(request.filled())
         for row in live:
             await self._permits.acquire()
-            self._tasks.start_soon(self._run, request, slice(*group.offsets[row : row + 2].tolist()))
+            self._tasks.start_soon(await_user, self._run, request, slice(*group.offsets[row : row + 2].tolist()))
 
     async def _run(self, request: _TeacherRequest, span: slice) -> None:
         try:
@@ -241,7 +242,8 @@ class _TeacherRequests:
         tokens, began = request.group.tokens[span], time.monotonic()
         try:
             with anyio.fail_after(self._rules.teacher_timeout_s):
-                found = await self._engine.candidates(tokens, request.group.loss_mask[span], self._rules.top_k)
+                wanted = request.group.loss_mask[span]
+                found = await await_user(self._engine.candidates, tokens, wanted, self._rules.top_k)
             request.fill(span, *found.columns(tokens, self._rules.top_k + 1))
         except TimeoutError as error:
             return EngineTimedOut(f"expected a response within {self._rules.teacher_timeout_s:g} s, got none ({error})")

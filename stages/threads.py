@@ -17,6 +17,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from .._pipeline.util.user_code import await_user, call_user
 from .._pipeline.util.waiting import Waiters
 
 
@@ -59,12 +60,12 @@ class Threads:
         `began` receives the call that runs in a thread. Cancellation abandons it.
         """
         if _is_async(function):
-            return await function()
+            return await await_user(function)
         call = self.start(function)
         if began is not None:
             began(call)
         value = await asyncio.wrap_future(call)
-        return await value if inspect.isawaitable(value) else value
+        return await await_user(lambda: value) if inspect.isawaitable(value) else value
 
     async def wait_idle(self) -> None:
         """Wait until every call has returned, abandoned ones too."""
@@ -96,9 +97,7 @@ def _perform(call: Future[Any], function: Callable[[], Any]) -> None:
     if not call.set_running_or_notify_cancel():
         return
     try:
-        call.set_result(function())
-    except StopIteration as error:  # asyncio cannot raise it in a task
-        call.set_exception(RuntimeError(f"expected a result, got {error!r}"))
+        call.set_result(call_user(function))
     except BaseException as error:  # noqa: BLE001 (passed to the waiting task)
         call.set_exception(error)
 

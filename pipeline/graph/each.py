@@ -12,6 +12,7 @@ from ..._schemas.numbers import normalize_counts
 from ..channels.channel import ReceiveChannel, SendChannel
 from ..errors import InvalidRecord
 from ..util.exception_groups import unwrap_single
+from ..util.user_code import await_user
 from .record_types import function_types
 from .stage_info import StageInfo
 
@@ -45,11 +46,11 @@ class Each(Generic[In, Out]):
         with unwrap_single():
             async with anyio.create_task_group() as calls:
                 for _ in range(self.concurrency):
-                    calls.start_soon(self._call, inbox, outbox)
+                    calls.start_soon(await_user, self._call, inbox, outbox)
 
     async def _call(self, inbox: ReceiveChannel[In], outbox: SendChannel[Out]) -> None:
         async for record in inbox:
-            returned = await self.function(record)
+            returned = await await_user(self.function, record)
             if returned is None:
                 raise InvalidRecord(
                     f"expected {self.name} to return a record for each that it takes, got None: return the "

@@ -29,6 +29,7 @@ from ..errors import SenderRejected, StageFailed
 from ..graph.context import Assignments, Context, current, entered
 from ..graph.edge import CountingSendChannel, EdgeCounter
 from ..util.exception_groups import consists_of
+from ..util.user_code import await_user
 from .numa import bind_to_node
 from .worker_messages import (
     RECORDS,
@@ -216,10 +217,10 @@ async def _run_stage(
     if config.channels.inbox_kind:
         async with _served(config, report, link) as inbox:
             with report_waits(metrics, config.stage, lambda: _waited(outbox, inbox)):
-                await stage.run(inbox, outbox)
+                await await_user(stage.run, inbox, outbox)
     else:
         with report_waits(metrics, config.stage, lambda: _waited(outbox)):
-            await stage.run(outbox)
+            await await_user(stage.run, outbox)
 
 
 def _waited(outbox: CountingSendChannel[Any], inbox: Any = None) -> tuple[float, float]:

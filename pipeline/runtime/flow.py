@@ -33,6 +33,7 @@ from ..trackers.background import require_trackers, tracking
 from ..trackers.tracker import RunInfo, Tracker
 from ..util.blocking import enter_in_thread
 from ..util.printing import print_line
+from ..util.user_code import call_user
 from ..view.watching import View, refuse_unknown_view, watching
 from .outcome import check_outcome, stop_message
 from .run import Run
@@ -191,7 +192,7 @@ class Pipeline:
         refuse_unknown_view(view)
         require_trackers(trackers)
         refuse_while_importing_main()
-        self.check()
+        call_user(self.check)
         if self._running:
             raise RuntimeError("expected one run at a time, got a second one while the first is running")
         context = Context(Ledger() if ledger is None else ledger, Metrics() if metrics is None else metrics)

@@ -34,6 +34,7 @@ from ..graph.statistics import PipelineStatistics, StageState, StageStatistics
 from ..processes.worker_accounting import RUN_ENDED
 from ..processes.workers import Workers
 from ..util.exception_groups import all_of, single_exception, unwrap_single
+from ..util.user_code import await_user
 from .outcome import END_OF_STREAM
 
 log = get_logger("penstock.pipeline")
@@ -201,7 +202,7 @@ class Run:
         task.state = "running"
         try:
             with task.scope, entered(task.context), self._reporting_waits(task), self._expecting_evaluations(task):
-                await self._body(task)
+                await await_user(self._body, task)
                 task.state = "returned"
         except Exception as error:  # noqa: BLE001 (every exception of a stage is reported with its name)
             self._record_failure(task, error)

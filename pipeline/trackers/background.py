@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -15,6 +16,7 @@ from ..accounting.sample import Sample, SampleSink
 from ..accounting.telemetry import Metrics, get_logger
 from ..util.blocking import in_thread
 from ..util.repeated_errors import RepeatedErrors
+from ..util.user_code import call_user
 from .tracker import RunInfo, Tracker
 
 log = get_logger("penstock.trackers")
@@ -55,11 +57,12 @@ class Background:
         self._put(partial(self._tracker.samples, samples, step))
 
     def finish(self, ok: bool, timeout_s: float) -> None:  # noqa: FBT001 (as in the protocol)
-        """Close the tracker when all calls are made, and wait for that, at most three times `timeout_s`. Blocks."""
+        """Close the tracker when all calls are made, and wait for that, at most `timeout_s`. Blocks."""
+        deadline = time.monotonic() + timeout_s
         with suppress(Full):
-            self._calls.put(partial(self._tracker.close, ok), timeout=timeout_s)
-            self._calls.put(None, timeout=timeout_s)
-        self._thread.join(timeout_s)
+            for call in (partial(self._tracker.close, ok), None):
+                self._calls.put(call, timeout=max(0.0, deadline - time.monotonic()))
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             log.warning("tracker_close_timeout", tracker=self.name, waited_s=timeout_s, calls_left=self._calls.qsize())
         if self.failed or self.left_out:
@@ -84,7 +87,7 @@ class Background:
     def _made(self, call: Callable[[], Any]) -> bool:
         """Call, and return whether it did not raise."""
         try:
-            call()
+            call_user(call)
         except Exception as error:  # noqa: BLE001 (logged by name)
             self.failed += 1
             self._errors.record(error, tracker=self.name)

@@ -50,7 +50,7 @@ def unwrap_first() -> Iterator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        _raise(next(_leaves(group)))
+        _raise(next(leaves(group)))
 
 
 def _raise(cause: BaseException) -> NoReturn:
@@ -63,7 +63,7 @@ def first_exception(error: BaseException, kind: type[BaseException]) -> BaseExce
 
     Return `single_exception` of it otherwise. For equal workers that fail of the same cause at the same time.
     """
-    causes = list(_leaves(error))
+    causes = list(leaves(error))
     if not all(isinstance(cause, kind) for cause in causes):
         return single_exception(error)
     first, *others = causes
@@ -72,17 +72,18 @@ def first_exception(error: BaseException, kind: type[BaseException]) -> BaseExce
     return first
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield the exceptions within `error`, at any depth of groups; `error` itself where it is no group."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
-            yield from _leaves(inner)
+            yield from leaves(inner)
     else:
         yield error
 
 
 def all_of(error: BaseException, kind: type[BaseException]) -> bool:
     """Return whether `error` is of one `kind`, or groups that hold nothing else."""
-    return all(isinstance(leaf, kind) for leaf in _leaves(error))
+    return all(isinstance(leaf, kind) for leaf in leaves(error))
 
 
 def consists_of(error: BaseException, failure: BaseException | None) -> bool:

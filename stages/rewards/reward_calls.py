@@ -22,6 +22,7 @@ from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import MissingColumn, RewardFunctionFailed
 from ..._pipeline.graph.context import current
 from ..._pipeline.util.repeated_errors import RepeatedErrors
+from ..._pipeline.util.user_code import await_user, raised_text
 from ..threads import Threads
 from .reward_functions import RewardComponent
 from .reward_input import RewardInput
@@ -70,7 +71,7 @@ class Calls:
         size = len(inputs) if self._component.batched else 1
         async with anyio.create_task_group() as tasks:
             for first in range(0, len(inputs), max(size, 1)):
-                tasks.start_soon(judge, range(first, first + size))
+                tasks.start_soon(await_user, judge, range(first, first + size))
         return values
 
     def close(self) -> None:
@@ -138,8 +139,8 @@ class Calls:
             raise error
         self._count_failure(error, judged)
         if isinstance(rule.on_failure, str):
-            message = str(error).removeprefix(f"{rule.name}: ")
-            return RewardFailure(f"{rule.name}: {type(error).__name__}: {message}".rstrip(": "))
+            kind, _, message = raised_text(error).partition(": ")
+            return RewardFailure(f"{rule.name}: {kind}: {message.removeprefix(f'{rule.name}: ')}".rstrip(": "))
         return self._weighted(float(rule.on_failure))
 
     def _count_failure(self, error: Exception, judged: RewardInput) -> None:
@@ -155,7 +156,7 @@ class Calls:
         if self._failed_in_a_row >= FAILURE_LIMIT:
             raise RewardFunctionFailed(
                 f"expected {name} to return a number for at least one of {FAILURE_LIMIT} completions in a row, got a "
-                f"failure for each, the last one {type(error).__name__}: {error}. Fix the function; the first "
+                f"failure for each, the last one {raised_text(error)}. Fix the function; the first "
                 f"traceback of each error is in the log"
             ) from error
 

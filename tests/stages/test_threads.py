@@ -1,11 +1,14 @@
 import asyncio
+import sys
 import threading
+from functools import partial
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
 from penstock._stages.threads import Threads
+from penstock.errors import UserCodeExited
 
 
 async def test_a_call_returns_the_result_and_raises_the_exception_of_the_function() -> None:
@@ -14,10 +17,10 @@ async def test_a_call_returns_the_result_and_raises_the_exception_of_the_functio
     assert await threads.call(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         await threads.call(lambda: 1 // 0)
-    with pytest.raises(RuntimeError, match="StopIteration"):
+    with pytest.raises(UserCodeExited, match="StopIteration"):
         await threads.call(lambda: next(iter(())))
-    with pytest.raises(SystemExit):
-        await threads.call(lambda: exec("raise SystemExit"))  # noqa: S102 (the shortest function that raises)
+    with pytest.raises(UserCodeExited, match="SystemExit: 3"):
+        await threads.call(partial(sys.exit, 3))
 
     threads.close()
 
