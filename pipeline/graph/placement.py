@@ -58,7 +58,7 @@ class Processes:
 
 
 def _restarts(restarts: int) -> str:
-    return {0: "no restarts", 1: "1 restart each"}.get(restarts, f"{restarts} restarts each")
+    return {0: "no restarts", 1: "at most 1 restart each"}.get(restarts, f"at most {restarts} restarts each")
 
 
 Strategy: TypeAlias = Literal["PACK", "SPREAD"]

@@ -41,7 +41,7 @@ def _result(report: Report) -> Table:
 
 
 def _balance(report: Report) -> Table:
-    """Return the balance; the trajectories that were in flight at the end are apart from lost ones."""
+    """Return the balance of the ledger."""
     table = Table("trajectories", "", "reasons", box=None, padding=(0, 1), pad_edge=False)
     table.columns[1].justify = "right"
     table.add_row("begun", f"{report.balance.admitted:,}", "")
@@ -62,8 +62,14 @@ def _stages(report: Report) -> Table:
     titles = ("stage", "where", "state", "waited for records", "for credit", "dropped")
     table = Table(*titles, box=None, padding=(0, 1), pad_edge=False)
     for stage in report.statistics.stages:
-        table.add_row(stage.name, stage.placement, stage.state, *_waits(stage), _dropped(stage))
+        table.add_row(stage.name, _where(stage), stage.state, *_waits(stage), _dropped(stage))
     return table
+
+
+def _where(stage: StageStatistics) -> str:
+    """Return the placement, and the restarts that happened: `4 processes, at most 1 restart each; 2 restarted`."""
+    restarted = sum(worker.restarts for worker in stage.workers)
+    return stage.placement + (f"; {restarted} restarted" if restarted else "")
 
 
 def _waits(stage: StageStatistics) -> tuple[str, str]:

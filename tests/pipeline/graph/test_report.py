@@ -9,8 +9,8 @@ import msgspec
 from rich.console import Console
 from tests.pipeline.flow_stages import DropOdd, Groups, Pack, Train
 
-from penstock import Report, source
-from penstock.accounting import Balance, PipelineStatistics
+from penstock import Report, processes, source
+from penstock.accounting import Balance, PipelineStatistics, StageStatistics, WorkerStatistics
 
 
 def report(**changes: object) -> Report:
@@ -60,6 +60,26 @@ def test_many_reasons_are_counted_and_the_most_frequent_are_listed() -> None:
     reasons = {"failed": {"a": 1, "b": 4, "c": 2, "d": 3}}
 
     assert "4 b, 3 d, 2 c, 1 more" in str(report(balance=Balance(10, 0, {"failed": 10}, reasons)))
+
+
+def test_the_restarts_that_happened_are_apart_from_those_that_are_allowed() -> None:
+    stage = StageStatistics(
+        name="SourceEnv",
+        placement=str(processes(2)),
+        state="returned",
+        waiting_for="",
+        waited_for_records_s=0.0,
+        waited_for_credit_s=0.0,
+        dropped={},
+        workers=tuple(
+            WorkerStatistics(name=f"SourceEnv {number}/2", pid=number, state="finished", restarts=number - 1)
+            for number in (1, 2)
+        ),
+    )
+
+    text = str(report(statistics=PipelineStatistics(stages=(stage,), edges=())))
+
+    assert "2 processes, at most 1 restart each; 1 restarted" in text
 
 
 def test_rich_prints_it_with_styles_and_str_without() -> None:
