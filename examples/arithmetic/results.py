@@ -34,7 +34,6 @@ def show_summary(run: Run, summary: Summary, console: Console) -> None:
     console.print(_before_and_after(run, summary))
     if run.report is not None:
         console.print(run.report)
-    console.print(f"in flight when training ended: {summary.in_flight_at_end:,} trajectories, now counted as lost")
     console.print(f"kept in {run.folder}", highlight=False, soft_wrap=True)
 
 

@@ -44,8 +44,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     """Trajectories that an optimizer step trained."""
     stop_reason: str
-    in_flight_at_end: int
-    """Trajectories in flight when training ended, counted as lost."""
     ledger: dict[str, Any]
     """{admitted, in_flight, ended: {state: count}}."""
 
@@ -151,7 +149,6 @@ class Run:
             steps=len(self.steps),
             trajectories=ended.get("trained", 0),
             stop_reason=self.stop_reason,
-            in_flight_at_end=self.report.in_flight if self.report else 0,
             ledger={
                 "admitted": balance.admitted if balance else 0,
                 "in_flight": balance.in_flight if balance else 0,

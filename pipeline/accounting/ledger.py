@@ -1,6 +1,6 @@
 """The ledger: every admitted trajectory ends in exactly one state, with a reason, and the sums balance at any moment.
 
-    admitted = in flight + trained + filtered + stale + rejected + failed + lost
+    admitted = in flight + trained + filtered + stale + rejected + failed + lost + unfinished
 
 One ledger a process. The ledger of the trainer's process is that of the run: a worker's ledger has counters in a page
 of shared memory (`SharedCounters`), which the trainer's ledger adds up, also after the worker was killed. The trainer's
@@ -293,26 +293,26 @@ class Ledger:
                     origin(group, copies, "rejected", self.step)
         return refused
 
-    def detach_counters(self, counters: SharedCounters, reason: str) -> int:
-        """Take over the counts of a worker that ended, and count its trajectories as lost; return their number."""
+    def detach_counters(self, counters: SharedCounters, state: EndState, reason: str) -> int:
+        """Take over the counts of a worker that ended, and the end of what it held; return the number of these."""
         if counters not in self._worker_counters:
             return 0
         self._worker_counters.remove(counters)
-        lost = counters.in_flight
+        held = counters.in_flight
         self._admitted += counters.admitted
         self._succeeded += counters.succeeded
-        for state, reported_reason, count in counters.ends():
-            self._count(state, reported_reason, count)
-        self._count("lost", reason, lost)
+        for reported_state, reported_reason, count in counters.ends():
+            self._count(reported_state, reported_reason, count)
+        self._count(state, reason, held)
         counters.close()
-        return lost
+        return held
 
-    def lose(self, reason: str) -> int:
-        """Count all trajectories in flight as lost, at the end of the run; return their number."""
-        lost = sum(self.detach_counters(counters, reason) for counters in list(self._worker_counters))
+    def end_all(self, state: EndState, reason: str) -> int:
+        """Count the end of all trajectories in flight, at the end of the run; return their number."""
+        held = sum(self.detach_counters(counters, state, reason) for counters in list(self._worker_counters))
         left = list(self._open.items())
-        self._leave(left, "lost", reason)
-        return lost + sum(mask.bit_count() for _, mask in left)
+        self._leave(left, state, reason)
+        return held + sum(mask.bit_count() for _, mask in left)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,13 @@ from typing import Literal, TypeAlias, get_args
 
 from ..._schemas.errors import ProtocolMismatch
 
-EndState: TypeAlias = Literal["trained", "filtered", "stale", "rejected", "failed", "lost"]
+EndState: TypeAlias = Literal["trained", "filtered", "stale", "rejected", "failed", "lost", "unfinished"]
 """The end states of a trajectory.
 
 trained: the optimizer step that used it is done · filtered: dropped by choice (zero variance, a length limit) ·
 stale: older than the lag bound · rejected: refused as invalid · failed: its environment or reward raised or ran out of
-time · lost: the process that held it died or was stopped.
+time · lost: the process that held it died, or a failure ended the run · unfinished: the run ended, as it should, before
+it was needed.
 """
 
 END_STATES: tuple[EndState, ...] = get_args(EndState)

@@ -46,7 +46,7 @@ class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     placement: str
-    """`here`, or the number of processes and restarts."""
+    """`here`, or the number of processes and how often each may be restarted."""
     state: StageState
     waiting_for: str
     """The cause of its present wait, and its origin: `records from Batcher`, `credit from SinkTrainer`,
@@ -89,9 +89,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     `opening failed: …` where no stage had begun."""
     seconds: float
     balance: Balance
-    """The ledger's balance at the end: trajectories that were in flight are counted as lost, with the reason."""
+    """The ledger's balance at the end: trajectories that were in flight are counted as unfinished, and as lost where a
+    failure ended the run."""
     in_flight: int
-    """Trajectories that were in flight when the run ended, and were counted as lost then."""
+    """Trajectories that were in flight when the run ended, and were counted so."""
     steps: int = 0
     """Optimizer steps done, those before a resumption included."""
     folder: str = ""
@@ -100,11 +101,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the last checkpoint that this run wrote; "" where it wrote none."""
     statistics: PipelineStatistics
     """The statistics at the end of the run."""
-
-    @property
-    def ended(self) -> dict[str, int]:
-        """Trajectories that ended during the run, by state; those in flight at its end are not counted as lost here."""
-        return self.balance.ended | {"lost": self.balance.ended["lost"] - self.in_flight}
 
     @property
     def to_resume(self) -> str:

@@ -19,7 +19,7 @@ from ..._schemas import GroupId
 from ..._schemas.errors import UNREADABLE
 from ..accounting.ledger import Ledger
 from ..accounting.repetition_sets import exclude, mask_of, masks_by_group, set_mask, trajectories
-from ..accounting.shared_counters import ReportedCounters, SharedCounters
+from ..accounting.shared_counters import EndState, ReportedCounters, SharedCounters
 from ..accounting.telemetry import Metrics, WaitAggregator, get_logger
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
@@ -33,6 +33,10 @@ log = get_logger("penstock.pipeline")
 _decode_report = msgspec.msgpack.Decoder(WorkerReport).decode
 
 RUN_ENDED = "in flight when the run ended"
+"""The reason of unfinished trajectories."""
+
+RUN_FAILED = "in flight when the run failed"
+"""The reason of trajectories that are lost with a run."""
 
 OnUnresponsive: TypeAlias = Callable[[str, str], None]
 """Kills the process of a worker that is unresponsive: called with its name and the reason."""
@@ -53,6 +57,8 @@ class _Worker:
     """The repetitions of each prompt that were sent to a middle stage's worker and did not return, as a bit mask."""
     reason: str = ""
     """The reason of the process' exit; empty while it runs."""
+    state: EndState = "lost"
+    """The end of trajectories that it holds when it has exited."""
     unaccounted_by: str = ""
     """The process, if its stage has returned, so that trajectories that it holds were neither sent nor dropped."""
     drained: bool = False
@@ -220,29 +226,31 @@ class WorkerAccounting:
         known.reason, known.drained, known.unaccounted_by = reason, known.drained or not connected, unaccounted_by
         self._settle(worker, known)
 
-    def close(self, reason: str = RUN_ENDED) -> None:
-        """Account for every worker as if it had ended, for `reason`: the run is over."""
+    def close(self, state: EndState, reason: str) -> None:
+        """End the accounting, for the run is over: what a worker holds that has not ended itself ends as `state`."""
         for worker, known in list(self._workers.items()):
-            known.reason, known.drained = known.reason or reason, True
+            if not known.reason:
+                known.state, known.reason = state, reason
+            known.drained = True
             self._settle(worker, known)
 
     def _settle(self, worker: str, known: _Worker) -> None:
-        """Count the trajectories of `worker` as lost, once its process has ended and its records were received."""
+        """Count the end of what `worker` holds, once its process has ended and its records were received."""
         if not (known.reason and known.drained):
             return
         del self._workers[worker]
         held = [each for group, mask in known.held.items() for each in trajectories(group, mask)]
-        self._ledger.end(held, "lost", known.reason)
-        lost = len(held)
+        self._ledger.end(held, known.state, known.reason)
+        count = len(held)
         if known.counters is not None:
-            lost += self._ledger.detach_counters(known.counters, known.reason)
+            count += self._ledger.detach_counters(known.counters, known.state, known.reason)
         if known.memory is not None:
             known.memory.close()
-        if lost and known.unaccounted_by:
-            self._ledger.unaccounted[known.unaccounted_by] += lost
-        if lost:
-            report = log.info if known.reason == RUN_ENDED else log.warning  # in flight at the end is no failure
-            report("trajectories_lost", worker=worker, count=lost, reason=known.reason)
+        if count and known.unaccounted_by:
+            self._ledger.unaccounted[known.unaccounted_by] += count
+        if count:
+            report = log.info if known.reason in {RUN_ENDED, RUN_FAILED} else log.warning  # the worker did not fail
+            report(f"trajectories_{known.state}", worker=worker, count=count, reason=known.reason)
 
 
 def _read(peer: Peer, payload: bytes) -> WorkerReport:

@@ -23,6 +23,7 @@ import anyio
 import anyio.to_thread
 from msgspec import structs
 
+from ..accounting.shared_counters import EndState
 from ..accounting.telemetry import WaitAggregator
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, ReceiveChannel, SendChannel
 from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
@@ -242,9 +243,9 @@ class Workers:
         """The seconds that they have waited, added up, for records and for credit, as of their last reports."""
         return self._waits.waited
 
-    def close(self) -> None:
-        """Count the trajectories that they still hold as lost, at the end of the run."""
-        self._accounting.close()
+    def close(self, state: EndState, reason: str) -> None:
+        """Count the end of the trajectories that they still hold, at the end of the run."""
+        self._accounting.close(state, reason)
         if self._feeder is not None:
             self._feeder.close()
 

@@ -271,7 +271,7 @@ def _run_info(folder: str | Path | None, ledger: Ledger, config: Mapping[str, An
 
 
 def _report(run: Run, ledger: Ledger, folder: str | Path | None, seconds: float) -> Report:
-    run.lose_in_flight(ledger)
+    run.end_in_flight(ledger)
     report = Report(
         stop_reason=run.stop_reason,
         seconds=seconds,
@@ -282,5 +282,5 @@ def _report(run: Run, ledger: Ledger, folder: str | Path | None, seconds: float)
         checkpoint=ledger.checkpoint,
         statistics=run.statistics(),
     )
-    log.info("run_ended", stop_reason=report.stop_reason, in_flight=report.in_flight, ended=report.ended)
+    log.info("run_ended", stop_reason=report.stop_reason, in_flight=report.in_flight, ended=report.balance.ended)
     return report

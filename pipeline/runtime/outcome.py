@@ -64,10 +64,8 @@ def stop_message(report: Report) -> str:
 
 
 def _counts(report: Report) -> str:
-    """Return the balance in a line; trajectories that were in flight are listed apart from lost ones."""
-    parts = [f"{count} {state}" for state, count in report.ended.items() if count]
-    if report.in_flight:
-        parts.append(f"{report.in_flight} in flight, not trained")
+    """Return the balance in a line."""
+    parts = [f"{count} {state}" for state, count in report.balance.ended.items() if count]
     return f"{report.balance.admitted} trajectories = {' + '.join(parts) or '0'}"
 
 

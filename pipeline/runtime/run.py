@@ -21,6 +21,7 @@ import anyio
 
 from ..accounting.failure_streak import FailureStreak
 from ..accounting.ledger import Ledger
+from ..accounting.shared_counters import EndState
 from ..accounting.telemetry import get_logger, report_waits
 from ..channels.channel import MEMORY_CAPACITY, SendChannel
 from ..channels.memory import memory_channel
@@ -31,7 +32,7 @@ from ..graph.placement import Here, Joining, Remote
 from ..graph.stage_info import info_of
 from ..graph.stage_node import StageNode
 from ..graph.statistics import PipelineStatistics, StageState, StageStatistics
-from ..processes.worker_accounting import RUN_ENDED
+from ..processes.worker_accounting import RUN_ENDED, RUN_FAILED
 from ..processes.workers import Workers
 from ..util.exception_groups import all_of, single_exception, unwrap_single
 from ..util.user_code import await_user
@@ -290,14 +291,14 @@ class Run:
                 earlier.scope.cancel()
 
     def _finish(self) -> None:
-        """Record the state at the end of all stages, and count the trajectories that workers still hold as lost."""
+        """Record the state at the end of all stages, and count the end of the trajectories that workers still hold."""
         channels = [edge.inbox.statistics() for edge in self._edges]
         empty = all(channel.sent == channel.received for channel in channels)
         self._stream_ended = empty and all(task.stream_ended for task in self._tasks)
         self.in_flight_at_end = self._context.ledger.balance().in_flight
         for task in self._tasks:
             if task.workers is not None:
-                task.workers.close()
+                task.workers.close(*self._end_of_rest)
 
     # -- channels ----------------------------------------------------------------------------------------------------
 
@@ -368,17 +369,22 @@ class Run:
         held = sum(each.unaccounted for each in self._tasks[self._tasks.index(task) :])
         return ledger.in_flight <= held - ledger.balance().ended["trained"]
 
-    def lose_in_flight(self, ledger: Ledger) -> None:
-        """Count the trajectories that are in flight when the run has ended as lost."""
+    @property
+    def _end_of_rest(self) -> tuple[EndState, str]:
+        """Return how trajectories end that are in flight when the run has ended, and why: lost where it failed."""
+        return ("unfinished", RUN_ENDED) if self._failure is None else ("lost", RUN_FAILED)
+
+    def end_in_flight(self, ledger: Ledger) -> None:
+        """Count the end of the trajectories that are in flight when the run has ended."""
         if not self._stream_ended:
-            ledger.lose(RUN_ENDED)
+            ledger.end_all(*self._end_of_rest)
             return
         sink = self._tasks[-1]
         taken = {task: task.unaccounted for task in self._tasks[1:]}
         taken[sink] = max(0, taken[sink] - ledger.balance().ended["trained"])
         taken[self._tasks[0]] = max(0, ledger.in_flight - sum(taken.values()))
         names = " and ".join(task.node.name for task in self._tasks if taken[task])
-        if lost := ledger.lose(f"swallowed by {names}"):
+        if lost := ledger.end_all("lost", f"swallowed by {names}"):
             ledger.unaccounted[names] += lost
 
 

@@ -115,7 +115,7 @@ async def test_a_group_that_waits_for_room_when_the_trainer_has_had_all_its_step
         await talk.post("/acknowledge", {"lease": batch["lease"]})
 
     ended = context.ledger.balance().ended
-    assert (ended["trained"], ended["lost"]) == (4, 12)
+    assert (ended["trained"], ended["unfinished"]) == (4, 12)
 
 
 async def test_what_makes_no_batch_is_lost_when_the_trainer_asked_in_vain() -> None:
@@ -129,7 +129,7 @@ async def test_what_makes_no_batch_is_lost_when_the_trainer_asked_in_vain() -> N
             await anyio.lowlevel.checkpoint()
         assert await talk.get("/batch") == {"batch": None}
 
-    assert context.ledger.balance().reasons["lost"] == {"no trainer took it": 4}
+    assert context.ledger.balance().reasons["unfinished"] == {"no trainer took it": 4}
 
 
 async def test_it_ends_when_a_trainer_with_all_its_steps_has_received_null() -> None:
@@ -257,7 +257,7 @@ async def test_the_oldest_of_what_is_passed_over_for_long_is_rejected(caplog: py
     rejected = context.ledger.balance().reasons["rejected"]["never packed"]
     assert sorted(len(one["scores"]) for one in batch) == [3, 5]
     assert 90 - 8 * 8 - 18 < rejected <= 90 - 7 * 8  # the newest eight batches' worth, and what came since, wait
-    assert context.ledger.balance().ended == {"trained": 8, "lost": 95 - 8 - rejected, "rejected": rejected} | (
-        dict.fromkeys(["filtered", "stale", "failed"], 0)
+    assert context.ledger.balance().ended == {"trained": 8, "unfinished": 95 - 8 - rejected, "rejected": rejected} | (
+        dict.fromkeys(["filtered", "stale", "failed", "lost"], 0)
     )
     assert caplog.text.count("no batch could be made with it") == rejected // 3

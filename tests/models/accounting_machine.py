@@ -281,8 +281,8 @@ class SourceMachine(_AccountingMachine):
         hold(REPORTED, reasons["failed"] == dict(+reported), f"{reasons['failed']}, but {reported}")
 
     def teardown(self) -> None:
-        self.accounting.close("the run ended")
-        self.accounting.close("the run ended twice")
+        self.accounting.close("unfinished", "the run ended")
+        self.accounting.close("unfinished", "the run ended twice")
         balance = self.ledger.balance()
         hold(BALANCED, is_broken() or balance.in_flight == self.ledger.in_flight == self.passed, balance)
         for counts in self.counts.values():
@@ -364,8 +364,8 @@ class RelayMachine(_AccountingMachine):
         hold(REPORTED, reported == +self.ended, f"{reported}, but {self.ended}")
 
     def teardown(self) -> None:
-        self.accounting.close("the run ended")
-        self.accounting.close("the run ended twice")
+        self.accounting.close("unfinished", "the run ended")
+        self.accounting.close("unfinished", "the run ended twice")
         left = sum(len(ids) for ids in self.with_it.values())
         balance = self.ledger.balance()
         hold(BALANCED, is_broken() or balance.in_flight == self.admitted - self.ended.total() - left, balance)

@@ -395,7 +395,7 @@ class _Accounting:
     def close(self, worker: Worker) -> None:
         """Settle a dead worker: all its records were received; trajectories of its page beyond them are lost."""
         assert self.trainer is not None
-        self.trainer.detach_counters(self._pages.pop(worker), "killed")
+        self.trainer.detach_counters(self._pages.pop(worker), "lost", "killed")
         self._lost(worker)
 
     def _lost(self, worker: Worker) -> None:
@@ -410,7 +410,7 @@ class _Accounting:
 
     def lose(self, worker: Worker) -> None:
         """Let a worker notice that its receiver died."""
-        self.workers[worker].lose("the receiver died")
+        self.workers[worker].end_all("lost", "the receiver died")
         self._lost(worker)
 
     def check(self) -> None:

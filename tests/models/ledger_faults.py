@@ -125,7 +125,7 @@ class ReportsAreIgnored(Ledger):
 class DeadWorkersAreForgotten(Ledger):
     """Trajectories of a dead worker are forgotten."""
 
-    def detach_counters(self, counters: SharedCounters, reason: str) -> int:
+    def detach_counters(self, counters: SharedCounters, state: EndState, reason: str) -> int:
         self._worker_counters = [each for each in self._worker_counters if each is not counters]
         return 0
 
@@ -133,10 +133,10 @@ class DeadWorkersAreForgotten(Ledger):
 class ClosesTwice(Ledger):
     """A worker that died twice lost twice."""
 
-    def detach_counters(self, counters: SharedCounters, reason: str) -> int:
-        closed = super().detach_counters(counters, reason)
+    def detach_counters(self, counters: SharedCounters, state: EndState, reason: str) -> int:
+        closed = super().detach_counters(counters, state, reason)
         if not closed and counters not in self._worker_counters:
-            self._count("lost", reason, 1)
+            self._count(state, reason, 1)
             self._admitted += 1
         return closed
 
@@ -211,5 +211,5 @@ class ForgetsWhatWasTrained(Ledger):
 class LosesNothing(Ledger):
     """Trajectories in flight at the end of a run stay in flight."""
 
-    def lose(self, reason: str) -> int:
-        return sum(self.detach_counters(counters, reason) for counters in list(self._worker_counters))
+    def end_all(self, state: EndState, reason: str) -> int:
+        return sum(self.detach_counters(counters, state, reason) for counters in list(self._worker_counters))

@@ -334,22 +334,22 @@ class LedgerMachine(RuleBasedStateMachine):
             self._receive(worker)
         self._balanced()
         held = self._at("worker", worker)
-        lost = self.trainer.detach_counters(worker.account, f"{worker.name} was killed")
+        lost = self.trainer.detach_counters(worker.account, "lost", f"{worker.name} was killed")
         hold(TRUE, lost == len(held), f"{lost} lost, {held} held")
-        hold(ONE_END, self.trainer.detach_counters(worker.account, "again") == 0, worker.name)
+        hold(ONE_END, self.trainer.detach_counters(worker.account, "lost", "again") == 0, worker.name)
         for trajectory in held:
             self._end(trajectory, "lost", f"{worker.name} was killed")
         self.workers.remove(worker)
 
     def teardown(self) -> None:
-        """End the run: trajectories in flight are lost, and all pages are closed."""
+        """End the run: trajectories in flight are unfinished, and all pages are closed."""
         if is_broken():
             return
         in_flight = [trajectory for trajectory in self.trajectories if trajectory.place != "ended"]
-        lost = self.trainer.lose("the run ended")
-        hold(TRUE, lost == len(in_flight), f"{lost} lost, {in_flight} in flight")
+        ended = self.trainer.end_all("unfinished", "the run ended")
+        hold(TRUE, ended == len(in_flight), f"{ended} unfinished, {in_flight} in flight")
         for trajectory in in_flight:
-            self._end(trajectory, "lost", "the run ended")
+            self._end(trajectory, "unfinished", "the run ended")
         self.the_trainers_ledger_is_true()
 
     # -- what must hold ----------------------------------------------------------------------------------------------

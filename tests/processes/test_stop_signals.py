@@ -142,7 +142,7 @@ def test_a_stopped_run_prints_its_summary_and_how_to_resume(tmp_path: Path) -> N
     _, _, errors = stopped_in_step_3("run", signal.SIGTERM, tmp_path)
 
     assert "penstock: the run was stopped by SIGTERM" in errors
-    counted = re.search(r"(\d+) trajectories = 12 trained \+ (\d+) in flight, not trained", errors)
+    counted = re.search(r"(\d+) trajectories = 12 trained \+ (\d+) unfinished", errors)
     assert counted is not None
     assert int(counted[1]) == 12 + int(counted[2])
     assert f"checkpoint: {tmp_path}/checkpoints/step-00000003" in errors

@@ -205,7 +205,8 @@ async def test_a_sink_that_has_had_enough_stops_the_workers() -> None:
 
     assert report.stop_reason == "Commit returned"
     assert report.balance.ended["trained"] == 10
-    assert set(report.balance.reasons["lost"]) == {"in flight when the run ended"}
+    assert set(report.balance.reasons["unfinished"]) == {"in flight when the run ended"}
+    assert report.balance.ended["lost"] == 0
     assert not any(is_alive(worker.pid or 0) for worker in report.statistics.stages[0].workers)
 
 

@@ -474,7 +474,15 @@ async def test_what_comes_in_any_order_twice_or_never_is_trained_whole_and_once(
     report = await flow.then(Batcher(max_tokens=640)).sink(SinkTrainer(Counting())).run()
 
     assert report.stop_reason == "end of stream"
-    assert report.balance.ended == {"trained": 57, "filtered": 2, "rejected": 15, "stale": 0, "failed": 0, "lost": 0}
+    assert report.balance.ended == {
+        "trained": 57,
+        "filtered": 2,
+        "rejected": 15,
+        "stale": 0,
+        "failed": 0,
+        "lost": 0,
+        "unfinished": 0,
+    }
     assert report.balance.admitted == 59 + 15
 
 

@@ -98,7 +98,7 @@ def test_the_reward_rises_and_the_ledger_counts_every_trajectory(model: Path, ma
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
     balance = balance_of(worker)
     assert balance.ended["trained"] == 60 * 16
-    assert balance.reasons["lost"].keys() <= {"in flight when the run ended"}
+    assert balance.reasons["unfinished"].keys() <= {"in flight when the run ended"}
     assert samplers() == []
     assert not {"penstock-trl-flow", "penstock-trl-weights"} & {thread.name for thread in threading.enumerate()}
     assert logged(trainer, "rollout/trajectories")  # metrics of the flow are among TRL's
@@ -232,7 +232,7 @@ def test_a_flow_that_ends_before_the_training_is_told(model: Path, make_trainer:
 
     balance = balance_of(worker)
     assert balance.ended["trained"] == 16  # accelerate collates one micro-batch ahead, and gets none
-    assert balance.ended["lost"] == 20
+    assert balance.ended["unfinished"] == 20
 
 
 def test_a_flow_that_waits_for_the_trainer_while_it_waits_is_told(model: Path, make_trainer: MakeTrainer) -> None:
@@ -278,7 +278,7 @@ def test_the_synchronous_trainer_is_given_what_its_weights_have_sampled(
     assert report is not None
     assert report.balance.balanced
     assert report.balance.ended["trained"] == 60 * 16
-    assert report.balance.reasons["lost"].keys() <= {"in flight when the run ended"}
+    assert report.balance.reasons["unfinished"].keys() <= {"in flight when the run ended"}
     assert samplers() == []
     assert not {"penstock-trl-flow", "penstock-trl-weights"} & {thread.name for thread in threading.enumerate()}
 

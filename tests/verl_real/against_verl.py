@@ -116,7 +116,7 @@ def test_what_verl_samples_is_committed_when_its_step_is_done(make_manager: Make
 
     balance = balance_of(manager)
     assert balance.ended["trained"] == 2 * 4
-    assert balance.reasons["lost"].keys() == {"in flight when the run ended"}
+    assert balance.reasons["unfinished"].keys() == {"in flight when the run ended"}
     assert manager.report is not None
     assert manager.report.steps == 2
 
@@ -479,7 +479,7 @@ def test_batches_of_a_gateway_are_committed_when_the_weights_are_updated(tmp_pat
     assert polled.report is not None
     assert polled.report.balance.balanced
     assert polled.report.balance.ended["trained"] == 8
-    assert polled.report.balance.ended["lost"] == 4  # not updated, and so not acknowledged: the gateway has them
+    assert polled.report.balance.ended["unfinished"] == 4  # not updated, and so not acknowledged: the gateway has them
     assert load_file(tmp_path / "weights" / "step-00000002" / "weights.safetensors")["bias"].tolist() == [2.0, 2.0]
 
 

@@ -99,7 +99,7 @@ class FlowRun:
         """What had been sent, and when that was first seen."""
         self._cancel: Callable[[], None] = _nothing
         self._over = False
-        """Whether the pipeline has ended: its ledger has counted what was in flight as lost."""
+        """Whether the pipeline has ended: its ledger has counted the end of what was in flight."""
         self._late: list[TrajectoryId] = []
         """Trained after that."""
         self._stateful = {
@@ -200,13 +200,13 @@ class FlowRun:
                 self._loop.call_soon_threadsafe(function)
 
     def end(self, trajectories: Trajectories, state: Any, reason: str) -> None:
-        """Count the end of trajectories that the trainer drops; those of a run that is over were counted as lost."""
+        """Count the end of trajectories that the trainer drops; those of a run that is over have ended."""
         self._ledger.end([each for each in trajectories if self._ledger.is_open(each)], state, reason)
 
     def commit(self, trained: list[TrajectoryId], version: int) -> dict[str, float]:
         """Commit trajectories at `version`; return the metrics since the last commit.
 
-        Those of a run that is over were counted as lost; a checkpoint lists them as trained all the same.
+        Those of a run that is over were counted as unfinished; a checkpoint lists them as trained all the same.
         """
         if self._over:
             self._late += trained

@@ -28,7 +28,15 @@ def test_every_admitted_trajectory_ends_in_one_state_with_a_reason() -> None:
     balance = ledger.balance()
     assert balance.admitted == 4
     assert balance.in_flight == 1
-    assert balance.ended == {"trained": 0, "filtered": 2, "stale": 0, "rejected": 0, "failed": 1, "lost": 0}
+    assert balance.ended == {
+        "trained": 0,
+        "filtered": 2,
+        "stale": 0,
+        "rejected": 0,
+        "failed": 1,
+        "lost": 0,
+        "unfinished": 0,
+    }
     assert balance.reasons["filtered"] == {"zero_variance": 2}
     assert balance.reasons["failed"] == {"timeout": 1}
     assert balance.balanced

@@ -53,7 +53,7 @@ class Source:
     def close(self) -> None:
         self.account.close()
         self._memory.close()
-        self.accounting.close()
+        self.accounting.close("unfinished", "the run ended")
 
     def sends(self, record: TrajectoryGroup) -> None:
         self.account.admit(len(record))
@@ -145,7 +145,7 @@ def test_reasons_outlive_their_worker(source: Source) -> None:
     source.account.end("failed", 2)
     source.accounting.observed(peer(), report(reasons={"failed": {"timeout": 2}}))
 
-    source.accounting.close()
+    source.accounting.close("unfinished", "the run ended")
 
     assert source.ledger.balance().reasons["failed"] == {"timeout": 2}
 
@@ -216,7 +216,7 @@ def test_a_record_whose_sending_failed_is_not_counted_to_the_worker() -> None:
     middle = Middle()
 
     middle.accounting.returned(WORKER, middle.group)
-    middle.accounting.close()
+    middle.accounting.close("unfinished", "the run ended")
 
     assert middle.ledger.in_flight == 3
 
@@ -227,15 +227,15 @@ def test_closing_twice_is_fine(is_source: bool) -> None:  # noqa: FBT001 (a para
     accounting = WorkerAccounting(ledger, Metrics(), EdgeCounter(), source=is_source)
     os.close(accounting.open(WORKER))
 
-    accounting.close()
-    accounting.close()
+    accounting.close("unfinished", "the run ended")
+    accounting.close("unfinished", "the run ended")
 
     assert ledger.balance().in_flight == 0
 
 
-def test_a_lost_trajectory_stays_lost_however_late_the_rest_of_its_group_ends() -> None:
+def test_an_ended_trajectory_has_ended_however_late_the_rest_of_its_group_ends() -> None:
     middle = Middle()
-    middle.accounting.close("the run ended")
+    middle.accounting.close("unfinished", "the run ended")
 
     with pytest.raises(LedgerImbalance, match="is not in flight"):
         middle.ledger.end([TrajectoryId(*middle.group.id, 0)], "trained")
@@ -311,7 +311,7 @@ class TestTwoProcesses:
 
         assert self.worker.in_flight == 1
         assert self.balanced() == {"admitted": 5, "in_flight": 3, "rejected": 2}
-        assert self.trainer.detach_counters(self.account, "killed") == 1
+        assert self.trainer.detach_counters(self.account, "lost", "killed") == 1
         assert self.balanced() == {"admitted": 5, "in_flight": 2, "rejected": 2, "lost": 1}
 
     def test_a_worker_is_not_notified_of_trajectories_of_another_worker(self) -> None:
@@ -345,7 +345,7 @@ class TestTwoProcesses:
         if handed_over:
             self.hand_over("a")
 
-        lost = self.trainer.detach_counters(self.account, "worker 0 was killed by SIGKILL")
+        lost = self.trainer.detach_counters(self.account, "lost", "worker 0 was killed by SIGKILL")
 
         assert lost == (3 if handed_over else 5)
         assert self.balanced() == {"admitted": 5, "in_flight": 5 - lost, "lost": lost}
@@ -353,8 +353,8 @@ class TestTwoProcesses:
 
     def test_closing_an_account_twice_counts_once(self) -> None:
         self.worker.admit(A, range(2))
-        assert self.trainer.detach_counters(self.account, "killed") == 2
-        assert self.trainer.detach_counters(self.account, "killed") == 0
+        assert self.trainer.detach_counters(self.account, "lost", "killed") == 2
+        assert self.trainer.detach_counters(self.account, "lost", "killed") == 0
         assert self.balanced() == {"admitted": 2, "in_flight": 0, "lost": 2}
 
     def test_a_restarted_worker_is_not_confused_by_its_predecessors_trajectories(self) -> None:
@@ -367,5 +367,5 @@ class TestTwoProcesses:
         self.worker.admit(A, range(2))
         self.worker.admit(B, range(2))
         self.hand_over("a")
-        assert self.trainer.lose("the run was stopped") == 4
-        assert self.balanced() == {"admitted": 4, "in_flight": 0, "lost": 4}
+        assert self.trainer.end_all("unfinished", "the run was stopped") == 4
+        assert self.balanced() == {"admitted": 4, "in_flight": 0, "unfinished": 4}

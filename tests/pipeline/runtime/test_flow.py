@@ -207,7 +207,7 @@ class Stall:
         await anyio.sleep_forever()
 
 
-async def test_trajectories_in_flight_when_the_run_is_cancelled_are_lost() -> None:
+async def test_trajectories_in_flight_when_the_run_is_cancelled_are_unfinished() -> None:
     pipeline = source(Groups(10)).sink(Stall())
 
     await when_all_wait(pipeline)
@@ -215,8 +215,29 @@ async def test_trajectories_in_flight_when_the_run_is_cancelled_are_lost() -> No
     report = pipeline.report
     assert report is not None
     assert report.in_flight == 8  # one group with the sink, two in the channel, one that waits for room
-    assert report.balance.reasons["lost"] == {"in flight when the run ended": 8}
+    assert report.balance.reasons["unfinished"] == {"in flight when the run ended": 8}
+    assert report.balance.ended["lost"] == 0
     assert report.balance.in_flight == 0
+
+
+@dataclass(frozen=True)
+class FailAtOnce:
+    async def run(self, inbox: ReceiveChannel[Any]) -> None:
+        await inbox.receive()
+        raise ValueError("no such token")
+
+
+async def test_trajectories_in_flight_when_a_stage_fails_are_lost() -> None:
+    pipeline = source(Groups(10)).sink(FailAtOnce())
+
+    with pytest.raises(StageFailed, match="no such token"):
+        await pipeline.run()
+
+    report = pipeline.report
+    assert report is not None
+    assert report.in_flight > 0
+    assert report.balance.reasons["lost"] == {"in flight when the run failed": report.in_flight}
+    assert report.balance.ended["unfinished"] == 0
 
 
 # -- the ledger ----------------------------------------------------------------------------------------------------
@@ -314,7 +335,8 @@ async def test_a_sink_that_returns_early_swallows_nothing() -> None:
     report = await source(Groups(9)).then(Pack()).sink(Train(steps=1)).run()
 
     assert report.balance.ended["trained"] == 2
-    assert set(report.balance.reasons["lost"]) == {"in flight when the run ended"}
+    assert set(report.balance.reasons["unfinished"]) == {"in flight when the run ended"}
+    assert report.balance.ended["lost"] == 0
 
 
 async def test_the_ledger_and_the_metrics_of_a_run_may_be_given() -> None:

@@ -83,7 +83,7 @@ class AtroposTrainers:
                     while not backend.trainer_finished:
                         await backend.changed.wait()
         while (left := queue.take(time.monotonic())) is not None:
-            drop(left.payload.group, "lost", "no trainer took it")
+            drop(left.payload.group, "unfinished", "no trainer took it")
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +216,7 @@ async def _offer_all(
             del group  # frees its slots while no trainer asks
             await _offer(offered, endpoints, backend)
         except anyio.get_cancelled_exc_class():
-            drop(committable, "lost", "no trainer took it")
+            drop(committable, "unfinished", "no trainer took it")
             raise
     backend.ended = True
     backend.changed.wake_all()
