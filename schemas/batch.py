@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .bounds import Count, Line
 from .buffer_pool import Buffer, BufferPool
 from .columns import Array, ColumnRule, count_between, freeze
 from .errors import UNREADABLE, InvalidRecord
@@ -32,8 +33,8 @@ BATCH_SCHEMA = Schema("batch", BATCH_RULES, part_prefix=PART_PREFIX, part_rule="
 class PackedGroup(NamedTuple):
     """The sequences of a batch that came from one group."""
 
-    env: str
-    instance_id: str
+    env: Line
+    instance_id: Line
     sequences: Length
     meta: JsonObject
     loss_tokens: Length
@@ -43,6 +44,12 @@ class PackedGroup(NamedTuple):
     def id(self) -> GroupId:
         """Return the prompt that the sequences answer."""
         return GroupId(self.env, self.instance_id)
+
+
+MOST_GROUPS = 2**20
+"""Groups in a batch: more than any optimizer step trains."""
+
+PackedGroups: TypeAlias = Annotated[tuple[PackedGroup, ...], msgspec.Meta(max_length=MOST_GROUPS)]
 
 
 class PaddedBatch(NamedTuple):
@@ -302,7 +309,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 _encode_header = msgspec.msgpack.Encoder().encode
-_decode_header = msgspec.msgpack.Decoder(tuple[tuple[PackedGroup, ...], int, int, int, int]).decode
+_decode_header = msgspec.msgpack.Decoder(tuple[PackedGroups, Count, Count, Count, Count]).decode
 
 
 class Packer:

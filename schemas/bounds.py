@@ -6,9 +6,12 @@ message has bytes times a small factor. Senders cut what their users write, such
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Annotated, TypeAlias, TypeVar
 
 from msgspec import Meta
+
+T = TypeVar("T")
 
 LARGEST = 2**63 - 1
 """What a signed word of 64 bits holds."""
@@ -25,7 +28,10 @@ Signed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=LARGEST)]
 Measure: TypeAlias = Annotated[float, Meta(description="may be infinite or NaN, as a metric of a user may")]
 """A part of a metric. It is added to others, and nothing is decided by it."""
 
-LONGEST_NAME, LONGEST_LINE, LONGEST_TEXT, LONGEST_TRACEBACK = 256, 4096, 16_384, 40_000
+LONGEST_NAME, LONGEST_LINE, LONGEST_TEXT = 256, 4096, 8192
+
+LONGEST_TRACEBACK = 32_000
+"""Characters: the events of a worker fit its pipe, so that sending one never blocks."""
 
 Name: TypeAlias = Annotated[str, Meta(max_length=LONGEST_NAME)]
 """A kind, a transport, a state, a hash, the name of a metric."""
@@ -51,6 +57,16 @@ MOST_ENTRIES = 4096
 
 MOST_NAMES = 16_384
 """Names in one mapping."""
+
+
+def batched(entries: Sequence[T], most: int) -> Iterator[tuple[T, ...]]:
+    """Yield `entries` in order, at most `most` at a time.
+
+    >>> list(batched("abcde", 2))
+    [('a', 'b'), ('c', 'd'), ('e',)]
+    """
+    for first in range(0, len(entries), most):
+        yield tuple(entries[first : first + most])
 
 
 def cut(text: str, longest: int = LONGEST_TEXT) -> str:

@@ -13,6 +13,17 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from .bounds import (
+    MOST_ENTRIES,
+    Count,
+    Hash,
+    Line,
+    Name,
+    Payload,
+    Signed,
+    SmallCount,
+    Text,
+)
 from .descriptor import Descriptor
 from .errors import UNREADABLE, ProtocolMismatch
 from .ids import MAX_REPETITION_ID, GroupId
@@ -23,10 +34,15 @@ PROTOCOL_VERSION = 5
 name."""
 
 
-MOST_DESCRIPTORS = 4096
+MOST_DESCRIPTORS = MOST_ENTRIES
 """Bundles in one message: some tens go together. More are rejected before memory, or time, is spent on each."""
 
+CHUNK_BYTES = 2**20
+"""Bytes of a chunk of weights, except of the last one: copied and hashed in a fraction of a millisecond."""
+
 Repetition: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_REPETITION_ID)]
+
+Repetitions: TypeAlias = Annotated[tuple[Repetition, ...], msgspec.Meta(max_length=MAX_REPETITION_ID + 1)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -66,16 +82,16 @@ class _Named(_Message, frozen=True):
 class Connect(_Named, frozen=True):
     """A sender asks to join."""
 
-    version: int
-    transport: str
+    version: SmallCount
+    transport: Name
     """shm or tcp."""
-    kind: str
+    kind: Name
     """The kind of record that it will send: "group" or "batch"."""
-    identity: bytes
+    identity: Hash
     """The identity of its ZeroMQ socket: 16 random bytes."""
-    name: str
+    name: Name
     """The name that its script gave it, the same after every restart; empty where it has none."""
-    pid: int
+    pid: SmallCount
     tokenizer: TokenizerIdentity | None = None
     """The tokenizer of the token ids that it will send; None where it is not known."""
 
@@ -83,16 +99,16 @@ class Connect(_Named, frozen=True):
 class Accept(_Named, frozen=True):
     """The receiver accepts the sender, and grants it credit."""
 
-    version: int
-    endpoint: str
+    version: SmallCount
+    endpoint: Line
     """The endpoint of the ZeroMQ socket."""
-    name: str
+    name: Name
     """The name of the receiver, for messages."""
-    capacity: int
+    capacity: Count
     """Records that this sender may have in flight."""
-    capacity_bytes: int
+    capacity_bytes: Count
     """Bytes that this sender may have in flight."""
-    slot_bytes: int
+    slot_bytes: Count
     """Bytes of a slot (shm)."""
     checksum: bool = False
     """Whether bundles must come with a checksum."""
@@ -103,17 +119,17 @@ class Accept(_Named, frozen=True):
 class Reject(_Message, frozen=True):
     """The receiver rejects the sender."""
 
-    error: str
+    error: Name
     """The name of the error that the sender raises."""
-    reason: str
+    reason: Text
 
 
 class SegmentOffer(_Message, frozen=True):
     """A sender passes its segment; the file descriptor travels with this message."""
 
-    slots: int
-    slot_bytes: int
-    nbytes: int
+    slots: Count
+    slot_bytes: Count
+    nbytes: Count
     """Bytes of the whole segment, header table included."""
 
 
@@ -137,7 +153,7 @@ class CreditRequest(_Message, frozen=True):
 class Telemetry(_Message, frozen=True):
     """Observations of the sending process: an encoded `telemetry.Observations`."""
 
-    payload: bytes
+    payload: Payload
 
 
 Leaving: TypeAlias = Literal["done", "staying", "failed"]
@@ -149,7 +165,7 @@ more may follow on another connection."""
 class Close(_Message, frozen=True):
     """Nothing more comes on this connection; `sequence` is that of the sender's last record."""
 
-    sequence: int
+    sequence: Count
     how: Leaving = "done"
 
 
@@ -159,7 +175,7 @@ class Close(_Message, frozen=True):
 class CreditGrant(_Message, frozen=True):
     """Credit: spans of which more records are released, as (first slot, generation, records)."""
 
-    spans: tuple[tuple[int, int, int], ...]
+    spans: Annotated[tuple[tuple[Count, Count, Count], ...], msgspec.Meta(max_length=MOST_ENTRIES)]
 
 
 PUBLISHED = "published"
@@ -173,13 +189,13 @@ class Outcomes(_Message, frozen=True):
     whose group is empty is a notice of the step, or of a version of the weights (`PUBLISHED`).
     """
 
-    entries: tuple[tuple[GroupId, tuple[Repetition, ...], str, int], ...]
+    entries: Annotated[tuple[tuple[GroupId, Repetitions, Name, Count], ...], msgspec.Meta(max_length=MOST_ENTRIES)]
 
 
 class Instruction(_Message, frozen=True):
     """What the pipeline tells a worker that has joined it: an encoded `worker_messages.WorkerInstruction`."""
 
-    payload: bytes
+    payload: Payload
 
 
 class CloseAck(_Message, frozen=True):
@@ -196,33 +212,33 @@ class Closed(_Message, frozen=True):
 class Subscribe(_Named, frozen=True):
     """A subscriber asks for the weights."""
 
-    version: int
-    name: str
+    version: SmallCount
+    name: Name
     """The name of the subscriber, for messages."""
-    pid: int
+    pid: SmallCount
 
 
 class DeviceHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Memory of a device that another process may open while its owner lives."""
 
-    device: str
+    device: Name
     """The device's UUID: its number may differ from process to process."""
-    nbytes: int
-    handle: bytes
+    nbytes: Count
+    handle: Hash
     """The driver's handle for it (CUipcMemHandle)."""
 
 
 class Weights(_Named, frozen=True):
     """The publisher passes its segment; the file descriptor travels with this message."""
 
-    version: int
-    name: str
+    version: SmallCount
+    name: Name
     """The name of the publisher, for messages."""
-    generation: int
+    generation: Count
     """Drawn when the segment was made: a segment with another value was made by another publisher."""
-    nbytes: int
+    nbytes: Count
     """Bytes of the whole segment."""
-    pause: int
+    pause: Count
     """Number of the pause that is on; 0 where sampling may go on."""
     device: DeviceHandle | None = None
     """The memory of the buffers, if they do not lie in the segment."""
@@ -231,25 +247,25 @@ class Weights(_Named, frozen=True):
 class NewVersion(_Message, frozen=True):
     """Newer weights are published."""
 
-    policy_version: int
+    policy_version: Signed
 
 
 class Pause(_Message, frozen=True):
     """Sampling must stop; the subscriber answers when it has."""
 
-    number: int
+    number: Count
 
 
 class PauseAck(_Message, frozen=True):
     """Sampling has stopped, as pause `number` asked."""
 
-    number: int
+    number: Count
 
 
 class ViewsInUse(_Message, frozen=True):
     """The subscriber's model consists of views of publication `sequence`, and samples from it; 0 where it does not."""
 
-    sequence: int
+    sequence: Count
 
 
 class Resume(_Message, frozen=True):
@@ -266,38 +282,38 @@ class EndOfWeights(_Message, frozen=True):
 class Layout(_Named, frozen=True):
     """The publisher accepts a mirror, which answers Ready; the layout of each version follows from the header."""
 
-    version: int
-    name: str
+    version: SmallCount
+    name: Name
     """The name of the publisher, for messages."""
-    generation: int
+    generation: Count
     """See `Weights`."""
-    pause: int
+    pause: Count
     """Number of the pause that is on; 0 where sampling may go on."""
-    header: bytes
+    header: Payload
     """The header of a safetensors file, with its length."""
 
 
 class ChunkRequest(_Message, frozen=True):
     """The mirror asks for a chunk of a version."""
 
-    policy_version: int
-    index: Annotated[int, msgspec.Meta(ge=0)]
+    policy_version: Signed
+    index: Count
 
 
 class Chunk(_Message, frozen=True):
     """A chunk of a version."""
 
-    policy_version: int
-    index: int
-    xxh3: bytes
+    policy_version: Signed
+    index: Count
+    xxh3: Hash
     """The hash of `content`."""
-    content: bytes
+    content: Annotated[bytes, msgspec.Meta(max_length=CHUNK_BYTES)]
 
 
 class VersionGone(_Message, frozen=True):
     """A version was overwritten: no more chunks of it can be sent."""
 
-    policy_version: int
+    policy_version: Signed
 
 
 Message = (

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .bounds import Count
+
 
 class Descriptor(NamedTuple):
     """The location of a published bundle: one record, or several that were sent together."""
 
-    sequence: int
+    sequence: Count
     """Number of its last record; those of one sender count from 1."""
-    records: int
+    records: Count
     """Records in it."""
-    slot: int
+    slot: Count
     """First slot of the span; where the payload travels in frames (tcp), the sequence again."""
-    slots: int
+    slots: Count
     """Slots in the span; 0 where the payload travels in frames."""
-    generation: int
+    generation: Count
     """Uses of the first slot before this one."""
-    nbytes: int
+    nbytes: Count
     """Bytes of the records, contents and padding included."""
 
     def bytes_of(self, records: int) -> int:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .bounds import LONGEST_LINE, Line
 from .columns import Array, ColumnRule, as_column, check_axes, count_between, freeze
 from .errors import UNREADABLE, InvalidRecord
 from .ids import GroupId, StopReason, TrajectoryId
@@ -208,6 +209,8 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             value = getattr(self, name)
             if type(value) is not str:
                 raise InvalidRecord(f"{name}: expected str, got {type(value).__name__} ({value!r})")
+            if len(value) > LONGEST_LINE:
+                raise InvalidRecord(f"{name}: expected at most {LONGEST_LINE} characters, got {len(value)}")
         if not self.meta:
             return
         try:
@@ -409,7 +412,7 @@ def decode_header(header: bytes | memoryview) -> tuple[str, str, JsonObject]:
 
 
 _encode_header = msgspec.msgpack.Encoder().encode
-_decode_header = msgspec.msgpack.Decoder(tuple[str, str, JsonObject]).decode
+_decode_header = msgspec.msgpack.Decoder(tuple[Line, Line, JsonObject]).decode
 
 
 def _flat(name: str, values: ArrayLike | Sequence[ArrayLike]) -> Array:

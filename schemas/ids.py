@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+from .bounds import Line
+
 MAX_REPETITION_ID = 65_535
 """The largest repetition id. The ledger keeps a bit for each, so that a seed or a hash would take gigabytes there."""
 
@@ -12,9 +14,9 @@ MAX_REPETITION_ID = 65_535
 class GroupId(NamedTuple):
     """The prompt that a group answers: a hashable, comparable value, not a string glued of parts."""
 
-    env: str
+    env: Line
     """Name of the environment."""
-    instance_id: str
+    instance_id: Line
     """Name of the prompt within the environment, never reused within a run."""
 
 
@@ -25,8 +27,8 @@ class TrajectoryId(NamedTuple):
     GroupId(env='chain_sum', instance_id='17')
     """
 
-    env: str
-    instance_id: str
+    env: Line
+    instance_id: Line
     repetition_id: int
     """The number of the completion of the prompt, from 0."""
 

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .bounds import MOST_NAMES, Count, Name, Payload
 from .columns import Array, ColumnRule, check_axes, contiguous
 from .errors import UNREADABLE, InvalidRecord
 from .ids import MAX_REPETITION_ID
@@ -39,6 +40,9 @@ CACHED_COLUMNS = 256
 
 CACHED_PLACES = 16_384
 """Columns in the cached layouts of one form: groups of one size recur, others cost 3 µs."""
+
+MOST_RECORDS = 2**16 - 1
+"""Records in a bundle: the header of a slot counts them in 16 bits."""
 
 MOST_CANDIDATES = 2**20
 """Teacher candidates a token: more than any vocabulary has. Where there are no tokens, no bytes bound them."""
@@ -101,7 +105,7 @@ class AxisSizes(NamedTuple):
         return tokens, sequences, sequences + records, tokens * candidates
 
 
-Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Length: TypeAlias = Count
 
 
 class BundleEntry(NamedTuple):
@@ -109,18 +113,18 @@ class BundleEntry(NamedTuple):
 
     tokens: Length
     sequences: Length
-    header: bytes
+    header: Payload
 
 
 class BundleHeader(NamedTuple):
     """The description that follows the columns of a bundle."""
 
-    kind: str
-    form: bytes
+    kind: Name
+    form: Payload
     """A `ColumnLayout`, encoded."""
     candidates: Length
     """Teacher candidates a token."""
-    parts: tuple[BundleEntry, ...]
+    parts: Annotated[tuple[BundleEntry, ...], msgspec.Meta(max_length=MOST_RECORDS)]
     """The records, in order."""
 
     @classmethod
@@ -151,11 +155,11 @@ class BundleHeader(NamedTuple):
 encode_contents = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(BundleHeader).decode
 
-FormColumn: TypeAlias = tuple[str, str, str]
+FormColumn: TypeAlias = tuple[Name, Name, Name]
 """Name, dtype, axes."""
 
 _encode_form = msgspec.msgpack.Encoder().encode
-_decode_form = msgspec.msgpack.Decoder(tuple[FormColumn, ...]).decode
+_decode_form = msgspec.msgpack.Decoder(Annotated[tuple[FormColumn, ...], msgspec.Meta(max_length=MOST_NAMES)]).decode
 
 
 L = TypeVar("L")

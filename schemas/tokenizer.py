@@ -12,31 +12,32 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, cycle
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from .bounds import MOST_NAMES, Count, Line, Name, Signed
 from .errors import TokenizersDiffer
 
 
 class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The properties that distinguish one tokenizer from another. None is unknown, and is not compared."""
 
-    name: str
+    name: Line
     """The folder or name that it was loaded from; else its class. Not compared."""
-    revision: str | None = None
+    revision: Line | None = None
     """The revision of its source. Not compared."""
-    vocabulary: int
+    vocabulary: Count
     """The number of tokens, added ones included."""
-    vocabulary_hash: str
+    vocabulary_hash: Name
     """SHA-256 of all tokens and their ids."""
-    special_tokens: tuple[tuple[str, int], ...] | None = None
+    special_tokens: Annotated[tuple[tuple[Line, Signed], ...], msgspec.Meta(max_length=MOST_NAMES)] | None = None
     """Tokens that stand for no text, with their ids, by id."""
-    eos_id: int | None = None
+    eos_id: Signed | None = None
     """The token that ends a completion."""
-    chat_template_hash: str | None = None
+    chat_template_hash: Name | None = None
     """SHA-256 of the template that makes a prompt of messages."""
-    text_hash: str | None = None
+    text_hash: Name | None = None
     """SHA-256 of the ids of the texts in `PROBES`, and of a text of words of the vocabulary."""
 
     def __str__(self) -> str:

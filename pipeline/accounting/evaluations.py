@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+from ..._schemas.bounds import MOST_NAMES, Count, Measure, Name, SmallCount
 from ..util.waiting import Waiters
 
 STEP = "eval/step"
@@ -21,15 +24,15 @@ STEP = "eval/step"
 class EvaluationPart(msgspec.Struct, frozen=True, array_like=True):
     """The result of one worker in the evaluation of one step."""
 
-    step: int
+    step: Count
     """The optimizer step that is evaluated."""
-    worker: int
-    workers: int
+    worker: SmallCount
+    workers: SmallCount
     """The number of workers that share the prompts."""
-    means: dict[str, tuple[float, float]] = {}
+    means: Annotated[dict[Name, tuple[Measure, Measure]], Meta(max_length=MOST_NAMES)] = {}
     """Σ value, and the number of values, by the name of the metric."""
-    totals: dict[str, float] = {}
-    failed: tuple[str, ...] = ()
+    totals: Annotated[dict[Name, Measure], Meta(max_length=MOST_NAMES)] = {}
+    failed: Annotated[tuple[Name, ...], Meta(max_length=MOST_NAMES)] = ()
     """The beginnings of the names of metrics that are not shown, because this worker could not finish them."""
 
 

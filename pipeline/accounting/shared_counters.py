@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, TypeAlias, get_args
 
 from ..._schemas.errors import ProtocolMismatch
@@ -25,7 +25,13 @@ OTHER_REASONS = "other reasons"
 UNREPORTED = "reason not reported"
 """The reason of trajectories that ended in a worker which has not reported their reason, or was killed before."""
 
-COUNTERS_BYTES = 8 * (3 + len(END_STATES))
+COUNTS = 2 + len(END_STATES)
+"""Counts of a worker: of what it admitted, of rollouts that succeeded, and of each end state."""
+
+MOST_ADMITTED = 2**20
+"""Trajectories that a worker admits between two reports, which are half a second apart; no worker admits so many."""
+
+COUNTERS_BYTES = 8 * (COUNTS + 1)
 
 
 class SharedCounters:
@@ -41,7 +47,7 @@ class SharedCounters:
         self._words = memoryview(page)[:COUNTERS_BYTES].cast("q")
         self.taken_over: int = 0
         """Trajectories that the reader's ledger has taken over; counted by the reader."""
-        self.reasons: dict[str, dict[str, int]] = {}
+        self.reasons: Mapping[str, Mapping[str, int]] = {}
         """The reasons of ends within the worker, by state, as far as it has reported them; set by the reader."""
 
     @property
@@ -102,6 +108,18 @@ class SharedCounters:
         """Return all words but the step, for a reader that has no access to the page."""
         return list(self._words[:-1])
 
+    def report_reasons(self, reasons: Mapping[str, Mapping[str, int]]) -> None:
+        """Take in the reasons of a report.
+
+        Raises:
+            ProtocolMismatch: they count more trajectories than have ended in the worker.
+        """
+        for state in END_STATES:
+            count, ended = sum(reasons.get(state, {}).values()), self.ended(state)
+            if count > ended:
+                raise ProtocolMismatch(f"expected reasons of {ended} trajectories that are {state}, got {count}")
+        self.reasons = reasons
+
     def close(self) -> None:
         """Release the page, so that it can be unmapped."""
         self._words.release()
@@ -127,9 +145,20 @@ class ReportedCounters(SharedCounters):
         """Take in the counts of a report.
 
         Raises:
-            ProtocolMismatch: there are not as many as `SharedCounters.counts` returns.
+            ProtocolMismatch: there are not as many as `SharedCounters.counts` returns, or no worker counts so.
         """
-        if len(counts) != len(self._words) - 1:
-            raise ProtocolMismatch(f"expected a report of {len(self._words) - 1} counts, got {len(counts)}")
+        before = self.counts()
+        if len(counts) != len(before):
+            raise ProtocolMismatch(f"expected a report of {len(before)} counts, got {len(counts)}")
+        # A worker has counts that never fall; it trains nothing; and it ends no more than it has admitted. No worker
+        # admits so many between two reports.
+        admitted, _, *ended = counts
+        plausible = (
+            all(count >= earlier for count, earlier in zip(counts, before, strict=True))
+            and not ended[END_STATES.index("trained")]
+            and sum(ended) <= admitted <= before[0] + MOST_ADMITTED
+        )
+        if not plausible:
+            raise ProtocolMismatch(f"expected counts that a worker may have after {before}, got {counts}")
         for index, count in enumerate(counts):
             self._words[index] = count

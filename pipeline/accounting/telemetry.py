@@ -11,18 +11,23 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import SupportsFloat, TypeAlias
+from typing import Annotated, SupportsFloat, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import ArrayLike
 
+from ..._schemas.bounds import LONGEST_NAME, MOST_ENTRIES, MOST_NAMES, Measure, Name
 from ..._schemas.numbers import whole_number
 from ..util.appending import append_whole
 from ..util.logger import get_logger as get_logger  # noqa: PLC0414 (modules above take it from here)
 from ..util.os_errors import explaining_os_errors
 from .evaluations import EvaluationPart, Evaluations
+
+V = TypeVar("V")
 
 MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
 """Takes the metrics of one optimizer step, and the step."""
@@ -31,16 +36,33 @@ MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
 log = get_logger("penstock.telemetry")
 
 
+Measures: TypeAlias = Annotated[dict[Name, Measure], Meta(max_length=MOST_NAMES)]
+"""Values by the name of their metric."""
+
+
 class Observations(msgspec.Struct, frozen=True, array_like=True):
     """The observations that one process has not yet emitted; a worker sends them to the trainer's process."""
 
-    means: dict[str, tuple[float, float]] = {}
+    means: Annotated[dict[Name, tuple[Measure, Measure]], Meta(max_length=MOST_NAMES)] = {}
     """Σ value · weight, and Σ weight."""
-    totals: dict[str, float] = {}
-    maxima: dict[str, float] = {}
-    minima: dict[str, float] = {}
-    gauges: dict[str, float] = {}
-    evaluations: list[EvaluationPart] = []
+    totals: Measures = {}
+    maxima: Measures = {}
+    minima: Measures = {}
+    gauges: Measures = {}
+    evaluations: Annotated[list[EvaluationPart], Meta(max_length=MOST_ENTRIES)] = []
+
+    def within_bounds(self) -> Observations:
+        """Return the observations that a message can hold: without metrics of a longer name, or beyond the number."""
+        named = ("means", "totals", "maxima", "minima", "gauges")
+        return msgspec.structs.replace(self, **{name: _within_bounds(getattr(self, name)) for name in named})
+
+
+def _within_bounds(values: Mapping[str, V]) -> Mapping[str, V]:
+    if len(values) <= MOST_NAMES and max(map(len, values), default=0) <= LONGEST_NAME:
+        return values
+    kept = dict(islice(((name, value) for name, value in values.items() if len(name) <= LONGEST_NAME), MOST_NAMES))
+    log.warning("metrics_dropped", dropped=len(values) - len(kept), longest_name=LONGEST_NAME, most_names=MOST_NAMES)
+    return kept
 
 
 class Metrics:

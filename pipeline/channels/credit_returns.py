@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..._schemas.bounds import MOST_ENTRIES, batched
 from ..._schemas.control import CreditGrant, Message, Outcomes
 from .peer import Peer
 
@@ -79,11 +80,11 @@ class CreditReturner:
     def return_credit(self, peer: Peer) -> None:
         """Send `peer` all its unreturned credit and its outcomes, now."""
         self._pending.pop(peer.identity, None)
-        if unreturned_credit := peer.take_credit():
-            self._send(peer.identity, CreditGrant(unreturned_credit))
-        if peer.endings:
-            endings, peer.endings = peer.endings, []
-            self._send(peer.identity, Outcomes(tuple(endings)))
+        for spans in batched(peer.take_credit(), MOST_ENTRIES):
+            self._send(peer.identity, CreditGrant(spans))
+        endings, peer.endings = peer.endings, []
+        for entries in batched(endings, MOST_ENTRIES):
+            self._send(peer.identity, Outcomes(entries))
 
     def close(self) -> None:
         """Send nothing any more."""

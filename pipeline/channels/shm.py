@@ -23,6 +23,7 @@ from ..._schemas import Array, InvalidRecord, ProtocolMismatch, TokenizerIdentit
 from ..._schemas.control import Publish, SegmentOffer, encode
 from ..._schemas.descriptor import Descriptor
 from ..._schemas.layout import (
+    MOST_RECORDS,
     AxisSizes,
     BundleEntry,
     BundleHeader,
@@ -92,7 +93,7 @@ class SlotWriter:
         self._capacity = capacity
         self._kind = kind
         self._checksum = checksum
-        self._most = max(1, capacity // BUNDLE_SHARE)
+        self._most = min(MOST_RECORDS, max(1, capacity // BUNDLE_SHARE))
         self._most_bytes = min(BUNDLE_BYTES, segment.slots * segment.slot_bytes // BUNDLE_SHARE)
         self._bundle: _Bundle | None = None
         self._sequence = 0

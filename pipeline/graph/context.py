@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..._schemas import TrajectoryGroup, TrajectoryId
+from ..._schemas.bounds import SmallCount
 from ..accounting.ledger import Ledger
 from ..accounting.sample import SampleSink
 from ..accounting.shared_counters import EndState
@@ -25,13 +26,13 @@ from ..accounting.telemetry import Metrics
 class Worker:
     """The worker, among several equal ones, that runs this stage. Seeds and instance ids are derived from it."""
 
-    index: int = 0
+    index: SmallCount = 0
     """0 to count − 1."""
-    count: int = 1
+    count: SmallCount = 1
     """Workers that share the work."""
-    restart: int = 0
+    restart: SmallCount = 0
     """Times that the worker was restarted."""
-    on_host: int = 1
+    on_host: SmallCount = 1
     """Workers of the stage that share the processors which this process may use."""
 
 

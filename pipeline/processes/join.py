@@ -30,6 +30,7 @@ import anyio.to_thread
 import msgspec
 
 from ..._schemas import TrajectoryGroup
+from ..._schemas.bounds import cut
 from ..._schemas.config import nearest
 from ..accounting.shared_counters import COUNTERS_BYTES, SharedCounters
 from ..channels.default_key import default_key
@@ -296,7 +297,7 @@ class _Session:
             # 2. The pipeline has died, and the stage has noticed it first, as by its weights: this worker joins again.
             # 3. This host does not reach something that others may reach: it leaves.
             if not await self._pipeline_lost():
-                event = Left(str(cause))
+                event = Left(cut(str(cause)))
                 raise WorkerCutOff(f"this host does not reach what its stage needs: {cause}") from cause
         finally:
             self._report(event)
@@ -319,7 +320,7 @@ class _Session:
         try:
             stage = self._program.make_stage(None if published is None else self._address(published))
         except Exception as error:
-            self._report(Left(f"could not make its stage: {error}"))
+            self._report(Left(cut(f"could not make its stage: {error}")))
             raise
         if name_of(stage) == name:
             return stage

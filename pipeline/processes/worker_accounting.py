@@ -192,9 +192,9 @@ class WorkerAccounting:
         if known is None:
             return
         if known.counters is not None:
-            known.counters.reasons = report.reasons
             if isinstance(known.counters, ReportedCounters):
                 known.counters.update(report.counts)
+            known.counters.report_reasons({str(state): counts for state, counts in report.reasons.items()})
             self._ledger.failures_changed()
         for ending in report.endings:  # a worker can end only trajectories that were sent to it
             taken = known.take(ending.group, mask_of(ending.repetitions))

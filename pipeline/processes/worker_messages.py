@@ -7,12 +7,16 @@ Only the stage itself is pickled, by the parent for the child that it starts; a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
+from msgspec import Meta
 
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
-from ..._schemas.control import Repetition
-from ..accounting.shared_counters import EndState
+from ..._schemas.bounds import MOST_ENTRIES, Count, Line, Name, Signed, SmallCount, Text, Traceback
+from ..._schemas.control import Repetitions
+from ..accounting.ledger import MAX_REASONS
+from ..accounting.shared_counters import COUNTS
 from ..accounting.telemetry import Observations
 from ..graph.context import Worker
 
@@ -25,19 +29,19 @@ RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {
 class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
     """The channels of a stage's workers; the same for all of them."""
 
-    outbox_url: str
-    outbox_kind: str
+    outbox_url: Line
+    outbox_kind: Name
     """Key of `RECORDS`."""
-    inbox_kind: str
+    inbox_kind: Name
     """Key of `RECORDS`; empty for a source. A worker serves its inbox itself."""
-    inbox_capacity: int
+    inbox_capacity: Count
     """Records."""
-    inbox_capacity_bytes: int
-    remote_url: str = ""
+    inbox_capacity_bytes: Count
+    remote_url: Line = ""
     """The URL for workers on other hosts; empty where all run on this one."""
-    key: str = ""
+    key: Name = ""
     """The key of the run's tcp channels, in hexadecimal digits."""
-    host: str = ""
+    host: Name = ""
     """`host_identity` of the parent."""
     assigned: bool = False
     """Whether the workers of a source are told which prompts to sample."""
@@ -51,9 +55,9 @@ class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of one start of a worker."""
 
-    name: str
+    name: Line
     """`SourceEnv 2/4`."""
-    stage: str
+    stage: Line
     """`SourceEnv`."""
     worker: Worker
     channels: WorkerChannels
@@ -63,39 +67,39 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of one process, on its command line."""
 
     of_stage: StageConfig
-    parent: int
+    parent: SmallCount
     """Process id of the parent."""
-    payload: int
+    payload: SmallCount
     """Descriptor of the pickled stage."""
-    counters: int
+    counters: SmallCount
     """Descriptor of the page for the ledger's counters."""
-    events: int
+    events: SmallCount
     """Descriptor of the pipe to the parent."""
 
 
 class Starting(msgspec.Struct, frozen=True, tag=True):
     """The worker starts; its stage has not begun."""
 
-    phase: str
+    phase: Text
     """The phase of its start: `importing train.py`."""
 
 
 class Connected(msgspec.Struct, frozen=True, tag=True):
     """The worker has connected; its stage begins."""
 
-    transport: str
+    transport: Name
     """`shm` or `tcp`."""
-    pid: int
-    node: str
+    pid: SmallCount
+    node: Name
     """The address of its host; empty on the host of the pipeline."""
-    numa: str = ""
+    numa: Text = ""
     """`node 1`, to which it is bound there, or the reason for which it is not."""
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
     """The worker of a middle stage serves its inbox: records may be sent to this URL."""
 
-    url: str
+    url: Line
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -105,15 +109,15 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The stage raised."""
 
-    error: str
+    error: Text
     """`raised ValueError: the message`."""
-    traceback: str
+    traceback: Traceback
 
 
 class Joins(msgspec.Struct, frozen=True, tag=True):
     """A worker that was started elsewhere has connected, and asks for its place."""
 
-    digest: str
+    digest: Name
     """The digest of the configuration or script from which it makes the stage."""
 
 
@@ -128,7 +132,7 @@ class Leaves(msgspec.Struct, frozen=True, tag=True):
 class Left(msgspec.Struct, frozen=True, tag=True):
     """The worker ends before its stage is done, for the reason."""
 
-    reason: str
+    reason: Text
 
 
 WorkerEvent = Starting | Connected | Serving | Finished | Failed | Joins | Wants | Leaves | Left
@@ -138,17 +142,17 @@ WorkerEvent = Starting | Connected | Serving | Finished | Failed | Joins | Wants
 class PublishedWeights(msgspec.Struct, frozen=True):
     """A `WeightAddress` without its key, which a worker has already."""
 
-    url: str
-    local: str
-    host: str
-    generation: int
+    url: Line
+    local: Line
+    host: Name
+    generation: Count
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
     """The worker has a place, and begins."""
 
     config: StageConfig
-    step: int
+    step: Count
     """The last optimizer step."""
     weights: PublishedWeights | None
 
@@ -156,14 +160,14 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The worker gets no place."""
 
-    reason: str
+    reason: Text
 
 
 class Assigned(msgspec.Struct, frozen=True, tag=True):
     """The worker samples this prompt."""
 
-    number: int
-    published: int | None
+    number: Count
+    published: Signed | None
     """The newest version of the weights that was published."""
 
 
@@ -179,24 +183,33 @@ encode_instruction = msgspec.msgpack.Encoder().encode
 decode_instruction: Callable[[bytes], WorkerInstruction] = msgspec.msgpack.Decoder(WorkerInstruction).decode
 
 
+WorkerEndState: TypeAlias = Literal["filtered", "stale", "rejected", "failed", "lost", "unfinished"]
+"""The states in which a trajectory may end in a worker: only the process of the trainer knows what was trained."""
+
+WORKER_END_STATES: tuple[WorkerEndState, ...] = get_args(WorkerEndState)
+
+Reasons: TypeAlias = Annotated[dict[Text, Count], Meta(max_length=MAX_REASONS + 1)]
+"""The reasons of ends in one state, with their counts; `OTHER_REASONS` may be one more."""
+
+
 class Ending(msgspec.Struct, frozen=True, array_like=True):
     """Trajectories that the worker of a middle stage dropped."""
 
     group: GroupId
-    repetitions: list[Repetition]
-    state: EndState
-    reason: str
+    repetitions: Repetitions
+    state: WorkerEndState
+    reason: Text
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     """A report that a worker sends between its records."""
 
     observations: Observations | None
-    endings: list[Ending]
+    endings: Annotated[tuple[Ending, ...], Meta(max_length=MOST_ENTRIES)]
     """From a middle stage's worker: trajectories that it dropped since the last report."""
-    reasons: dict[str, dict[str, int]]
+    reasons: Annotated[dict[WorkerEndState, Reasons], Meta(max_length=len(WORKER_END_STATES))]
     """From a source's worker: counts of the trajectories that ended there, by state and reason, since it began."""
-    counts: list[int] = []
+    counts: Annotated[list[Count], Meta(max_length=COUNTS)] = []
     """From a source's worker whose counters the parent cannot read: `SharedCounters.counts`."""
     event: WorkerEvent | None = None
     """An event, where no pipe takes it."""
@@ -206,7 +219,7 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, event: WorkerEvent) -> WorkerReport:
         """Return a report of `event` alone."""
-        return cls(None, [], {}, event=event, alone=True)
+        return cls(None, (), {}, event=event, alone=True)
 
 
 _decode_lines = msgspec.json.Decoder(WorkerEvent).decode_lines

@@ -18,6 +18,7 @@ import anyio
 import msgspec
 
 from ..._schemas import TrajectoryGroup, TrajectoryId
+from ..._schemas.bounds import LONGEST_TRACEBACK, MOST_ENTRIES, batched, cut
 from ..accounting.ledger import Ledger
 from ..accounting.repetition_sets import iter_bits, masks_by_group
 from ..accounting.shared_counters import EndState, SharedCounters
@@ -25,7 +26,7 @@ from ..accounting.telemetry import Metrics, report_waits
 from ..channels.keys import ChannelKey
 from ..channels.remote_sender import RemoteSender
 from ..channels.transports import connect, serve
-from ..errors import SenderRejected, StageFailed
+from ..errors import LedgerImbalance, SenderRejected, StageFailed
 from ..graph.context import Assignments, Context, current, entered
 from ..graph.edge import CountingSendChannel, EdgeCounter
 from ..util.exception_groups import consists_of
@@ -33,17 +34,16 @@ from ..util.user_code import await_user
 from .numa import bind_to_node
 from .worker_messages import (
     RECORDS,
+    WORKER_END_STATES,
     Connected,
     Ending,
     Serving,
     StageConfig,
     Starting,
+    WorkerEndState,
     WorkerEvent,
     WorkerReport,
 )
-
-LONGEST_TRACEBACK = 32_000
-"""Characters: the events of a worker fit its pipe, so that sending one never blocks."""
 
 REPORT_INTERVAL_S = 0.1
 """Least seconds between two reports, which are sent with a record, after a failed rollout and, in a middle stage,
@@ -81,9 +81,11 @@ class _ReportingLedger(Ledger):
 
     def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
         """Count the end of trajectories, and add it to the next report."""
+        if state == "trained":
+            raise LedgerImbalance("expected trajectories that the trainer's process trains, got some that a worker has")
         kept = what if isinstance(what, TrajectoryGroup) else list(what)
         for group, mask in masks_by_group(kept):
-            self.endings.append(Ending(group, list(iter_bits(mask)), state, reason))
+            self.endings.append(Ending(group, tuple(iter_bits(mask)), state, cut(reason)))
         super().end(kept, state, reason)  # it never raises, for it admits what it does not know; its listeners report
 
 
@@ -119,15 +121,15 @@ def refuse_while_importing_main() -> None:
 def description_of(error: BaseException) -> str:
     """Return a description of `error`, as the end of a sentence that begins with the worker's name."""
     if isinstance(error, StageFailed):  # within a fragment
-        return f"failed: {error}"
-    return "raised " + "".join(traceback.format_exception_only(error)).strip()
+        return cut(f"failed: {error}")
+    return cut("raised " + "".join(traceback.format_exception_only(error)).strip())
 
 
 def traceback_of(error: BaseException) -> str:
     """Return the traceback without the frames before the stage's."""
     error.__traceback__ = _from_the_stage_on(error.__traceback__)
     text = "".join(traceback.format_exception(error))
-    return text if len(text) <= LONGEST_TRACEBACK else "…" + text[-LONGEST_TRACEBACK:]
+    return text if len(text) <= LONGEST_TRACEBACK else "…" + text[1 - LONGEST_TRACEBACK :]
 
 
 def _from_the_stage_on(frames: TracebackType | None) -> TracebackType | None:
@@ -274,7 +276,7 @@ class _ReportSender:
         self._last = 0.0
         self._later: asyncio.TimerHandle | None = None
         """The report that will be sent when it is due."""
-        self._reasons: dict[str, dict[str, int]] = {}
+        self._reasons: dict[WorkerEndState, dict[str, int]] = {}
         """The reasons of the last report."""
 
     def flush_if_due(self) -> None:
@@ -306,20 +308,24 @@ class _ReportSender:
         """Send a report of everything since the last one, if there is anything."""
         metrics, ledger = self._context.metrics, self._context.ledger
         endings: list[Ending] = []
-        reasons: dict[str, dict[str, int]] = {}
+        reasons: dict[WorkerEndState, dict[str, int]] = {}
         if isinstance(ledger, _ReportingLedger):
             endings, ledger.endings = ledger.endings, []
         else:
-            reasons = ledger.balance().reasons
-        observations = metrics.take() if metrics else None
+            found = ledger.balance().reasons
+            reasons = {state: found[state] for state in WORKER_END_STATES if found[state]}
+        observations = metrics.take().within_bounds() if metrics else None
         counts = self._count()
         if observations is not None or endings or reasons != self._reasons or counts != self._counts:
             self._reasons, self._counts = reasons, counts
-            self._send(WorkerReport(observations, endings, reasons, counts))
+            first, *others = batched(endings, MOST_ENTRIES) if endings else ((),)
+            self._send(WorkerReport(observations, first, reasons, counts))
+            for further in others:
+                self._send(WorkerReport(None, further, reasons, counts))
 
     def send_event(self, event: WorkerEvent) -> None:
         """Send an event, where nothing else reports it."""
-        self._send(WorkerReport(None, [], self._reasons, self._count(), event))
+        self._send(WorkerReport(None, (), self._reasons, self._count(), event))
 
     def _count(self) -> list[int]:
         return self._counters.counts() if self._counters is not None else []

@@ -23,6 +23,7 @@ from anyio.abc import TaskGroup
 
 from ..._schemas import ProtocolMismatch
 from ..._schemas.control import (
+    CHUNK_BYTES,
     PROTOCOL_VERSION,
     Chunk,
     ChunkRequest,
@@ -51,7 +52,7 @@ from .event_socket import EventSocket
 from .weight_address import WeightAddress
 from .weight_memory import HostMemory
 from .weight_subscriptions import Subscription, Subscriptions, refusal
-from .weight_transfer import CHUNK_BYTES, WINDOW, digest, span
+from .weight_transfer import WINDOW, digest, span
 from .weights import WeightReader, WeightWriter
 
 DESCRIPTORS = 17

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..._schemas.control import Chunk
-
-CHUNK_BYTES = 2**20
-"""Bytes of a chunk, except of the last one: copied and hashed in a fraction of a millisecond."""
+from ..._schemas.control import CHUNK_BYTES, Chunk
 
 WINDOW = 16
 """Chunks that are requested and have not arrived: they fill a link of 1 GB/s whose round trip takes 16 ms."""

@@ -94,7 +94,8 @@ FORGED: dict[str, tuple[list[bytes], str]] = {
         frames_of(record(), offsets=np.array([0, 2**40, 8])),
         "offsets: expected to run from 0 to 8",
     ),
-    "lengths that overflow": (frames_of(record(), parts=(PART._replace(tokens=2**63),)), "expected .* bytes"),
+    "lengths that overflow": (frames_of(record(), parts=(PART._replace(tokens=2**62),)), "expected .* bytes"),
+    "lengths that fit no word": (frames_of(record(), parts=(PART._replace(tokens=2**63),)), "Expected `int` <= "),
     "another number of tokens": (
         frames_of(record(), parts=(PART._replace(tokens=7),)),
         "offsets: expected to run from 0 to 7",

@@ -23,7 +23,7 @@ from penstock._pipeline.accounting.shared_counters import UNREPORTED, EndState, 
 from penstock._pipeline.channels.peer import Peer
 from penstock._pipeline.graph.edge import EdgeCounter
 from penstock._pipeline.processes.worker_accounting import WorkerAccounting
-from penstock._pipeline.processes.worker_messages import Ending, WorkerReport
+from penstock._pipeline.processes.worker_messages import Ending, WorkerEndState, WorkerReport
 from penstock._schemas.control import PROTOCOL_VERSION, Connect
 from penstock.accounting import Ledger, Metrics
 from penstock.errors import PeerLost
@@ -248,8 +248,8 @@ class SourceMachine(_AccountingMachine):
     @rule(pick=PICKS)
     def report(self, pick: int) -> None:
         process = any_of(self._alive(), pick)
-        reasons = {"failed": dict(self.counts[process.name].reasons)}
-        process.wire.append(msgspec.msgpack.encode(WorkerReport(None, [], reasons)))
+        reasons: dict[WorkerEndState, dict[str, int]] = {"failed": dict(self.counts[process.name].reasons)}
+        process.wire.append(msgspec.msgpack.encode(WorkerReport(None, (), reasons)))
 
     def _take(self, process: _Process, record: TrajectoryGroup) -> None:
         self.counts[process.name].passed += len(record)
@@ -322,12 +322,12 @@ class RelayMachine(_AccountingMachine):
 
     @precondition(lambda self: any(self.held[process.name] for process in self._alive()))
     @rule(pick=PICKS, state=ENDS, dropped=st.booleans())
-    def drop_or_send(self, pick: int, state: EndState, *, dropped: bool) -> None:
+    def drop_or_send(self, pick: int, state: WorkerEndState, *, dropped: bool) -> None:
         process = any_of([each for each in self._alive() if self.held[each.name]], pick)
         record = self.held[process.name].pop(pick % len(self.held[process.name]))
         if dropped:
-            ending = Ending(record.id, record.repetition_ids.tolist(), state, "for a reason")
-            process.wire.append(msgspec.msgpack.encode(WorkerReport(None, [ending], {})))
+            ending = Ending(record.id, tuple(record.repetition_ids.tolist()), state, "for a reason")
+            process.wire.append(msgspec.msgpack.encode(WorkerReport(None, (ending,), {})))
         else:
             process.wire.append(record)
 
@@ -339,9 +339,9 @@ class RelayMachine(_AccountingMachine):
         one = any_of(sorted(self.with_it[owner]), pick)
         others = [process for process in self._alive() if process.name != owner]
         if others:
-            ending = Ending(one.group, [one.repetition_id], "failed", "not its own")
+            ending = Ending(one.group, (one.repetition_id,), "failed", "not its own")
             self.accounting.observed(
-                any_of(others, pick).peer, msgspec.msgpack.encode(WorkerReport(None, [ending], {}))
+                any_of(others, pick).peer, msgspec.msgpack.encode(WorkerReport(None, (ending,), {}))
             )
 
     def _take(self, process: _Process, record: TrajectoryGroup) -> None:

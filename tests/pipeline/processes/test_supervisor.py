@@ -12,6 +12,7 @@ from tests.pipeline.flow_stages import Count
 from penstock._pipeline.processes import worker_stage
 from penstock._pipeline.processes.subreaper_process import describe_exit
 from penstock._pipeline.processes.worker_payload import open_payload, write_payload
+from penstock._schemas.bounds import LONGEST_TRACEBACK
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ def test_a_worker_that_imports_its_parents_script_begins_no_run(monkeypatch: pyt
 
 
 def test_a_long_traceback_is_cut_at_its_beginning() -> None:
-    error = ValueError("x" * 2 * worker_stage.LONGEST_TRACEBACK)
+    error = ValueError("x" * 2 * LONGEST_TRACEBACK)
 
     text = worker_stage.traceback_of(error)
 
-    assert len(text) == worker_stage.LONGEST_TRACEBACK + 1
+    assert len(text) == LONGEST_TRACEBACK
     assert text.startswith("…x")

@@ -17,7 +17,7 @@ from penstock._pipeline.accounting.telemetry import Observations
 from penstock._pipeline.channels.peer import Peer
 from penstock._pipeline.graph.edge import EdgeCounter
 from penstock._pipeline.processes.worker_accounting import WorkerAccounting
-from penstock._pipeline.processes.worker_messages import Ending, WorkerReport
+from penstock._pipeline.processes.worker_messages import Ending, WorkerEndState, WorkerReport
 from penstock._schemas.control import PROTOCOL_VERSION, Connect
 from penstock.accounting import EndState, Ledger, Metrics
 from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch
@@ -34,9 +34,9 @@ def peer(name: str = WORKER) -> Peer:
 def report(
     observations: Observations | None = None,
     endings: list[Ending] | None = None,
-    reasons: dict[str, dict[str, int]] | None = None,
+    reasons: dict[WorkerEndState, dict[str, int]] | None = None,
 ) -> bytes:
-    return msgspec.msgpack.encode(WorkerReport(observations, endings or [], reasons or {}))
+    return msgspec.msgpack.encode(WorkerReport(observations, tuple(endings or ()), reasons or {}))
 
 
 class Source:
@@ -193,7 +193,7 @@ def test_records_returned_by_a_middle_worker_are_not_lost_with_it() -> None:
 def test_records_dropped_by_a_middle_worker_end_with_their_reason_and_the_rest_is_lost() -> None:
     middle = Middle()
 
-    middle.accounting.observed(peer(), report(endings=[Ending(middle.group.id, [0, 2], "filtered", "too short")]))
+    middle.accounting.observed(peer(), report(endings=[Ending(middle.group.id, (0, 2), "filtered", "too short")]))
     middle.accounting.ended(WORKER, KILLED)
     middle.accounting.closed(peer())
 
@@ -207,7 +207,7 @@ def test_a_worker_cannot_end_records_that_it_was_not_handed() -> None:
     other = group(instance_id="other")
     middle.ledger.admit(other.id, [0, 1])
 
-    middle.accounting.observed(peer(), report(endings=[Ending(other.id, [0, 1], "filtered", "not its own")]))
+    middle.accounting.observed(peer(), report(endings=[Ending(other.id, (0, 1), "filtered", "not its own")]))
 
     assert middle.ledger.balance().ended["filtered"] == 0
 
