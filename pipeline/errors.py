@@ -233,6 +233,10 @@ class RunInUse(PenstockError):
     """Another process runs in the folder of a run."""
 
 
+class RunDiffers(PenstockError):
+    """A run is continued with what may not change, such as other data; the message has each key with both values."""
+
+
 class StepsOfAnotherRun(PenstockError):
     """The folder of an outside trainer has steps that this run has not done, which would count as done by it."""
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from .._pipeline.accounting.shared_counters import EndState
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
+from .._pipeline.durability.run_changes import StageFacts
 from .._pipeline.errors import NoRewards
 from .._pipeline.graph.context import drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
@@ -118,6 +119,11 @@ class RewardBridge:
     def stage_info(self) -> StageInfo:
         """State the tokenizer."""
         return StageInfo(tokenizers=tokenizer_of(self))
+
+    def facts(self) -> StageFacts:
+        """Return the shaping, and the weights of the functions; see `StatesFacts`."""
+        weights = {component.name: component.weight for component in self.components}
+        return StageFacts(options={"config": self.config, "weights": weights})
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Groups leave in the order of their arrival, also with functions."""

@@ -24,6 +24,7 @@ from .._pipeline.accounting.ledger import Ledger
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel
 from .._pipeline.durability.resumption import ResumePoint, Snapshot, Stateful
+from .._pipeline.durability.run_changes import StageFacts, StatesFacts
 from .._pipeline.graph.context import current
 from .._pipeline.graph.flush import FlushableInbox
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
@@ -35,7 +36,7 @@ from .._schemas.numbers import normalize_counts, normalize_numbers
 from .evaluation.evaluated_steps import EvaluatedSteps
 from .evaluation.evaluation import Evaluation
 from .samples.samples import Samples
-from .training.checkpoint import checkpoint_of, latest_checkpoint, remove_old_checkpoints
+from .training.checkpoint import checkpoint_of, latest_checkpoint, remove_old_checkpoints, step_of
 
 T = TypeVar("T")
 
@@ -191,6 +192,15 @@ class SinkTrainer:
             saves_at_end=self.checkpoints is not None,
             evaluation=self.evaluation,
         )
+
+    def facts(self) -> StageFacts:
+        """Return the facts that the trainer states; see `StatesFacts`."""
+        return self.trainer.facts() if isinstance(self.trainer, StatesFacts) else StageFacts()
+
+    def resumes_at(self, folder: Path) -> int:
+        """Return the step of the last checkpoint in `folder`, 0 for none."""
+        latest = latest_checkpoint(folder)
+        return 0 if latest is None else step_of(latest)
 
     def with_checkpoints(self, folder: Path, gathering: Mapping[str, Stateful]) -> tuple[SinkTrainer, ResumePoint]:
         """Return the same sink with checkpoints in `folder`, resumed from the last one, and its ResumePoint.

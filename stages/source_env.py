@@ -26,6 +26,7 @@ from .._pipeline.accounting.ledger import Ledger
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import SendChannel
 from .._pipeline.durability.resumption import ResumePoint
+from .._pipeline.durability.run_changes import StageFacts
 from .._pipeline.errors import InvalidConfig
 from .._pipeline.graph.context import Context, Worker, current
 from .._pipeline.graph.stage_info import Assignment, StageInfo, tokenizer_of
@@ -34,6 +35,7 @@ from .._pipeline.util.user_code import await_user, open_user
 from .._schemas import GroupId, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .chat.chat_format import ChatFormat
+from .data.prompts import identity_of
 from .engines.policies import Completion, Engine, FollowsWeights, Policy, Tokenizer
 from .engines.sampling_params import TEMPERATURES, SamplingParams
 from .environments import Environment, RolloutResult, TaskFn, open_tasks
@@ -117,6 +119,15 @@ class SourceEnv:
             group = GroupId(self.env_name, instance_id(number))
             ledger.admit(group, range(self.group_size))
             yield Assignment(number, group, (1 << self.group_size) - 1)
+
+    def facts(self) -> StageFacts:
+        """Return the identity of its prompts and evaluations as fixed; reads all their rows."""
+        sets = {} if self.evaluation is None else self.evaluation.sets
+        evaluated = {name: found for name, each in sets.items() if (found := identity_of(each)) is not None}
+        fixed = {"name": self.env_name, "seed": self.seed, "first_task": self.first_task}
+        options = {"group_size": self.group_size, "sampling": self.samplings, "max_lag": self.max_lag}
+        data = {} if (found := identity_of(self.make_env)) is None else {"data": found}
+        return StageFacts(fixed={**fixed, **data, "evaluation": evaluated}, options=options)
 
     def resume_from(self, point: ResumePoint) -> SourceEnv:
         """Return the source of a resumed run: it samples the prompts that were not trained, also those begun before."""

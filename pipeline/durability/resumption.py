@@ -4,6 +4,7 @@
     <folder>/metrics.jsonl                 one line for each step
     <folder>/samples.jsonl                 samples of what some steps trained
     <folder>/lock                          is locked while a process runs in the folder
+    <folder>/config.json                   the configuration; see `run_changes`
 
 Stages take part by optional methods: the sink by `with_checkpoints`, any other stage that begins differently in a
 resumed run by `resume_from`, and a stage with state by `state_dict` and `load_state_dict`. Knows nothing about the
@@ -28,6 +29,7 @@ from ..trackers.tracker import RunInfo
 from ..util.atomic_file import remove_unfinished
 from ..util.lock_file import LockFile, is_locked
 from ..util.os_errors import explaining_os_errors
+from .run_changes import RunPart
 
 CHECKPOINTS = "checkpoints"
 """The folder of the checkpoints in that of a run."""
@@ -63,6 +65,10 @@ class Stateful(Protocol):
 @runtime_checkable
 class WithCheckpoints(Protocol):
     """A sink that a run in a folder can be resumed with."""
+
+    def resumes_at(self, folder: Path, /) -> int:
+        """Return the step of the checkpoint in `folder` that `with_checkpoints` resumes from; 0 for none."""
+        ...
 
     def with_checkpoints(self, folder: Path, gathering: Mapping[str, Stateful], /) -> tuple[Any, ResumePoint]:
         """Return the same sink with checkpoints in `folder`, resumed from the last one, and the progress of that one.
@@ -106,7 +112,7 @@ class Snapshot:
 
 @contextmanager
 def with_checkpoints(
-    folder: Path, nodes: Sequence[StageNode], context: Context, config: Mapping[str, Any]
+    folder: Path, nodes: Sequence[StageNode], context: Context, config: Mapping[str, Any], *, allow_changes: bool
 ) -> Iterator[tuple[StageNode, ...]]:
     """Lock `folder` for the run within the body; yield the resumed stages, to run instead of `nodes`. Blocks.
 
@@ -115,16 +121,17 @@ def with_checkpoints(
 
     Raises:
         InvalidPipeline: the sink writes no checkpoints.
+        RunDiffers: the run in the folder has other data or another model, and `allow_changes` is false.
         RunInUse: another process runs in `folder`.
         DiskFull, NotWritable, OutOfFileDescriptors: the folder or its file of metrics cannot be written.
     """
     with _locked(folder):
         remove_unfinished(folder)
-        nodes, point = _opened(folder, nodes)
+        nodes, point = _opened(folder, nodes, config, allow_changes=allow_changes)
         if point.step:
             context.ledger.restore(point.committed, point.step)
         files = Jsonl()
-        files.start(RunInfo(name=folder.name, folder=folder, step=point.step, config=config))
+        files.start(RunInfo(name=folder.name, folder=folder, step=point.step))
         context.metrics.file = files.log
         context.sample_sinks.append(files.samples)
         try:
@@ -160,14 +167,21 @@ def is_running(folder: Path) -> bool:
     return is_locked(folder / LOCK)
 
 
-def _opened(folder: Path, nodes: Sequence[StageNode]) -> tuple[tuple[StageNode, ...], ResumePoint]:
+def _opened(
+    folder: Path, nodes: Sequence[StageNode], config: Mapping[str, Any], *, allow_changes: bool
+) -> tuple[tuple[StageNode, ...], ResumePoint]:
+    """Compare the run with its folder before anything is read into a stage, and return its stages, resumed."""
     *before, last = nodes
     if not isinstance(last.stage, WithCheckpoints):
         raise InvalidPipeline(
             f"{last.name}: expected a sink that writes checkpoints (SinkTrainer) for a run in a folder"
         )
     gathering = {node.name: node.stage for node in before if not node.remote and isinstance(node.stage, Stateful)}
+    part = RunPart(config, nodes)
+    part.compare(folder, last.stage.resumes_at(folder / CHECKPOINTS), allow_changes=allow_changes)
     sink, point = last.stage.with_checkpoints(folder / CHECKPOINTS, gathering)
+    with explaining_os_errors("the configuration of a run", folder):
+        part.write(folder, point.step)
     if point.step:
         log.info("run_resumed", folder=str(folder), step=point.step)
     return (*resumed(before, point), replace(last, stage=sink)), point

@@ -17,6 +17,7 @@ from ..accounting.ledger import Ledger
 from ..accounting.telemetry import Metrics, get_logger
 from ..channels.channel import SendChannel
 from ..durability.resumption import ResumePoint, resumed, with_checkpoints
+from ..durability.run_changes import StageFacts, facts_of
 from ..errors import InvalidPipeline
 from ..graph.check import problems
 from ..graph.context import Context, current
@@ -62,6 +63,14 @@ class Flow(Generic[Out_co]):
             output_type=last if isinstance(last, type) else None,
             sends_at_most_tokens=next((bound for bound in bounds if bound is not None), None),
             nodes=self.nodes,
+        )
+
+    def facts(self) -> StageFacts:
+        """Return the facts of its stages, by their names; see `StatesFacts`."""
+        stated = facts_of(self.nodes)
+        return StageFacts(
+            fixed={name: facts.fixed for name, facts in stated.items()},
+            options={name: facts.options for name, facts in stated.items()},
         )
 
     def resume_from(self, point: ResumePoint) -> Flow[Out_co]:
@@ -153,6 +162,7 @@ class Pipeline:
         view: View | None = None,
         trackers: Sequence[Tracker] = (),
         config: Mapping[str, Any] | None = None,
+        allow_changes: bool = False,
         stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> Report:
         """Run until the sink has returned, which it does when the stream ends or when it needs no more records.
@@ -172,12 +182,15 @@ class Pipeline:
                 table where stderr is a terminal, and otherwise as lines. None shows nothing.
             trackers: given metrics, samples and `config`, each in a thread of its own. One that raises, hangs or lags
                 behind is logged, and neither ends nor delays the run.
-            config: hyper-parameters, as plain values; written to `config.json` in the folder too.
+            config: hyper-parameters, as plain values; written to `config.json` in the folder too. A run that is
+                continued prints the values that have changed.
+            allow_changes: continue the run in the folder also with other data, or another model.
             stop_timeout_s: seconds from the first signal to the end of the process; then it is ended by force.
 
         Raises:
             InvalidPipeline: `check` found something, or the sink keeps no checkpoints for `folder`.
             RunInUse: another process runs in `folder`.
+            RunDiffers: the run in `folder` has other data or another model, and `allow_changes` is false.
             RolloutsFailed: 64 rollouts failed in a row, in all workers together, without a success between them.
             RecordsSwallowed: the run ended by itself, and a stage had neither sent nor dropped some received records.
             NothingTrained: the run ended by itself, and no record had reached the sink.
@@ -202,9 +215,10 @@ class Pipeline:
                 async with AsyncExitStack() as stack:
                     nodes: Sequence[StageNode] = self.nodes
                     if folder is not None:
-                        nodes = await enter_in_thread(
-                            stack, with_checkpoints(Path(folder), nodes, context, config or {})
+                        opened = with_checkpoints(
+                            Path(folder), nodes, context, config or {}, allow_changes=allow_changes
                         )
+                        nodes = await enter_in_thread(stack, opened)
                     if trackers:
                         info, stopped = _run_info(folder, context.ledger, config), lambda: stop.by is not None
                         tracked = tracking(trackers, info, context.metrics, context.sample_sinks, stopped)

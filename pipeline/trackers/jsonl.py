@@ -1,7 +1,7 @@
 """Jsonl: a tracker that writes files of JSON lines. Every run in a folder has one.
 
 `metrics.jsonl` has a line for each optimizer step, `samples.jsonl`, which is rotated by size, one for each sample, and
-`config.json` the hyper-parameters.
+`config.json` the hyper-parameters; in its own folder a run writes those itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Jsonl:
         with self._writing("the files of a tracker"):
             if after_step is not None:
                 _cut_samples(folder, after_step)
-            if run.config:
+            if run.config and not (folder == run.folder and (folder / CONFIG).exists()):  # there the run has written it
                 write_atomically(
                     folder / CONFIG, msgspec.json.format(msgspec.json.encode(run.config), indent=2) + b"\n"
                 )

@@ -76,6 +76,13 @@ class Mixture:
         """Return the tokenizer of the first set with a chat format; None without one."""
         return next((each.tokenizer for each in self.sets if each.tokenizer is not None), None)
 
+    def identity(self) -> dict[str, Any]:
+        """Return what the prompt of a number depends on: the sets, and their places in a block.
+
+        Raises what `PromptDataset.identity` does.
+        """
+        return {"sets": [each.identity() for each in self.sets], "places": self.places}
+
     def __call__(self) -> MixedPrompts:
         """Open every set. Raises what opening one does."""
         return MixedPrompts([each() for each in self.sets], self.places)

@@ -19,6 +19,7 @@ from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..chat.chat_format import Message
 from .prompt_order import Shuffled, Split, split_rows
 from .prompts import Prompt
+from .row_digests import digest_of
 from .rows import Rows, Source, open_rows
 
 
@@ -98,6 +99,19 @@ class PromptDataset:
     def tokenizer(self) -> Any:
         """Return the tokenizer of `chat`; None without one."""
         return getattr(self.chat, "tokenizer", None)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what the prompt of a number depends on: the rows, their order, and the fields that make it of a row.
+
+        Raises:
+            InvalidData: the rows cannot be read.
+            OSError: the file cannot be read.
+        """
+        order = {"shuffle": self.shuffle, "seed": self.seed if self.shuffle else None}
+        split = {"split": self.split, "evaluation": self.evaluation}
+        prompt = {"prompt": self.prompt, "system": self.system, "chat": self.chat is not None}
+        rows = len(open_rows(self.source))
+        return {"rows": rows, "digest": digest_of(self.source), **order, **split, **prompt}
 
     def __call__(self) -> PromptSet:
         """Open the rows.

@@ -11,6 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from ..._pipeline.accounting.telemetry import get_logger
+
+log = get_logger("penstock.data")
+
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, and the facts about it that the reward reads."""
@@ -30,3 +34,23 @@ class PromptSource(Protocol):
     def prompt(self, number: int, /) -> Prompt:
         """Return prompt `number`, from 0 on, without end. Equal numbers return equal prompts."""
         ...
+
+
+@runtime_checkable
+class Identified(Protocol):
+    """Prompts that a continued run can compare with those that it began with."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what the row of a number depends on, as JSON values: the rows and their order. Reads them; blocks."""
+        ...
+
+
+def identity_of(prompts: object) -> dict[str, Any] | None:
+    """Return the identity of `prompts`; None if it has none, or if this host cannot read its rows. Blocks."""
+    if not isinstance(prompts, Identified):
+        return None
+    try:
+        return prompts.identity()
+    except Exception as error:  # noqa: BLE001 (rows may be of any class, and on the hosts of the workers alone)
+        log.warning("data_not_compared", data=repr(prompts), error=str(error))
+        return None

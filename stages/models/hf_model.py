@@ -35,6 +35,7 @@ from . import lora as adapters_of
 from .hf_cache import HFCache, cache_of
 from .lora import ADAPTER_CONFIG
 from .lora_config import LoRA
+from .model_identity import model_identity
 from .transformers_import import import_transformers, quiet_transformers
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -267,6 +268,12 @@ class HFModel(nn.Module):
         return _Unadapted(self)
 
     # -- files ---------------------------------------------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any]:
+        """Return the identity of the model in its folder, and that of its adapters; see `model_identity`."""
+        lora = None if self.lora is None else msgspec.structs.asdict(self.lora)
+        adapters = None if lora is None else {key: lora[key] for key in ("rank", "alpha", "targets")}
+        return {"base": model_identity(self.folder), "adapters": adapters}
 
     @property
     def weights_file(self) -> str:

@@ -233,6 +233,15 @@ class SavedModel(Protocol):
         ...
 
 
+@runtime_checkable
+class IdentifiedModel(Protocol):
+    """A model that a continued run can compare with the one that it began with."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what the tensors of a checkpoint belong to, as JSON values. Blocks."""
+        ...
+
+
 def positions_of(mask: Tensor) -> Tensor:
     """Return [B, L] int64 the position of each token in its row, 0 on padding; `mask` [B, L] is true on real tokens.
 

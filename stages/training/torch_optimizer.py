@@ -37,6 +37,8 @@ class GivenOptimizer:
         """The optimizer; it also has the state."""
         self.given = [_plain(group) for group in self.optimizer.param_groups]
         """The hyper-parameters of each parameter group, before the schedule changes any."""
+        self.name = type(self.optimizer).__name__
+        """The class of the optimizer, on which the meaning of the state depends."""
         self._parameters = parameters
         self._recipe = schedule
         self._schedule = self._made_schedule()

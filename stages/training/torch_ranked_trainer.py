@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..._pipeline.durability.resumption import Stateful
+from ..._pipeline.durability.run_changes import StageFacts
 from ..._pipeline.errors import PeerLost
 from ..._pipeline.util.exception_groups import single_exception
 from ..._pipeline.util.signals import STOP_SIGNALS
@@ -85,6 +86,10 @@ class RankedTrainer:
     def committed(self) -> Mapping[GroupId, int]:
         """Return the trained trajectories; see `TorchTrainer.committed`."""
         return self._trainer.committed
+
+    def facts(self) -> StageFacts:
+        """Return the facts of the leader's trainer; see `TorchTrainer.facts`."""
+        return self._trainer.facts()
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         """Train on `batch`, all ranks together; metrics are those of the whole batch, timings those of this rank.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..._pipeline.accounting.committed_prompts import CommittedPrompts, CommittedState
 from ..._pipeline.durability.resumption import Stateful
+from ..._pipeline.durability.run_changes import StageFacts
 from ..._pipeline.weights.weight_specs import check_weights, specs_of
 from ..._schemas import (
     Array,
@@ -41,7 +42,7 @@ from ..losses.metrics import Mean, Metric, check_used, merge
 from ..losses.policy import PPOClip
 from ..losses.scored import Scored
 from ..losses.terms import Loss, LossValue
-from .causal_model import CausalModel, SavedModel
+from .causal_model import CausalModel, IdentifiedModel, SavedModel
 from .checkpoint import WEIGHTS, write_checkpoint
 from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
@@ -178,6 +179,21 @@ class TorchTrainer:
     def state(self) -> Mapping[str, Stateful]:
         """Return the further state in checkpoints, by name; `pipeline.check()` checks the placement of its stages."""
         return self._state
+
+    def facts(self) -> StageFacts:
+        """Return the identity of the model, if it has one, and the class of the optimizer as fixed facts."""
+        model = bare(self._model)
+        identity = {"model": model.identity()} if isinstance(model, IdentifiedModel) else {}
+        options = {
+            "optimizer": self._optimizer.given,
+            "loss": repr(self._loss),
+            "max_grad_norm": None if math.isinf(self._max_grad_norm) else self._max_grad_norm,
+            "temperature": self._temperature,
+            "updates": self._updates,
+            "autocast": str(self._autocast),
+            "reference_updates": repr(self._reference_updates),
+        }
+        return StageFacts(fixed={"optimizer": self._optimizer.name, **identity}, options=options)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's tensors by name, for publishing: not copies, except where shards are gathered."""
@@ -411,7 +427,7 @@ class TorchTrainer:
         model = bare(self._model)
         model.load_state_dict(spread(weights, model.state_dict()))
         self._optimizer.resume(tensors["optimizer"], tensors.get("given"), kept.step)
-        if self._moving_reference is not None:
+        if self._moving_reference is not None and tensors["reference"] is not None:  # None if it did not move before
             self._moving_reference.load_state_dict(tensors["reference"])
         for name, stateful in self._state.items():
             stateful.load_state_dict(kept.state[name])

@@ -300,6 +300,8 @@ class RunConfig(Config, frozen=True):
     """Seed of prompts, sampling and new parameters."""
     prepare: FunctionName | None = None
     """Function that is called with this configuration first, for example to make the model or the data."""
+    allow_changes: bool = False
+    """Continue the run in the folder also with other values of keys that `key_classes` refuses."""
 
     def __post_init__(self) -> None:
         """Check the values that depend on each other."""

@@ -360,7 +360,7 @@ def _policy_term(algorithm: AlgorithmConfig) -> Term:
 
 def digest_of(config: RunConfig) -> str:
     """Return the digest of what all processes of a run must agree on: the configuration without places and folder."""
-    agreed = structs.replace(config, placement=PlacementConfig(), folder="", trackers=())
+    agreed = structs.replace(config, placement=PlacementConfig(), folder="", trackers=(), allow_changes=False)
     return hashlib.sha256(msgspec.json.encode(agreed, order="deterministic")).hexdigest()
 
 

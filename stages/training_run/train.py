@@ -1,7 +1,7 @@
 """`train`: the run that a configuration describes, in a folder, with an evaluation before and after.
 
     <folder>/checkpoints/   written by the trainer; the last one loads with transformers and vLLM
-    <folder>/config.json    the configuration, with every default
+    <folder>/config.json    the configuration, with every default; see `run_changes` for those of continued parts
     <folder>/metrics.jsonl  a line for each step
     <folder>/samples.jsonl  the best and the worst of some steps, as text
     <folder>/summary.json   accuracy before and after, seconds, the ledger
@@ -47,6 +47,7 @@ from ..evaluation.evaluator import Evaluator
 from ..sink_trainer import WeightSink
 from ..training.best_checkpoint import best_checkpoint
 from ..training.checkpoint import checkpoint_of
+from .config_changes import refuse_changes, values_of
 from .run_config import PlacementConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -104,10 +105,12 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
 
     Raises:
         InvalidConfig: a value does not fit the model, the data or the machine.
+        RunDiffers: the run in the folder has other values of keys that are refused, and `allow_changes` is false.
         MissingExtra: the extra `train` is not installed.
         PenstockError: see `Pipeline.run`.
     """
     began = time.monotonic()
+    await anyio.to_thread.run_sync(refuse_changes, config)
     await anyio.to_thread.run_sync(_prepare, config)
     parts = await anyio.to_thread.run_sync(parts_of, config)
     folder = config.run_folder
@@ -122,7 +125,10 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
             summary = msgspec.structs.replace(summary, accuracy_before=accuracy, reward_before=reward)
         pipeline = parts.pipeline(policy, trainer, publisher)
         try:
-            await pipeline.run(folder=folder, view=view, trackers=parts.trackers, config=msgspec.to_builtins(config))
+            values = await anyio.to_thread.run_sync(values_of, config)
+            await pipeline.run(
+                folder=folder, view=view, trackers=parts.trackers, config=values, allow_changes=config.allow_changes
+            )
         finally:
             if pipeline.report is not None:
                 seconds = earlier.seconds + time.monotonic() - began

@@ -23,7 +23,7 @@ from penstock._pipeline.graph.placement import Processes
 from penstock._stages.training_run.torch_parts import RunParts
 from penstock.chat import ChatFormat
 from penstock.data import PromptDataset
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, RunDiffers
 from penstock.models import HFModel
 from penstock.policies import PretrainedTokenizer, SamplingParams
 from penstock.rewards import trl_reward
@@ -148,6 +148,32 @@ def test_the_same_command_continues_a_run_to_the_weights_of_one_that_was_not_sto
     assert summary.steps == 4
     whole, twice = weights_of(Path("whole")), weights_of(Path("twice"))
     assert all(torch.equal(tensor, twice[name]) for name, tensor in whole.items())
+
+
+def test_a_continued_run_has_the_new_rate_says_so_and_refuses_other_data(
+    values: dict[str, Any], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = values | {"data": {"path": "train.jsonl", "prompt": "question"}}
+    trained(values, "algorithm.steps=2")
+    code = folder / f"rewards_of_{folder.name}.py"
+    code.write_text(code.read_text() + "\n")
+
+    trained(values, "algorithm.steps=3", "algorithm.optimizer.lr=0.5", "algorithm.optimizer.betas=[0.5, 0.6]")
+
+    printed = [line for line in capfd.readouterr().err.splitlines() if "continued from step 2 with" in line]
+    changed = {line.rpartition(" with ")[2].partition(":")[0] for line in printed}
+    applied = {f"algorithm.{key}" for key in ("steps", "optimizer.lr", "optimizer.betas")}
+    assert changed == {*applied, f"code.{code.stem}"}
+    assert [json.loads(line)["lr"] for line in Path("run/metrics.jsonl").read_text().splitlines()] == [1e-2, 1e-2, 0.5]
+    rates = [
+        json.loads(path.read_bytes())["algorithm"]["optimizer"]["lr"] for path in sorted(Path("run").glob("config*"))
+    ]
+    assert rates == [1e-2, 0.5]
+    (folder / "train.jsonl").write_text('{"question": "1+1="}\n' * 30)
+    with pytest.raises(RunDiffers, match=r"SourceEnv\.data\.digest: "):
+        trained(values, "algorithm.steps=4", "algorithm.optimizer.lr=0.5")
+    with pytest.raises(RunDiffers, match=r"got other values of seed: 0 → 1: "):
+        trained(values, "seed=1")
 
 
 def test_a_script_with_the_same_stages_trains_to_the_same_weights(values: dict[str, Any], folder: Path) -> None:

@@ -1,0 +1,178 @@
+"""The class of every key of a RunConfig: what a continued run does where its value is not that of the folder.
+
+applied: the new value is used from the next step on, and replaces what a checkpoint has of it.
+free: the new value is used; what is learned, and from what, does not depend on it.
+refused: an error, unless `allow_changes` is true. What was learned, what is counted as trained, and the metrics so far
+belong to the earlier value: another model, other data or another objective is another run.
+
+A file or folder may have another path: its content is compared, by the identities of the model and of the data.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, TypeAlias
+
+KeyClass: TypeAlias = Literal["applied", "free", "refused"]
+
+APPLIED = """
+model.precision
+model.lora.dropout
+data.max_prompt_tokens
+algorithm.clip
+algorithm.kl
+algorithm.adaptive_kl.target
+algorithm.adaptive_kl.horizon
+algorithm.reference.every
+algorithm.entropy
+algorithm.group_size
+algorithm.prompts
+algorithm.steps
+algorithm.updates
+algorithm.max_lag
+algorithm.drop_zero_variance
+algorithm.mask_truncated
+algorithm.optimizer.lr
+algorithm.optimizer.schedule
+algorithm.optimizer.warmup_steps
+algorithm.optimizer.weight_decay
+algorithm.optimizer.betas
+algorithm.optimizer.max_grad_norm
+sampling.max_completion_tokens
+sampling.temperature
+sampling.top_p
+sampling.top_k
+sampling.min_p
+sampling.repetition_penalty
+sampling.stop
+sampling.greedy
+"""
+
+FREE = """
+model.path
+model.attention
+model.gradient_checkpointing
+model.compile
+data.path
+data.sets[].path
+data.sets[].name
+reward.functions[].name
+reward.functions[].concurrency
+reward.functions[].reward_timeout_s
+algorithm.optimizer.micro_batch_tokens
+engine
+server
+server.url
+server.model
+server.weights
+placement.samplers
+placement.ray
+placement.ray.address
+placement.ray.num_cpus
+placement.ray.num_gpus
+placement.ray.resources
+placement.ray.strategy
+placement.ray.runtime_env
+placement.ray.placement_timeout_s
+placement.joining
+placement.joining.url
+placement.joining.weights
+placement.joining.key
+placement.joining.absence_timeout_s
+placement.device
+placement.sampler_device
+placement.restarts
+evaluation
+evaluation.every
+evaluation.sets
+evaluation.sets[].path
+evaluation.sets[].weight
+evaluation.sets[].name
+evaluation.best
+samples.every
+samples.count
+trackers
+folder
+checkpoint_every
+keep_checkpoints
+prepare
+allow_changes
+"""
+
+REFUSED = """
+model.lora
+model.lora.rank
+model.lora.alpha
+model.lora.targets
+data.prompt
+data.sets
+data.sets[].weight
+data.sets[].prompt
+data.chat
+data.system
+data.evaluation
+reward.format_markers
+reward.format_markers[].marker
+reward.format_markers[].reward
+reward.format_markers[].counted
+reward.format_markers[].closing
+reward.ordered
+reward.length_bounty
+reward.length_bounty.reward
+reward.length_bounty.cap
+reward.length_bounty.unit
+reward.overlong
+reward.overlong.length
+reward.overlong.cache
+reward.overlong.penalty
+reward.combine
+reward.right_from
+reward.clip
+reward.functions
+reward.functions[].function
+reward.functions[].kind
+reward.functions[].weight
+reward.functions[].on_failure
+algorithm.advantages
+algorithm.preset
+algorithm.loss
+algorithm.aggregation
+algorithm.adaptive_kl
+algorithm.reference.share
+sampling.seed
+evaluation.samples
+evaluation.sampling
+evaluation.sampling.max_completion_tokens
+evaluation.sampling.temperature
+evaluation.sampling.top_p
+evaluation.sampling.top_k
+evaluation.sampling.min_p
+evaluation.sampling.repetition_penalty
+evaluation.sampling.stop
+evaluation.sampling.greedy
+evaluation.sampling.seed
+evaluation.sets[].prompt
+evaluation.answer
+seed
+"""
+
+CLASSES: dict[str, KeyClass] = {
+    **dict.fromkeys(APPLIED.split(), "applied"),
+    **dict.fromkeys(FREE.split(), "free"),
+    **dict.fromkeys(REFUSED.split(), "refused"),
+}
+"""The class of each key, and of each section that can be null or a list, for its presence; `[]` is any place."""
+
+_PLACE = re.compile(r"\[\d+\]")
+
+
+def class_of(key: str) -> KeyClass:
+    """Return the class of a key, or of the section that contains it: those of a mapping have no classes of their own.
+
+    >>> class_of("reward.functions[2].weight"), class_of("placement.ray.runtime_env.pip")
+    ('refused', 'free')
+    """
+    known = _PLACE.sub("[]", key)
+    while known and known not in CLASSES:
+        known = known.rpartition(".")[0]
+    return CLASSES.get(known, "free")

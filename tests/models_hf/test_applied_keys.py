@@ -1,0 +1,176 @@
+"""Every key of the class `applied` has an effect in the run that is continued with another value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from penstock import Batcher, Pipeline, SinkTrainer, SourceEnv, TrainBatch
+from penstock._stages.training_run.key_classes import APPLIED
+from penstock._stages.training_run.torch_parts import RunParts
+from penstock.data import PromptDataset
+from penstock.models import HFModel
+from penstock.runs import RunConfig, load_run_config
+from penstock.testing import batch
+from penstock.torch import TorchTrainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 4
+
+BASE: dict[str, Any] = {
+    "data": {"path": "train.jsonl"},
+    "reward": {},
+    "algorithm": {
+        "kl": 0.1,
+        "adaptive_kl": {"target": 0.1},
+        "reference": {"share": 0.5},
+        "optimizer": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2},
+    },
+}
+
+
+class Continued:
+    """The parts of a run that was continued from a checkpoint of other values, after one more step."""
+
+    def __init__(self, config: RunConfig, checkpoint: Path, folder: Path) -> None:
+        parts = RunParts(config)
+        self.model = parts.model()
+        trainer = parts.trainer(self.model, parts.reference(self.model))
+        self.pipeline: Pipeline = parts.pipeline(parts.policy(None), trainer, None)
+        trainer.resume(checkpoint)
+        self.metrics = trainer.step(made(9))
+        self.trainer = trainer
+        kept = torch.load(trainer.save(folder, {}) / "optimizer.pt", weights_only=True)
+        self.groups: list[dict[str, Any]] = kept["optimizer"]["param_groups"]
+
+    @property
+    def source(self) -> SourceEnv:
+        (stage,) = [node.stage for node in self.pipeline.nodes if isinstance(node.stage, SourceEnv)]
+        return stage
+
+    @property
+    def batcher(self) -> Batcher:
+        (stage,) = [node.stage for node in self.pipeline.nodes if isinstance(node.stage, Batcher)]
+        return stage
+
+    @property
+    def sink(self) -> SinkTrainer:
+        (stage,) = [node.stage for node in self.pipeline.nodes if isinstance(node.stage, SinkTrainer)]
+        return stage
+
+
+def option(name: str) -> Callable[[Continued], Any]:
+    """Return the function that returns an option which the trainer states."""
+    return lambda run: run.trainer.facts().options[name]
+
+
+def sampling(name: str) -> Callable[[Continued], Any]:
+    return lambda run: getattr(run.source.sampling, name)
+
+
+def prompts(run: Continued) -> PromptDataset:
+    assert isinstance(run.source.make_env, PromptDataset)
+    return run.source.make_env
+
+
+def dropout(run: Continued) -> float:
+    assert isinstance(run.model, HFModel)
+    assert run.model.lora is not None
+    return run.model.lora.dropout
+
+
+EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
+    "model.precision": ("bfloat16", option("autocast"), "torch.bfloat16"),
+    "model.lora.dropout": (0.5, dropout, 0.5),
+    "data.max_prompt_tokens": (99, lambda run: prompts(run).max_prompt_tokens, 99),
+    "algorithm.clip": ([0.1, 0.3], lambda run: "0.1" in option("loss")(run) and "0.3" in option("loss")(run), True),
+    "algorithm.kl": (0.7, lambda run: run.metrics["adaptive_kl/weight"], 0.7),
+    "algorithm.adaptive_kl.target": (0.25, lambda run: "target=0.25" in option("loss")(run), True),
+    "algorithm.adaptive_kl.horizon": (99, lambda run: "horizon=99" in option("loss")(run), True),
+    "algorithm.reference.every": (2, option("reference_updates"), "ReferenceUpdates(every=2, share=0.5)"),
+    "algorithm.entropy": (0.1, lambda run: "Entropy" in option("loss")(run), True),
+    "algorithm.group_size": (4, lambda run: (run.source.group_size, run.batcher.sequences), (4, 32 * 4)),
+    "algorithm.prompts": (16, lambda run: (run.source.step_groups, run.batcher.sequences), (16, 16 * 8)),
+    "algorithm.steps": (8, lambda run: (run.sink.max_steps, round(run.metrics["lr"], 6)), (8, 667e-6)),
+    "algorithm.updates": (2, option("updates"), 2),
+    "algorithm.max_lag": (3, lambda run: (run.source.max_lag, run.batcher.max_lag), (3, 3)),
+    "algorithm.drop_zero_variance": (True, lambda run: run.batcher.drop_zero_variance, True),
+    "algorithm.mask_truncated": (True, lambda run: "TruncationMask" in run.pipeline.describe(), True),
+    "algorithm.optimizer.lr": (1e-2, lambda run: run.metrics["lr"], 1e-2 * 96 / 98),
+    "algorithm.optimizer.schedule": ("constant", lambda run: run.metrics["lr"], 1e-3),
+    "algorithm.optimizer.warmup_steps": (40, lambda run: run.metrics["lr"], 1e-3 * 4 / 40),
+    "algorithm.optimizer.weight_decay": (0.25, lambda run: run.groups[0]["weight_decay"], 0.25),
+    "algorithm.optimizer.betas": ([0.5, 0.6], lambda run: run.groups[0]["betas"], (0.5, 0.6)),
+    "algorithm.optimizer.max_grad_norm": (0.125, option("max_grad_norm"), 0.125),
+    "sampling.max_completion_tokens": (9, sampling("max_completion_tokens"), 9),
+    "sampling.temperature": (0.5, lambda run: (sampling("temperature")(run), option("temperature")(run)), (0.5, 0.5)),
+    "sampling.top_p": (0.5, sampling("top_p"), 0.5),
+    "sampling.top_k": (7, sampling("top_k"), 7),
+    "sampling.min_p": (0.5, sampling("min_p"), 0.5),
+    "sampling.repetition_penalty": (1.5, sampling("repetition_penalty"), 1.5),
+    "sampling.stop": (["end"], sampling("stop"), ("end",)),
+    "sampling.greedy": (True, sampling("greedy"), True),
+}
+"""By key: another value, what it has an effect on, and the effect."""
+
+
+def made(seed: int) -> TrainBatch:
+    packed = batch(groups=2, completion_lengths=[3, 5])
+    numbers = np.random.default_rng(seed)
+    return msgspec.structs.replace(
+        packed,
+        tokens=numbers.integers(0, 300, len(packed.tokens)).astype(np.int32),
+        advantages=numbers.standard_normal(len(packed.tokens)).astype(np.float32),
+    )
+
+
+@pytest.fixture(scope="module")
+def values(model_folder: Callable[[str], Path]) -> dict[str, Any]:
+    return BASE | {"model": {"path": str(model_folder("qwen2"))}}
+
+
+def trainer_of(config: RunConfig) -> TorchTrainer:
+    parts = RunParts(config)
+    model = parts.model()
+    return parts.trainer(model, parts.reference(model))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    trainer = trainer_of(load_run_config(values))
+    for step in range(STEPS):
+        trainer.step(made(step))
+    return trainer.save(tmp_path_factory.mktemp("before"), {})
+
+
+def test_every_applied_key_has_its_effect_here() -> None:
+    assert sorted(EFFECTS) == sorted(APPLIED.split())
+
+
+@pytest.fixture(scope="module")
+def unchanged(values: dict[str, Any], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Continued:
+    return Continued(load_run_config(values), checkpoint, tmp_path_factory.mktemp("unchanged"))
+
+
+@pytest.mark.parametrize("key", EFFECTS)
+def test_an_applied_key_has_its_effect_in_a_continued_run(
+    key: str, values: dict[str, Any], checkpoint: Path, unchanged: Continued, tmp_path: Path
+) -> None:
+    value, effect, expected = EFFECTS[key]
+    adapters = ["model.lora={rank: 2}", "algorithm.reference.share=0"] if key == "model.lora.dropout" else []
+    if adapters:
+        checkpoint = trainer_of(load_run_config(values, adapters)).save(tmp_path / "adapters", {})
+    override = f"{key}={msgspec.json.encode(value).decode()}"
+
+    run = Continued(load_run_config(values, [*adapters, override]), checkpoint, tmp_path)
+
+    approximate = pytest.approx(expected) if isinstance(expected, float) else expected
+    assert effect(run) == approximate
+    assert adapters or effect(unchanged) != approximate
