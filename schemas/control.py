@@ -29,7 +29,7 @@ from .errors import UNREADABLE, ProtocolMismatch
 from .ids import MAX_REPETITION_ID, GroupId
 from .tokenizer import TokenizerIdentity
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Incremented with every change that an older peer would misread; peers of different versions reject each other by
 name."""
 
@@ -94,6 +94,8 @@ class Connect(_Named, frozen=True):
     pid: SmallCount
     tokenizer: TokenizerIdentity | None = None
     """The tokenizer of the token ids that it will send; None where it is not known."""
+    ping_s: Annotated[float, msgspec.Meta(ge=0, le=3)] = 0.0
+    """Seconds between two heartbeats of its ZeroMQ socket, over tcp."""
 
 
 class Accept(_Named, frozen=True):

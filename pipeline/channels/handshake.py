@@ -61,9 +61,12 @@ def handshake_timeout(heartbeat_timeout_s: float | None, url: str, cause: str = 
         ) from None
 
 
-def connect_message(transport: str, kind: str, name: str, tokenizer: TokenizerIdentity | None) -> Connect:
+def connect_message(
+    transport: str, kind: str, name: str, tokenizer: TokenizerIdentity | None, ping_s: float = 0.0
+) -> Connect:
     """Return the first message of a sender, under an identity of its own."""
-    return Connect(PROTOCOL_VERSION, transport, kind, b"p" + secrets.token_bytes(15), name, os.getpid(), tokenizer)
+    identity = b"p" + secrets.token_bytes(15)
+    return Connect(PROTOCOL_VERSION, transport, kind, identity, name, os.getpid(), tokenizer, ping_s)
 
 
 async def request_session(connection: Conversation, request: Connect) -> Accept:

@@ -16,6 +16,7 @@ from ..accounting.repetition_sets import iter_bits
 from ..accounting.shared_counters import EndState
 from .connection import PeerControl
 from .transport import PayloadReader
+from .unread import Inflow
 
 NO_GROUP = GroupId("", "")
 """The group of a notice that is about a step alone."""
@@ -54,8 +55,8 @@ class Peer:
         """Seconds for which it was unresponsive, where that is why it was disconnected."""
         self.admitted_s: float = time.monotonic()
         """When it was admitted."""
-        self.messages = 0
-        """Messages that arrived from it."""
+        self.inflow: Inflow = Inflow()
+        """Bytes of its messages that were handled."""
         self.sequence = 0
         """Its last record that arrived."""
         self.taken = 0

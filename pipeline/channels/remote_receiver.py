@@ -63,12 +63,16 @@ from .peer import Peer
 from .protocols import AsyncReceiver
 from .rejections import DisconnectOnError, RejectionCounter, reason_of
 from .segment import DEFAULT_SLOT_BYTES
-from .transport import EVENTS, POLLIN, Bundle, Frames, PayloadReader, R, receive_frames
+from .transport import EVENTS, MAX_HANDSHAKES, POLLIN, Bundle, Frames, PayloadReader, R, receive_frames
+from .unread import FRAMING_BYTES
 
 log = get_logger("penstock.channel")
 
 DRAIN_AT_ONCE = 1024
 """Messages after which other tasks run: senders within their credit never have so many in flight."""
+
+ENDED = "ended its connection without closing the channel"
+"""The predicate of an error about a sender that died."""
 
 RELEASE_AT = 32
 """Records whose credit is returned without a request, unless half of the capacity is less."""
@@ -153,7 +157,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         self._end_reported = False
         """Whether `receive` has raised EndOfStream."""
         self._most_waiting = most_waiting
-        """Messages of one sender that ZeroMQ queues; None where it does not bound them."""
+        """Messages of a sender within its credit that may wait; None where their number is not known."""
         self.peers: dict[bytes, Peer] = {}
         """Admitted senders, by the identity of their ZeroMQ socket."""
         self.rejections: RejectionCounter = RejectionCounter(url)
@@ -278,12 +282,19 @@ class RemoteReceiver(AsyncReceiver[R]):
         if self._arrivals or self._failure is not None or self._ended():
             self._waiting.wake_all()
 
-    def drain(self) -> None:
-        """Handle all messages that have arrived, however fast more arrive."""
-        self._drain(None if self._most_waiting is None else self._most_waiting * (1 + len(self.peers)))
-        self._wake()
+    def drain(self) -> bool:
+        """Handle all messages that have arrived from senders within their credit, however fast more arrive.
 
-    def _drain(self, most: int | None = DRAIN_AT_ONCE) -> None:
+        Returns:
+            Whether none is left of others either.
+        """
+        # ZeroMQ takes messages from its connections in turn: those without a sender, too, get theirs.
+        connections = len(self.peers) + MAX_HANDSHAKES
+        emptied = self._drain(None if self._most_waiting is None else self._most_waiting * connections)
+        self._wake()
+        return emptied
+
+    def _drain(self, most: int | None = DRAIN_AT_ONCE) -> bool:
         """Handle the messages that have arrived; where more than `most` wait, the rest when other tasks have run."""
         handled = 0
         while not self._socket.closed:
@@ -295,12 +306,13 @@ class RemoteReceiver(AsyncReceiver[R]):
             # 3. A message is left: it is handled.
             if handled == most:
                 self._loop.call_soon(self._on_readable)
-                return
+                return False
             if not int(self._socket.getsockopt(EVENTS)) & POLLIN:
-                return
+                return True
             identity, *frames = receive_frames(self._socket)
             handled += 1
             self._handle(identity.bytes, frames)
+        return True
 
     def _handle(self, identity: bytes, frames: Frames) -> None:
         peer = self.peers.get(identity)
@@ -313,11 +325,12 @@ class RemoteReceiver(AsyncReceiver[R]):
         if peer is None or not peer.open:
             self.rejections.record("a message from an unknown peer")
             return
-        peer.messages += 1
+        nbytes = sum(map(len, frames))
+        peer.inflow.handled += nbytes + FRAMING_BYTES * len(frames)
         with DisconnectOnError(self.disconnect_for_error, peer):
             match decode_of_sender(frames[0].buffer):
                 case Publish(descriptors):
-                    self._on_publish(peer, descriptors, frames[1:])
+                    self._on_publish(peer, descriptors, frames[1:], nbytes - len(frames[0]))
                 case CreditRequest():
                     self._on_credit_request(peer)
                 case Telemetry(payload):
@@ -336,10 +349,10 @@ class RemoteReceiver(AsyncReceiver[R]):
                 return
         self.rejections.record("a message after Close")
 
-    def _on_publish(self, peer: Peer, descriptors: tuple[Descriptor, ...], frames: Frames) -> None:
+    def _on_publish(self, peer: Peer, descriptors: tuple[Descriptor, ...], frames: Frames, nbytes: int) -> None:
         peer.connected = True
         for descriptor in descriptors:
-            if frames and sum(map(len, frames)) > descriptor.nbytes:
+            if nbytes > descriptor.nbytes and frames:
                 raise StaleDescriptor(f"expected at most {descriptor.nbytes} bytes of columns, got more: {descriptor}")
             self._enqueue(peer, (descriptor, frames))
         self._check_bytes_in_flight(peer)
@@ -410,8 +423,12 @@ class RemoteReceiver(AsyncReceiver[R]):
             return error.errno != zmq.EHOSTUNREACH
         return True
 
-    def on_disconnect(self, peer: Peer) -> Reject | None:
+    def on_disconnect(self, peer: Peer, how: str = ENDED) -> Reject | None:
         """Handle the end of a peer's connection. If it had not closed, it died: take in what it left, then report it.
+
+        Args:
+            peer: the sender.
+            how: how the connection ended, after its name in a sentence; where it was unresponsive, that is said.
 
         Returns:
             The message for the peer itself, in case it still receives, where it was unresponsive.
@@ -423,7 +440,7 @@ class RemoteReceiver(AsyncReceiver[R]):
                 for bundle in peer.reader.recover(peer.sequence):
                     self._enqueue(peer, bundle)
             if not peer.violation:
-                self._report_loss(peer)
+                self._report_loss(peer, how)
         elif self._listener is not None and not peer.violation:
             self._arrivals.append((peer, "disconnected"))
         self.peers.pop(peer.identity, None)
@@ -431,13 +448,9 @@ class RemoteReceiver(AsyncReceiver[R]):
         self._waiting.wake_all()
         return peer.rejection
 
-    def _report_loss(self, peer: Peer) -> None:
+    def _report_loss(self, peer: Peer, how: str) -> None:
         """Report the death of a peer that had not closed, or that it is unresponsive, after all that it has sent."""
-        how = (
-            UNRESPONSIVE.format(peer.unresponsive_s)
-            if peer.unresponsive_s
-            else "ended its connection without closing the channel"
-        )
+        how = UNRESPONSIVE.format(peer.unresponsive_s) if peer.unresponsive_s else how
         error = PeerLost(f"{peer.name} (pid {peer.pid}) {how} after record {peer.sequence}")
         self._lose(peer, error)
         if not peer.dismissed:

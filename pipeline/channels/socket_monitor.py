@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 
 import zmq
@@ -29,6 +32,10 @@ class SocketMonitor:
     def __init__(self, socket: zmq.Socket[bytes], events: int, on_event: Callable[[int, int], None]) -> None:
         self._socket = socket
         self._on_event = on_event
+        self._fetched: deque[tuple[int, int]] = deque()
+        """Events that were not delivered yet."""
+        self._lock = threading.Lock()
+        """Held while the socket is used: any thread may call `fetch`."""
         self._loop = asyncio.get_running_loop()
         endpoint = f"inproc://penstock-monitor-{next(_numbers)}"
         socket.monitor(endpoint, events)
@@ -42,8 +49,23 @@ class SocketMonitor:
 
     def read(self) -> None:
         """Deliver all events that have happened."""
-        while not self._monitor.closed and int(self._monitor.getsockopt(EVENTS)) & POLLIN:
-            self._on_event(*_EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0]))
+        self._fetch()
+        while self._fetched and not self._monitor.closed:
+            self._on_event(*self._fetched.popleft())
+            if not self._fetched:
+                self._fetch()
+
+    def undelivered(self) -> list[tuple[int, int]]:
+        """Return the events that a blocked event loop has not handled. Safe from any thread."""
+        self._fetch()
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.read)  # the descriptor reports only events after the last use
+        return list(self._fetched)
+
+    def _fetch(self) -> None:
+        with self._lock:
+            while not self._monitor.closed and int(self._monitor.getsockopt(EVENTS)) & POLLIN:
+                self._fetched.append(_EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0]))
 
     def close(self) -> None:
         """Stop delivering events. Closing twice is fine."""
@@ -52,4 +74,5 @@ class SocketMonitor:
         self._loop.remove_reader(self._fd)
         if not self._socket.closed:
             self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        with self._lock:
+            self._monitor.close(linger=0)

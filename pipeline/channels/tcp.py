@@ -35,7 +35,7 @@ from ..._schemas.layout import (
 from ..errors import RecordTooLarge, StaleDescriptor
 from .checksum import CHECKSUM_BYTES, checked, with_checksum
 from .handshake import complete_handshake, connect_message, handshake_timeout, request_session
-from .heartbeat import send_heartbeats
+from .heartbeat import ping_interval_s
 from .keys import ChannelKey
 from .remote_receiver import ReceiverConfig, RemoteReceiver
 from .remote_sender import RemoteSender, SenderConnection
@@ -45,8 +45,7 @@ from .tcp_control import connected
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Bundle, R, Released, router, start_zero_copy
 
 MOST_CONTROL = 1024
-"""Messages of a sender, beside its records, that may wait for the event loop; ZeroMQ reads no more until some are
-handled."""
+"""Messages beside its records that a sender may have sent and the event loop has not handled, as long as it runs."""
 
 NO_ADDRESS = "is its name right, and does the resolver answer?"
 EVENT_LOOP_BLOCKED = "its ZeroMQ answers, so its event loop is blocked. Raise heartbeat_timeout_s where that is usual"
@@ -169,9 +168,7 @@ def _bound(place: TcpAddress, config: ReceiverConfig) -> tuple[zmq.Socket[bytes]
     """
     socket = router()
     socket.setsockopt(zmq.MAXMSGSIZE, max(LARGEST_MESSAGE, config.capacity_bytes))
-    socket.setsockopt(zmq.RCVHWM, most_waiting(config))
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(2000 * HANDSHAKE_S))  # the acceptor is sooner unless its loop is blocked
-    send_heartbeats(socket, config.heartbeat_timeout_s)
     place.key.protect(socket, "receiver")
     try:
         return socket, bind(socket, place)
@@ -181,7 +178,7 @@ def _bound(place: TcpAddress, config: ReceiverConfig) -> tuple[zmq.Socket[bytes]
 
 
 def most_waiting(config: ReceiverConfig) -> int:
-    """Return how many messages of one sender may wait for the event loop: its records, and others."""
+    """Return how many messages of a sender that keeps to its credit may wait for the event loop."""
     return config.capacity + MOST_CONTROL
 
 
@@ -203,6 +200,7 @@ async def serve_tcp(url: str, record_type: type[R], config: ReceiverConfig) -> A
     stack.push_async_callback(acceptor.aclose)
     receiver.start_accepting(stack)
     async with receiver:
+        await anyio.to_thread.run_sync(acceptor.watch.start)
         yield receiver
 
 
@@ -220,7 +218,8 @@ async def connect_tcp(
     with handshake_timeout(heartbeat_timeout_s, url, NO_ADDRESS):
         place = await anyio.to_thread.run_sync(resolved, url, key)
     await anyio.to_thread.run_sync(start_zero_copy)
-    request = connect_message("tcp", record_type.schema.kind, name, tokenizer)
+    ping_s = ping_interval_s(heartbeat_timeout_s)
+    request = connect_message("tcp", record_type.schema.kind, name, tokenizer, ping_s)
     async with AsyncExitStack() as stack:
         control = await connected(url, place, request.identity, heartbeat_timeout_s)
         stack.push_async_callback(control.aclose)

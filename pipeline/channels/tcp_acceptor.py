@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -24,21 +25,22 @@ import zmq
 from ..._schemas import ProtocolMismatch
 from ..._schemas.control import Connect, Message, Ready, Reject, decode
 from ..errors import PenstockError
-from .heartbeat import CHECKS_PER_TIMEOUT, GRACE_S
+from .heartbeat import CHECKS_PER_TIMEOUT, DAMAGED, GRACE_S, timeout_with
 from .peer import Peer
 from .rejections import DisconnectOnError, rejection_of
-from .remote_receiver import RemoteReceiver
+from .remote_receiver import ENDED, RemoteReceiver
 from .socket_monitor import SocketMonitor
 from .tcp_connection import TcpConnection
-from .tcp_handshakes import LARGEST_HANDSHAKE_MESSAGE, excess, shut_down
+from .tcp_handshakes import LARGEST_HANDSHAKE_MESSAGE, MOST_OF_HANDSHAKE, excess, shut_down, shut_down_flood
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, MAX_HANDSHAKES, Frames, PayloadReader
+from .unread import MOST_BESIDE, BlockedLoopWatch
 
 CLOSE_WAIT_S, FLUSH_S, FLUSH_CHECK_S = 4.0, 5.0, 0.001
 """Bound on the time in which senders handle the last messages, which they confirm by closing; bound on the time in
 which ZeroMQ sends them, and the pause between two checks of that."""
 
 CHECK_INTERVAL_S = 1.0
-"""The longest interval between checks for senders whose messages do not end."""
+"""The longest interval between checks for senders that are unresponsive, or have sent too much."""
 
 _WATCHED = int(
     zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -60,8 +62,8 @@ class _Connection:
         """The sender that was admitted on it."""
         self.tcp: TcpConnection | None = None
         """Held once its sender is admitted."""
-        self.messages = self.received = 0
-        """Messages that had arrived on it, and bytes that had been received, when a message arrived last."""
+        self.timeout_s: float | None = None
+        """Seconds without a byte after which its sender is unresponsive."""
         self.closing = False
         """Whether it is about to be closed."""
         self.deadline: asyncio.TimerHandle | None = None
@@ -90,8 +92,9 @@ class TcpAcceptor:
         self._socket = socket
         self._reader = reader
         self._port = port
-        self._most_unread = receiver.config.capacity_bytes + LARGEST_MESSAGE
-        """Bytes that one message may have."""
+        config = receiver.config
+        self._most_unread = config.capacity_bytes + MOST_BESIDE * config.capacity + LARGEST_MESSAGE
+        """Bytes of a sender that may wait to be handled: those within its credit, and other messages."""
         self._heartbeat_timeout_s = receiver.config.heartbeat_timeout_s
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, _Connection] = {}
@@ -109,6 +112,7 @@ class TcpAcceptor:
         )
         self._monitor = SocketMonitor(socket, _WATCHED, self._on_event)
         self._call_later(self._check_interval_s, self._check_connections)
+        self.watch: BlockedLoopWatch = BlockedLoopWatch(2 * CHECK_INTERVAL_S, self._shut_down_floods)
 
     def __repr__(self) -> str:
         waiting = sum(connection.peer is None for connection in self._connections.values())
@@ -148,7 +152,9 @@ class TcpAcceptor:
 
     def _on_peer_disconnect(self, connection: _Connection, peer: Peer) -> None:
         if self.receiver.peers.get(peer.identity) is peer and not self._closed:
-            self.receiver.on_disconnect(peer)
+            # ZeroMQ has closed its descriptor; where the connection is not ended, that was for what came on it.
+            damaged = connection.tcp is not None and connection.tcp.established
+            self.receiver.on_disconnect(peer, DAMAGED if damaged else ENDED)
         self._ending -= 1  # only now: taking it off drains the socket, where a Connect may wait
         if connection.tcp is not None:
             connection.tcp.close()
@@ -231,6 +237,8 @@ class TcpAcceptor:
             tcp.close()
             raise
         connection.tcp = tcp
+        connection.peer.inflow.begin(tcp.bytes_received)
+        connection.timeout_s = timeout_with(request.ping_s, self._heartbeat_timeout_s)
         self.receiver.send(connection.identity, Ready())
 
     def _reject(
@@ -245,31 +253,50 @@ class TcpAcceptor:
         self.receiver.send(identity, rejection)
         self.shutdown_soon(connection)
 
-    # -- unresponsive senders, and messages without end --------------------------------------------------------------
+    # -- unresponsive senders, and floods ----------------------------------------------------------------------------
 
     def _check_connections(self) -> None:
         self._call_later(self._check_interval_s, self._check_connections)
-        self.receiver.drain()
+        emptied = self.receiver.drain()
         self._monitor.read()
+        self.watch.beat()
         for connection in list(self._connections.values()):
-            peer, tcp = connection.peer, connection.tcp
-            if peer is None or tcp is None or not peer.open:
-                continue
-            if self._exceeds_message_size(connection, peer, tcp):
-                self.receiver.disconnect_for_error(
-                    peer, ProtocolMismatch(f"a message of more than {self._most_unread} bytes")
-                )
-            elif tcp.unresponsive(self._heartbeat_timeout_s):
-                self._timeout(connection, peer)
+            if connection.peer is None or connection.tcp is None:
+                self._check_pending(connection)
+            elif connection.peer.open:
+                self._check_sender(connection, connection.peer, connection.tcp, emptied=emptied)
 
-    def _exceeds_message_size(self, connection: _Connection, peer: Peer, tcp: TcpConnection) -> bool:
-        """Return whether more bytes than a message may have arrived since the last complete one."""
-        if peer.messages != connection.messages:
-            connection.messages, connection.received = peer.messages, tcp.bytes_received
-        return tcp.bytes_received - connection.received > self._most_unread
+    def _check_pending(self, connection: _Connection) -> None:
+        if shut_down_flood(connection.fd, connection.host, self._port, _exceeds_handshake):
+            self._drop(connection, f"a connection from {connection.host} sent too much before it joined")
+
+    def _check_sender(self, connection: _Connection, peer: Peer, tcp: TcpConnection, *, emptied: bool) -> None:
+        received = tcp.bytes_received
+        if emptied:
+            peer.inflow.settle(received)
+        if (unread := peer.inflow.unread(received)) > self._most_unread:
+            what = "of messages that wait, or of one that does not end"
+            self.receiver.disconnect_for_error(
+                peer, ProtocolMismatch(f"expected at most {self._most_unread} bytes {what}, got {unread}")
+            )
+        elif tcp.unresponsive(connection.timeout_s):
+            self._timeout(connection, peer)
+
+    def _shut_down_floods(self) -> None:
+        """End connections that have sent more than twice what they may, while the loop is blocked: in a thread."""
+        for event, fd in self._monitor.undelivered():
+            if event == zmq.EVENT_ACCEPTED:
+                shut_down_flood(fd, None, self._port, _exceeds_handshake)
+        for connection in list(self._connections.values()):
+            peer = connection.peer
+            exceeds = _exceeds_handshake if peer is None else partial(self._exceeds_twice, peer)
+            shut_down_flood(connection.fd, connection.host, self._port, exceeds)
+
+    def _exceeds_twice(self, peer: Peer, received: int) -> bool:
+        return peer.inflow.unread(received) > 2 * self._most_unread
 
     def _timeout(self, connection: _Connection, peer: Peer) -> None:
-        peer.unresponsive_s = self._heartbeat_timeout_s
+        peer.unresponsive_s = connection.timeout_s
         rejection = self.receiver.on_disconnect(peer)
         if rejection is not None:
             self.receiver.send(peer.identity, rejection)
@@ -294,6 +321,7 @@ class TcpAcceptor:
     async def aclose(self) -> None:
         """Accept no more senders, and close the ZeroMQ socket when the last messages have left."""
         self._closed = True
+        self.watch.close()
         self._monitor.close()
         for timer in self._timers:
             timer.cancel()
@@ -315,6 +343,10 @@ class TcpAcceptor:
         timer = self._loop.call_later(delay_s, call)
         self._timers.add(timer)
         return timer
+
+
+def _exceeds_handshake(received: int) -> bool:
+    return received > MOST_OF_HANDSHAKE
 
 
 def _handshake_message(frames: Frames) -> Message:

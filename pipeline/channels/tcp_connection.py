@@ -19,7 +19,13 @@ import anyio
 
 _INFO = struct.Struct("8B24I4Q")
 """`struct tcp_info` up to tcpi_bytes_received."""
-_LAST_DATA_RECEIVED, _BYTES_ACKED, _BYTES_RECEIVED = 8 + 11, 8 + 24 + 2, 8 + 24 + 3
+_STATE, _LAST_DATA_RECEIVED, _BYTES_ACKED, _BYTES_RECEIVED = 0, 8 + 11, 8 + 24 + 2, 8 + 24 + 3
+
+_ESTABLISHED = 1
+
+UNSENT_BYTES = 2**18
+"""Bytes that may wait in the kernel to be sent for the first time. More would delay a heartbeat on a slow link for
+longer than its answer may take; the kernel keeps up to 4 MB by default."""
 
 
 class TcpConnection:
@@ -65,6 +71,13 @@ class TcpConnection:
         return False
 
     @property
+    def established(self) -> bool:
+        """Return whether neither side has ended it. Where ZeroMQ holds it no more, ZeroMQ closed it by itself."""
+        with suppress(OSError):
+            return self._info()[_STATE] == _ESTABLISHED
+        return False
+
+    @property
     def bytes_received(self) -> int:
         """Return the bytes that were ever received."""
         return int(self._info()[_BYTES_RECEIVED])
@@ -92,6 +105,10 @@ class TcpConnection:
 
     def _info(self) -> tuple[int, ...]:
         return _INFO.unpack(self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+
+    def limit_unsent(self) -> None:
+        """Keep what ZeroMQ sends in its process until the kernel can send it; see `UNSENT_BYTES`."""
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
     def shutdown(self) -> None:
         """End it, for ZeroMQ too."""

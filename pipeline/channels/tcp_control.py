@@ -14,7 +14,7 @@ import zmq
 from ..._schemas.control import Message, decode, encode
 from ..errors import NobodyListens, PeerClosed, PeerLost
 from .handshake import handshake_timeout
-from .heartbeat import CHECKS_PER_TIMEOUT, UNRESPONSIVE, send_heartbeats
+from .heartbeat import DAMAGED, UNRESPONSIVE, ping
 from .socket_monitor import SocketMonitor
 from .tcp_address import TcpAddress, bracketed
 from .tcp_connection import TcpConnection
@@ -72,21 +72,25 @@ class TcpControl:
         The connection is closed at once: a closing receiver waits for that.
         """
         try:
-            lost = await self._until_ended(receiver)
+            await self._ended.wait()
+            lost = PeerLost(f"{receiver}, the receiver, {self._how_it_ended()}")
             self._connection.shutdown()
             return lost
         finally:
             self._connection.close()
 
-    async def _until_ended(self, receiver: str) -> PeerLost:
-        """Wait until the connection has ended, or the receiver is unresponsive."""
-        check_s = None if self._heartbeat_timeout_s is None else self._heartbeat_timeout_s / CHECKS_PER_TIMEOUT
-        while not self._ended.is_set():
-            with anyio.move_on_after(check_s):
-                await self._ended.wait()
-            if self._connection.unresponsive(self._heartbeat_timeout_s):
-                return PeerLost(f"{receiver}, the receiver, {UNRESPONSIVE.format(self._heartbeat_timeout_s)}")
-        return PeerLost(f"{receiver}, the receiver, died: its connection is closed")
+    def _how_it_ended(self) -> str:
+        # There are three cases:
+        #
+        # 1. The other side closed the connection, or the kernel gave it up.
+        # 2. ZeroMQ closed it here, after a time in which no byte arrived.
+        # 3. ZeroMQ closed it here, and bytes did arrive: they hold no message, or none that ends.
+        if not self._connection.established:
+            return "died: its connection is closed"
+        timeout_s = self._heartbeat_timeout_s
+        if timeout_s is not None and self._connection.idle_s > timeout_s / 2:
+            return UNRESPONSIVE.format(timeout_s)
+        return DAMAGED
 
     def disconnected(self) -> None:
         """See `SenderControl.disconnected`."""
@@ -119,7 +123,7 @@ async def connected(url: str, place: TcpAddress, identity: bytes, heartbeat_time
         socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # `heartbeat_timeout_s` bounds it
         if len(place.addresses) > 1:
             socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * ADDRESS_S))
-        send_heartbeats(socket, heartbeat_timeout_s)
+        ping(socket, heartbeat_timeout_s)
         place.key.protect(socket, "sender")
         attempt = _Attempt(socket)
         try:
@@ -152,6 +156,7 @@ class _Attempt:
             return None
         with suppress(OSError):  # it has ended already, which the next event reports
             self._connection = TcpConnection(fd)
+            self._connection.limit_unsent()
         with handshake_timeout(heartbeat_timeout_s, url, NO_HANDSHAKE):
             event, _ = await self._events.get()
         if event != zmq.EVENT_HANDSHAKE_SUCCEEDED or self._connection is None:

@@ -6,7 +6,7 @@ Shared by the ports of channels and of published weights. Decides only; knows ne
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -14,6 +14,9 @@ from .tcp_connection import TcpConnection
 
 LARGEST_HANDSHAKE_MESSAGE = 64 * 1024
 """Bytes: the messages of a handshake are short."""
+
+MOST_OF_HANDSHAKE = 2 * LARGEST_HANDSHAKE_MESSAGE
+"""Bytes that a peer sends until its handshake is complete, at most."""
 
 
 class Pending(Protocol):
@@ -45,6 +48,16 @@ def excess(pending: Iterable[P], most: int) -> list[P]:
 
 def shut_down(fd: int, host: str, port: int | None) -> None:
     """End the connection of `fd` from `host` to `port` of this host, unless the descriptor has become another one."""
+    shut_down_flood(fd, host, port, lambda _: True)
+
+
+def shut_down_flood(fd: int, host: str | None, port: int | None, exceeds: Callable[[int], bool]) -> bool:
+    """End the connection of `fd` where `exceeds` finds the bytes too many that it has received, and return whether.
+
+    Not where the descriptor is none of a connection from `host`, None for any, to `port` of this host.
+    """
     with suppress(OSError), TcpConnection(fd) as tcp:
-        if tcp.local_port == port and tcp.host == host:
+        if tcp.local_port == port and host in {None, tcp.host} and exceeds(tcp.bytes_received):
             tcp.shutdown()
+            return True
+    return False

@@ -145,10 +145,6 @@ class _Link:
         self._used = True
         return message
 
-    async def until_unresponsive(self) -> None:
-        """Return when the publisher's process was stopped for too long, or its host hangs."""
-        await self._control.next_event(self.layout.name)
-
     async def aclose(self) -> None:
         """Close the connection. Closing twice is fine."""
         if not self._control.socket.closed:
@@ -237,7 +233,6 @@ class WeightMirror:
     async def _exchange(self, link: _Link) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._request, link)
-            tasks.start_soon(self._watch, link, tasks.cancel_scope)
             try:
                 while not self._final:
                     await self._handle(await link.receive())
@@ -245,10 +240,6 @@ class WeightMirror:
             except (anyio.EndOfStream, anyio.BrokenResourceError):
                 pass
             tasks.cancel_scope.cancel()
-
-    async def _watch(self, link: _Link, scope: anyio.CancelScope) -> None:
-        await link.until_unresponsive()
-        scope.cancel()
 
     async def _handle(self, message: Message) -> None:
         match message:

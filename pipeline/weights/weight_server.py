@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import zmq
 from anyio.abc import TaskGroup
@@ -37,14 +38,15 @@ from ..._schemas.control import (
     decode,
     encode,
 )
-from ..channels.heartbeat import GRACE_S, enable_heartbeats
+from ..channels.heartbeat import CHECKS_PER_TIMEOUT, GRACE_S, UNRESPONSIVE
 from ..channels.keys import ChannelKey
 from ..channels.rejections import DisconnectOnError, RejectionCounter, reason_of, rejection_of
 from ..channels.socket_monitor import SocketMonitor
 from ..channels.tcp_address import bind, bracketed, resolved
 from ..channels.tcp_connection import TcpConnection
-from ..channels.tcp_handshakes import LARGEST_HANDSHAKE_MESSAGE, excess, shut_down
+from ..channels.tcp_handshakes import LARGEST_HANDSHAKE_MESSAGE, MOST_OF_HANDSHAKE, excess, shut_down, shut_down_flood
 from ..channels.transport import HANDSHAKE_S, MAX_HANDSHAKES, router
+from ..channels.unread import FRAMING_BYTES, BlockedLoopWatch, Inflow
 from ..util.extras import extra
 from ..util.file_descriptors import available
 from ..util.host import host_identity
@@ -62,13 +64,14 @@ MOST_REQUESTS = 2 * WINDOW
 """Requests of a mirror that may wait: those of a version that was overwritten, and of the next."""
 
 MOST_UNREAD_BYTES = MOST_REQUESTS * CHUNK_BYTES
-"""Bytes of chunks that may wait for a mirror to receive them: one that keeps to its window never has so many."""
+"""Bytes of chunks that may wait for a mirror to receive them: one that keeps to its window never has so many. Its own
+messages that wait here have fewer."""
 
 FLUSH_S = 5.0
 """Bound on the time in which ZeroMQ sends the last messages."""
 
 CHECK_INTERVAL_S = 1.0
-"""The interval between checks for mirrors whose messages do not end."""
+"""The longest interval between checks for mirrors that are unresponsive, or have sent too much."""
 
 _WATCHED = int(
     zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -90,8 +93,8 @@ class _Mirror:
         """Whether its connection has ended, and `tcp` with it."""
         self.sent_bytes = 0
         """Bytes of the chunks that were sent."""
-        self.unfinished_from = 0
-        """Bytes that had been received when the last message arrived."""
+        self.inflow = Inflow()
+        """Bytes of its messages that were handled."""
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         self._send = send
 
@@ -104,13 +107,12 @@ class _Mirror:
             raise anyio.EndOfStream
         return message
 
-    def on_message(self, message: Message, received: int) -> None:
-        """Pass a message on to the task that handles it; `received` bytes have arrived in all.
+    def on_message(self, message: Message) -> None:
+        """Pass a message on to the task that handles it.
 
         Raises:
             ProtocolMismatch: the mirror may not send it, or has sent too many.
         """
-        self.unfinished_from = received
         if isinstance(message, ChunkRequest) and self.requests.qsize() < MOST_REQUESTS:
             self.requests.put_nowait(message)
         elif isinstance(message, PauseAck) and self._messages.qsize() < MOST_REQUESTS:
@@ -118,6 +120,9 @@ class _Mirror:
         else:
             kind = type(message).__name__
             raise ProtocolMismatch(f"expected at most {MOST_REQUESTS} requests at a time, got another {kind}")
+
+    def exceeds_twice(self, received: int) -> bool:
+        return self.inflow.unread(received) > 2 * MOST_UNREAD_BYTES
 
     def on_end(self) -> None:
         self.ended = True
@@ -150,7 +155,14 @@ class _Connection:
 class WeightServer:
     """Accepts mirrors, and serves each in tasks of its own."""
 
-    def __init__(self, socket: zmq.Socket[bytes], url: str, writer: WeightWriter, subscriptions: Subscriptions) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        url: str,
+        heartbeat_timeout_s: float,
+        writer: WeightWriter,
+        subscriptions: Subscriptions,
+    ) -> None:
         """Prepare to serve the segment of `writer` on `socket`, which is bound to the port of `url`."""
         self._socket = socket
         self._port = urlsplit(url).port
@@ -168,7 +180,10 @@ class WeightServer:
         """Whether a count of the pending connections is scheduled."""
         self._loop = asyncio.get_running_loop()
         self._monitor = SocketMonitor(socket, _WATCHED, self._on_event)
-        self._check = self._loop.call_later(CHECK_INTERVAL_S, self._check_connections)
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._check_interval_s = min(CHECK_INTERVAL_S, heartbeat_timeout_s / CHECKS_PER_TIMEOUT)
+        self._check = self._loop.call_later(self._check_interval_s, self._check_connections)
+        self.watch = BlockedLoopWatch(2 * CHECK_INTERVAL_S, self._shut_down_floods)
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -177,6 +192,8 @@ class WeightServer:
             try:
                 while True:
                     self._handle(*await self._events.receive())
+                    self._drain()
+                    await anyio.lowlevel.checkpoint()  # where messages pour in, others run, and what ends that
             finally:
                 self._running = False
 
@@ -188,6 +205,8 @@ class WeightServer:
         connection = self._connections.get(int(identity.get(zmq.SRCFD)))
         if connection is None or connection.closing:
             return
+        if connection.mirror is not None:
+            connection.mirror.inflow.handled += sum(map(len, frames)) + FRAMING_BYTES * len(frames)
         with DisconnectOnError(self._refuse, connection, identity.bytes):
             self._step(connection, identity.bytes, _message(frames))
 
@@ -201,7 +220,7 @@ class WeightServer:
         mirror = connection.mirror
         if mirror is not None and mirror.identity == identity:
             if mirror.tcp is not None:
-                mirror.on_message(message, mirror.tcp.bytes_received)
+                mirror.on_message(message)
             elif isinstance(message, Ready):
                 self._admit(connection, mirror)
             else:
@@ -221,6 +240,7 @@ class WeightServer:
 
     def _admit(self, connection: _Connection, mirror: _Mirror) -> None:
         mirror.tcp = TcpConnection(connection.fd)
+        mirror.inflow.begin(mirror.tcp.bytes_received)
         if connection.timer is not None:
             connection.timer.cancel()
         subscription = Subscription(mirror.name, mirror)
@@ -327,11 +347,16 @@ class WeightServer:
         for connection in excess(pending, MAX_HANDSHAKES):
             self._drop(connection, f"too many connections from {connection.host} do not subscribe")
 
-    def _drain(self) -> None:
-        """Handle all messages that have arrived."""
-        while self._running and (message := self._events.receive_nowait()) is not None:
+    def _drain(self) -> bool:
+        """Handle all messages that have arrived from mirrors within their window; return whether none is left."""
+        emptied = False
+        for _ in range(2 * MOST_REQUESTS * (1 + len(self._connections))):
+            if not self._running or (message := self._events.receive_nowait()) is None:
+                emptied = True
+                break
             self._handle(*message)
         self._monitor.read()
+        return emptied
 
     def _drop(self, connection: _Connection, reason: str) -> None:
         self._rejections.record(reason)
@@ -363,15 +388,39 @@ class WeightServer:
                 connection.mirror.tcp.close()
 
     def _check_connections(self) -> None:
-        """Disconnect mirrors of whose messages one does not end."""
-        self._check = self._loop.call_later(CHECK_INTERVAL_S, self._check_connections)
-        self._drain()
+        self._check = self._loop.call_later(self._check_interval_s, self._check_connections)
+        emptied = self._drain()
+        self.watch.beat()
         for connection in list(self._connections.values()):
             mirror = connection.mirror
-            if mirror is None or mirror.tcp is None or connection.closing:
-                continue
-            if mirror.tcp.bytes_received - mirror.unfinished_from > MOST_UNREAD_BYTES:
-                self._refuse(connection, mirror.identity, ProtocolMismatch("a message does not end"))
+            if mirror is None or mirror.tcp is None:
+                self._check_pending(connection)
+            elif not connection.closing:
+                self._check_mirror(connection, mirror, mirror.tcp, emptied=emptied)
+
+    def _check_pending(self, connection: _Connection) -> None:
+        if shut_down_flood(connection.fd, connection.host, self._port, _exceeds_handshake):
+            self._drop(connection, f"a connection from {connection.host} sent too much before it subscribed")
+
+    def _check_mirror(self, connection: _Connection, mirror: _Mirror, tcp: TcpConnection, *, emptied: bool) -> None:
+        received = tcp.bytes_received
+        if emptied:
+            mirror.inflow.settle(received)
+        if mirror.inflow.unread(received) > MOST_UNREAD_BYTES:
+            reason = "too many bytes of messages that wait, or of one that does not end"
+            self._refuse(connection, mirror.identity, ProtocolMismatch(reason))
+        elif tcp.unresponsive(self._heartbeat_timeout_s):
+            self._drop(connection, f"{mirror.name} {UNRESPONSIVE.format(self._heartbeat_timeout_s)}")
+
+    def _shut_down_floods(self) -> None:
+        """End connections that have sent more than twice what they may, while the loop is blocked: in a thread."""
+        for event, fd in self._monitor.undelivered():
+            if event == zmq.EVENT_ACCEPTED:
+                shut_down_flood(fd, None, self._port, _exceeds_handshake)
+        for connection in list(self._connections.values()):
+            mirror = connection.mirror
+            exceeds = _exceeds_handshake if mirror is None or mirror.tcp is None else mirror.exceeds_twice
+            shut_down_flood(connection.fd, connection.host, self._port, exceeds)
 
     async def aclose(self) -> None:
         """Notify every mirror that no newer version follows, and close."""
@@ -379,6 +428,7 @@ class WeightServer:
         for mirror in mirrors:
             self._send_last(mirror.identity, EndOfWeights())
         self._check.cancel()
+        self.watch.close()
         self._monitor.close()
         self._events.close()
         self._socket.close()
@@ -389,6 +439,10 @@ class WeightServer:
                         tasks.start_soon(mirror.tcp.finish, FLUSH_S)
         for fd in list(self._connections):
             self._forget(fd)
+
+
+def _exceeds_handshake(received: int) -> bool:
+    return received > MOST_OF_HANDSHAKE
 
 
 def _message(frames: Sequence[zmq.Frame]) -> Message:
@@ -415,11 +469,9 @@ async def serving(
     socket = router()
     try:
         socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_HANDSHAKE_MESSAGE)  # longer ones are of no mirror
-        socket.setsockopt(zmq.RCVHWM, 2 * MOST_REQUESTS)
-        enable_heartbeats(socket, heartbeat_timeout_s)
         place.key.protect(socket, "receiver")
         served = f"tcp://{bracketed(place.host)}:{bind(socket, place)}"
-        server = WeightServer(socket, served, writer, subscriptions)
+        server = WeightServer(socket, served, heartbeat_timeout_s, writer, subscriptions)
     except BaseException:
         socket.close(linger=0)
         raise
@@ -429,6 +481,7 @@ async def serving(
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
         tasks.start_soon(server.run)
+        await anyio.to_thread.run_sync(server.watch.start)
         yield WeightAddress(served, place.key, subscriptions.url, host, writer.generation, heartbeat_timeout_s)
     finally:
         await stack.aclose()  # not `async with`: the task group would wrap exceptions of the body

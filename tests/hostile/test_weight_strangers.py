@@ -256,6 +256,6 @@ async def test_a_message_of_endless_parts_ends_the_connection(monkeypatch: pytes
         with no_more_than(2**23, port_of(address)) as port, key_holder(f"tcp://127.0.0.1:{port}") as flooder:
             await subscribe(flooder)
             flooder.send_multipart([bytes(2**15)] * 2**9)  # 16 MiB, of which half arrives
-            assert await refusal(flooder) == "a message does not end"
+            assert "or of one that does not end" in await refusal(flooder)
             await until_ended(flooder)
         await still_works(address)

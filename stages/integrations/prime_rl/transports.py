@@ -120,7 +120,7 @@ class ZmqTransport:
             socket = context.socket(kind)
             self._sockets.append(socket)
             socket.linger = 0
-            socket.set_hwm(HIGH_WATER_MARK)
+            socket.sndhwm, socket.rcvhwm = HIGH_WATER_MARK, 0  # with one for receiving, a peer may end the process
             socket.bind(url)
 
     def _wait_for_ranks(self, step: int, timeout_s: float) -> None:
