@@ -139,9 +139,15 @@ async def receive(url: str, **options: Any) -> None:
         say("absent", error)
 
 
-async def send(url: str, name: str, tokens: int = 2, **options: Any) -> None:
-    """Send as many records as each command says; print the error of the connection as soon as there is one."""
+async def send(url: str, name: str, tokens: int = 2, *, told: bool = False, **options: Any) -> None:
+    """Send as many records as each command says; print the error of the connection as soon as there is one.
+
+    `told` has it connect at the first command, so that the time of its imports is over.
+    """
     number = 0
+    if told:
+        say("ready")
+        await anext(commands())
 
     async def watch(outbox: RemoteSender[TrajectoryGroup]) -> None:
         await outbox.wait_failed()

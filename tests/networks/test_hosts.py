@@ -201,6 +201,8 @@ async def test_a_member_whose_host_stays_away_is_replaced_and_harms_nothing_when
 @pytest.mark.parametrize(("on_absence", "end"), [("continue", "ended"), ("fail", "absent")])
 async def test_a_member_whose_host_stays_away_is_awaited_for_its_time(net: Network, on_absence: str, end: str) -> None:
     trainer, far = net.host(), net.host()
+    sender = far.start("send", url=at(trainer), name="a", heartbeat_timeout_s=HEARTBEAT_S, told=True)
+    await sender.until("ready")
     receiver = trainer.start(
         "receive",
         url=at(trainer),
@@ -210,7 +212,7 @@ async def test_a_member_whose_host_stays_away_is_awaited_for_its_time(net: Netwo
         on_absence=on_absence,
     )
     await receiver.until("url")
-    sender = far.start("send", url=at(trainer), name="a", heartbeat_timeout_s=HEARTBEAT_S)
+    sender.tell("connect")
     sender.tell(2)
     await receiver.until("received a 1")
 
