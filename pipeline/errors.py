@@ -150,7 +150,7 @@ class NoRewards(PenstockError):
 
 
 class RewardProcessDied(PenstockError):
-    """A process that computes rewards ended by itself; the message has its exit status."""
+    """A process that computes rewards ended by itself, or was not ready in time; the message says which."""
 
 
 class UnreadableScore(PenstockError, ValueError):

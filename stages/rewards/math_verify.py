@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -134,12 +135,20 @@ class _MathProcess:
         assert process.stdout is not None  # noqa: S101 (as above)
         started = cls(process, process.stdin, process.stdout)
         try:
-            with anyio.fail_after(START_TIMEOUT_S):
-                await started._reply()
+            await started._ready()
         except BaseException:
             await started.close()
             raise
         return started
+
+    async def _ready(self) -> None:
+        with anyio.move_on_after(START_TIMEOUT_S):
+            await self._reply()
+            return
+        raise RewardProcessDied(
+            f"expected the process of math-verify to be ready within {START_TIMEOUT_S:g} s, got no answer, and killed "
+            f"it: see whether `{sys.executable} -c 'import math_verify'` returns"
+        )
 
     @property
     def ended(self) -> bool:

@@ -107,6 +107,23 @@ async def test_a_tracker_that_hangs_delays_no_step_and_holds_up_the_end_within_a
     assert events["tracker_incomplete"]["left_out"] > 0
 
 
+async def test_a_tracker_that_hangs_with_a_full_queue_delays_the_end_by_one_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(background, "CAPACITY", 1)
+    monkeypatch.setattr(background, "FINISH_TIMEOUT_S", 1.0)
+    tracker = Recorder(released=threading.Event())
+
+    began = anyio.current_time()
+    with capture_logs():
+        await small_run().run(trackers=[tracker])
+    took_s = anyio.current_time() - began
+    assert tracker.released is not None
+    tracker.released.set()
+
+    assert took_s < 2 * background.FINISH_TIMEOUT_S, "not once for the queue and once for the thread"
+
+
 async def test_a_tracker_is_told_that_a_run_failed() -> None:
     tracker = Recorder()
 

@@ -13,6 +13,7 @@ import pytest
 from tests.stages.answers import Characters, answering
 
 from penstock import RewardBridge, TrajectoryGroup
+from penstock._stages.rewards import math_verify
 from penstock.errors import MissingColumn, MissingExtra, RewardProcessDied
 from penstock.rewards import MathVerify, RewardInput
 from penstock.testing import drive
@@ -85,6 +86,15 @@ async def test_a_process_that_dies_fails_one_call_and_is_replaced() -> None:
 async def test_a_column_that_the_data_lacks_ends_the_run() -> None:
     with pytest.raises(MissingColumn, match=r"expected the data to have a column 'anser', .*; did you mean 'answer'\?"):
         await drive(bridge(answer="anser"), [question("4")])
+
+
+async def test_a_process_that_is_not_ready_in_time_is_killed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_verify, "START_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(math_verify, "interpreter_command", lambda *_: ["sleep", "600"])
+
+    with pytest.raises(RewardProcessDied, match=r"ready within 0.1 s, got no answer; it was killed"):
+        async with MathVerify().open():
+            pass
 
 
 async def test_without_the_extra_the_error_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
