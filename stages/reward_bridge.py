@@ -27,7 +27,7 @@ from .._pipeline.errors import NoRewards
 from .._pipeline.graph.context import drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_first
-from .._pipeline.util.user_code import await_user, open_user
+from .._pipeline.util.user_code import await_user, call_user, open_user
 from .._schemas import TrajectoryGroup, TrajectoryId
 from .._schemas.config import load_config, parse_config
 from .engines.policies import Tokenizer
@@ -189,7 +189,7 @@ class RewardBridge:
         assert self.tokenizer is not None  # noqa: S101 (checked when constructed)
         if len(group.tokens) < DECODE_IN_THREAD_TOKENS:
             return turns_of(group, self.tokenizer)
-        return await anyio.to_thread.run_sync(turns_of, group, self.tokenizer)
+        return await anyio.to_thread.run_sync(call_user, turns_of, group, self.tokenizer)
 
     # -- functions ---------------------------------------------------------------------------------------------------
 

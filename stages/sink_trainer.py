@@ -29,7 +29,7 @@ from .._pipeline.graph.context import current
 from .._pipeline.graph.flush import FlushableInbox
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_first, unwrap_single
-from .._pipeline.util.user_code import await_user, open_user
+from .._pipeline.util.user_code import await_user, call_user, open_user
 from .._pipeline.weights.shielded import limit_once_cancelled
 from .._schemas import GroupId, StopReason, TrainBatch
 from .._schemas.numbers import normalize_counts, normalize_numbers
@@ -406,8 +406,7 @@ def _require(trainer: object, protocol: type, purpose: str, methods: str) -> Non
 
 async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:
     """Return the result of `work` in a worker thread, which is abandoned if the wait is cancelled."""
-    call = partial(anyio.to_thread.run_sync, limiter=thread, abandon_on_cancel=True)
-    return await await_user(call, work)
+    return await anyio.to_thread.run_sync(call_user, work, limiter=thread, abandon_on_cancel=True)
 
 
 @asynccontextmanager

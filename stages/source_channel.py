@@ -32,6 +32,7 @@ from .._pipeline.graph.context import current, outliving_the_sink
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.atomic_file import write_atomically
 from .._pipeline.util.os_errors import explaining_os_errors
+from .._pipeline.util.user_code import call_user
 from .._pipeline.util.waiting import Waiters
 from .._schemas import GroupId, TrajectoryGroup, tokenizer_identity
 from .._schemas.numbers import normalize_counts, normalize_numbers
@@ -98,7 +99,7 @@ class SourceChannel:
         """
         unsaved, flush = _Unsaved(current().ledger), current().flush
         known = self.tokenizer is not None
-        identity = await anyio.to_thread.run_sync(tokenizer_identity, self.tokenizer) if known else None
+        identity = await anyio.to_thread.run_sync(call_user, tokenizer_identity, self.tokenizer) if known else None
         async with AsyncExitStack() as stack:
             inbox = await stack.enter_async_context(
                 serve(

@@ -24,7 +24,7 @@ from .._pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
 from .._pipeline.graph.context import Worker, current, drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_single
-from .._pipeline.util.user_code import await_user, open_user
+from .._pipeline.util.user_code import await_user, call_user, open_user
 from .._schemas import TrajectoryGroup
 from .._schemas.columns import freeze
 from .._schemas.numbers import normalize_counts, normalize_numbers
@@ -120,7 +120,7 @@ class Teacher:
             Exception: raised by the policy when it is opened.
         """
         parts = {"policy": self.tokenizer, "teacher": self.policy.tokenizer}
-        await anyio.to_thread.run_sync(check_tokenizers, parts)  # it may read files
+        await anyio.to_thread.run_sync(call_user, check_tokenizers, parts)  # it may read files
         async with open_user(self.policy.open, current().worker) as engine:
             with unwrap_single():
                 async with anyio.create_task_group() as tasks:

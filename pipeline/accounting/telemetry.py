@@ -25,6 +25,7 @@ from ..._schemas.numbers import whole_number
 from ..util.appending import append_whole
 from ..util.logger import get_logger as get_logger  # noqa: PLC0414 (modules above take it from here)
 from ..util.os_errors import explaining_os_errors
+from ..util.user_code import call_user
 from .evaluations import EvaluationPart, Evaluations
 
 V = TypeVar("V")
@@ -175,7 +176,7 @@ class Metrics:
 
     def _deliver(self, sink: MetricSink, metrics: dict[str, float], step: int) -> None:
         try:
-            sink(dict(metrics), step)
+            call_user(sink, dict(metrics), step)
         except Exception:
             self.sinks.remove(sink)
             log.exception("metric_sink_failed", sink=repr(sink), step=step)

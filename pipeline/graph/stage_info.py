@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_
 
 from ..._schemas import GroupId
 from ..accounting.ledger import Ledger
+from ..util.user_code import call_user
 
 if TYPE_CHECKING:
     from .stage_node import StageNode
@@ -98,7 +99,7 @@ class HasTokenizer(Protocol):
 def info_of(stage: object) -> StageInfo:
     """Return what `stage` states about itself; the defaults where it states nothing, and for a class."""
     if isinstance(stage, DescribesItself) and not isinstance(stage, type):
-        return stage.stage_info()
+        return call_user(stage.stage_info)
     return StageInfo()
 
 

@@ -26,11 +26,11 @@ from ..accounting.telemetry import Metrics, report_waits
 from ..channels.keys import ChannelKey
 from ..channels.remote_sender import RemoteSender
 from ..channels.transports import connect, serve
-from ..errors import LedgerImbalance, SenderRejected, StageFailed
+from ..errors import LedgerImbalance, SenderRejected, StageFailed, UserCodeExited
 from ..graph.context import Assignments, Context, current, entered
 from ..graph.edge import CountingSendChannel, EdgeCounter
 from ..util.exception_groups import consists_of
-from ..util.user_code import await_user
+from ..util.user_code import await_user, raised_text
 from .numa import bind_to_node
 from .worker_messages import (
     RECORDS,
@@ -122,6 +122,8 @@ def description_of(error: BaseException) -> str:
     """Return a description of `error`, as the end of a sentence that begins with the worker's name."""
     if isinstance(error, StageFailed):  # within a fragment
         return cut(f"failed: {error}")
+    if isinstance(error, UserCodeExited):
+        return cut(f"raised {raised_text(error)}")
     return cut("raised " + "".join(traceback.format_exception_only(error)).strip())
 
 

@@ -11,10 +11,10 @@ The end of one stage determines the end of the others:
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from itertools import pairwise
+from traceback import format_exception_only
 from typing import Any
 
 import anyio
@@ -25,7 +25,7 @@ from ..accounting.shared_counters import EndState
 from ..accounting.telemetry import get_logger, report_waits
 from ..channels.channel import MEMORY_CAPACITY, SendChannel
 from ..channels.memory import memory_channel
-from ..errors import PeerClosed, RolloutsFailed, StageFailed
+from ..errors import PeerClosed, RolloutsFailed, StageFailed, UserCodeExited
 from ..graph.context import Context, entered
 from ..graph.edge import CountingSendChannel, Edge, EdgeCounter, StoppableReceiveChannel
 from ..graph.placement import Here, Joining, Remote
@@ -35,7 +35,7 @@ from ..graph.statistics import PipelineStatistics, StageState, StageStatistics
 from ..processes.worker_accounting import RUN_ENDED, RUN_FAILED
 from ..processes.workers import Workers
 from ..util.exception_groups import all_of, single_exception, unwrap_single
-from ..util.user_code import await_user
+from ..util.user_code import await_user, raised_text
 from .outcome import END_OF_STREAM
 
 log = get_logger("penstock.pipeline")
@@ -400,4 +400,4 @@ async def _close_ends(task: _StageTask) -> None:
 
 
 def _line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()
+    return raised_text(error) if isinstance(error, UserCodeExited) else "".join(format_exception_only(error)).strip()

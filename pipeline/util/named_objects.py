@@ -10,6 +10,7 @@ from typing import Any
 
 from ..._schemas.config import nearest
 from ..errors import InvalidConfig
+from .user_code import call_user
 
 
 def import_object(name: str, root: str = "config") -> Any:
@@ -43,7 +44,7 @@ def _imported(place: str, root: str) -> ModuleType:
         sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
-        return importlib.import_module(place)
+        return call_user(importlib.import_module, place)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise  # of a module that this one imports

@@ -15,6 +15,7 @@ import anyio.to_thread
 import torch
 
 from ..._pipeline.graph.context import Worker
+from ..._pipeline.util.user_code import call_user
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..._schemas.numbers import normalize_counts
 from ..training.causal_model import CausalModel
@@ -61,7 +62,7 @@ class TorchPolicy:
         """
         if worker.on_host > 1:
             torch.set_num_threads(max(1, torch.get_num_threads() // worker.on_host))
-        model = await anyio.to_thread.run_sync(self.make_model)
+        model = await anyio.to_thread.run_sync(call_user, self.make_model)
         model.train(False)
         stack = AsyncExitStack()
         try:

@@ -26,6 +26,7 @@ from ..._pipeline.errors import InvalidConfig, PenstockError
 from ..._pipeline.graph.context import Context, Worker, current
 from ..._pipeline.runtime.flow import source
 from ..._pipeline.runtime.run import Run
+from ..._pipeline.util.user_code import call_user
 from ..._schemas import TrajectoryGroup
 from ..engines.policies import Engine, Tokenizer
 from ..reward_bridge import turns_of
@@ -81,7 +82,7 @@ class Evaluator:
             Exception: raised by a set's `make_env`.
         """
         for name, make_env in self._evaluation.sets.items():
-            self._prompts[name] = await anyio.to_thread.run_sync(_length, name, make_env)
+            self._prompts[name] = await anyio.to_thread.run_sync(call_user, _length, name, make_env)
         step, every = self._context.ledger.step, self._evaluation.every
         self._next = step // every * every if self._context.worker.restart else -(-step // every) * every
         await self.catch_up()
@@ -169,7 +170,7 @@ class _Scored:
         """Return the answers of the completions; none where there is no majority."""
         if self.tokenizer is None or len(group) == 1:
             return []
-        turns = await anyio.to_thread.run_sync(turns_of, group, self.tokenizer)
+        turns = await anyio.to_thread.run_sync(call_user, turns_of, group, self.tokenizer)
         return [self.evaluation.answer("\n".join(texts)) for texts in turns]
 
     def _add(self, group: TrajectoryGroup, answers: Sequence[Any]) -> None:

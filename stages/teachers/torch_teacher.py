@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..._pipeline.graph.context import Worker
+from ..._pipeline.util.user_code import call_user
 from ..._schemas.numbers import normalize_counts
 from ..losses.distributions import Distributions, logprobs_of
 from ..teacher import TeacherEngine
@@ -45,7 +46,7 @@ class TorchTeacher:
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[TeacherEngine]:  # noqa: ARG002 (the protocol's)
         """Make the model, and yield its engine."""
-        model = await anyio.to_thread.run_sync(self.make_model)
+        model = await anyio.to_thread.run_sync(call_user, self.make_model)
         model.train(mode=False)
         yield _TorchTeacherEngine(model, self.micro_batch_tokens)
 

@@ -15,6 +15,7 @@ import torch
 
 from ..._pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..._pipeline.channels.chunks import receive_chunks, send_all
+from ..._pipeline.util.user_code import call_user
 from ..._schemas import TrajectoryGroup
 from ..._schemas.columns import freeze
 from ..._schemas.numbers import normalize_counts, normalize_numbers
@@ -51,7 +52,7 @@ class TorchReference:
         Raises:
             InvalidRecord: a group was sampled at another temperature.
         """
-        model = await anyio.to_thread.run_sync(self.make_model)
+        model = await anyio.to_thread.run_sync(call_user, self.make_model)
         model.train(mode=False)
         async for groups in receive_chunks(inbox):
             bare = [group for group in groups if group.ref_logprobs is None]

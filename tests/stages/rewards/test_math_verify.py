@@ -92,7 +92,7 @@ async def test_a_process_that_is_not_ready_in_time_is_killed_and_named(monkeypat
     monkeypatch.setattr(math_verify, "START_TIMEOUT_S", 0.1)
     monkeypatch.setattr(math_verify, "interpreter_command", lambda *_: ["sleep", "600"])
 
-    with pytest.raises(RewardProcessDied, match=r"ready within 0.1 s, got no answer; it was killed"):
+    with pytest.raises(RewardProcessDied, match=r"ready within 0.1 s, got no answer, and killed it"):
         async with MathVerify().open():
             pass
 
