@@ -26,8 +26,10 @@ from ..util.printing import print_line
 FIRST = "config.json"
 LATER = re.compile(r"config\.step-(\d{8})\.json")
 
-STAGES = "stages"
+STAGES = "penstock"
 """Key of the facts that stages state, beside the values of the configuration."""
+
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 LONGEST = 60
 """Characters of a value in a message."""
@@ -154,8 +156,17 @@ def without_facts(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON has it, with lists for tuples."""
-    return msgspec.json.decode(msgspec.json.encode(value))
+    """Return `value` as JSON has it: with lists for tuples and arrays, and text for what JSON cannot hold."""
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain))
+
+
+def text_of(value: object) -> str:
+    """Return the repr of `value` without addresses, which differ from process to process."""
+    return ADDRESS.sub("", repr(value))
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if callable(getattr(value, "tolist", None)) else text_of(value)
 
 
 def _changes_of_facts(before: Mapping[str, Any], now: Mapping[str, Any], kind: str) -> list[Change]:

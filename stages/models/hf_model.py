@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import InvalidConfig
 from ..engines.engine_publisher import PublishedWeights
 from ..losses.tiles import Finish
@@ -37,6 +38,8 @@ from .lora import ADAPTER_CONFIG
 from .lora_config import LoRA
 from .model_identity import model_identity
 from .transformers_import import import_transformers, quiet_transformers
+
+log = get_logger("penstock.models")
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
@@ -274,6 +277,14 @@ class HFModel(nn.Module):
         lora = None if self.lora is None else msgspec.structs.asdict(self.lora)
         adapters = None if lora is None else {key: lora[key] for key in ("rank", "alpha", "targets")}
         return {"base": model_identity(self.folder), "adapters": adapters}
+
+    def compare(self, checkpoint: Path) -> None:
+        """Warn if the adapters in `checkpoint` were trained with another scale: no tensor has it. Blocks."""
+        if self.lora is None or not (checkpoint / ADAPTER_CONFIG).is_file():
+            return
+        trained, _ = adapters_of.lora_of(checkpoint)
+        if trained.alpha != self.lora.alpha:
+            log.warning("adapter_scale_differs", checkpoint=str(checkpoint), before=trained.alpha, now=self.lora.alpha)
 
     @property
     def weights_file(self) -> str:

@@ -241,6 +241,10 @@ class IdentifiedModel(Protocol):
         """Return what the tensors of a checkpoint belong to, as JSON values. Blocks."""
         ...
 
+    def compare(self, checkpoint: Path) -> None:
+        """Warn of differences between this model and the files beside the weights of a checkpoint. Blocks."""
+        ...
+
 
 def positions_of(mask: Tensor) -> Tensor:
     """Return [B, L] int64 the position of each token in its row, 0 on padding; `mask` [B, L] is true on real tokens.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..._pipeline.accounting.committed_prompts import CommittedPrompts, CommittedState
 from ..._pipeline.durability.resumption import Stateful
-from ..._pipeline.durability.run_changes import StageFacts
+from ..._pipeline.durability.run_changes import StageFacts, text_of
 from ..._pipeline.weights.weight_specs import check_weights, specs_of
 from ..._schemas import (
     Array,
@@ -186,7 +186,7 @@ class TorchTrainer:
         identity = {"model": model.identity()} if isinstance(model, IdentifiedModel) else {}
         options = {
             "optimizer": self._optimizer.given,
-            "loss": repr(self._loss),
+            "loss": text_of(self._loss),
             "max_grad_norm": None if math.isinf(self._max_grad_norm) else self._max_grad_norm,
             "temperature": self._temperature,
             "updates": self._updates,
@@ -426,6 +426,8 @@ class TorchTrainer:
         tensors = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
         model = bare(self._model)
         model.load_state_dict(spread(weights, model.state_dict()))
+        if isinstance(model, IdentifiedModel):
+            model.compare(folder)
         self._optimizer.resume(tensors["optimizer"], tensors.get("given"), kept.step)
         if self._moving_reference is not None and tensors["reference"] is not None:  # None if it did not move before
             self._moving_reference.load_state_dict(tensors["reference"])

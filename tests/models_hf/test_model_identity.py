@@ -102,3 +102,17 @@ def test_another_tokenizer_beside_the_weights_is_refused(tmp_path: Path, model: 
 
     with pytest.raises(RunDiffers, match=r"SinkTrainer\.model\.base\.chat_template\.jinja: "):
         run(tmp_path / "run", model, LORA, steps=2)
+
+
+def test_a_trainer_that_resumes_adapters_with_another_scale_says_so(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trainer(lora: LoRA) -> TorchTrainer:
+        return TorchTrainer(HFModel.from_pretrained(model, lora=lora), optimizer=partial(adamw, lr=1e-3))
+
+    checkpoint = trainer(LORA).save(tmp_path / "checkpoints", {})
+
+    trainer(LORA).resume(checkpoint)
+    assert "adapter_scale_differs" not in caplog.text
+    trainer(LoRA(rank=2, alpha=8, targets=("q_proj",))).resume(checkpoint)
+    assert "adapter_scale_differs" in caplog.text

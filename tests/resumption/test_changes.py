@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.fake_policy import FakePolicy, Letters
 from tests.resumption.script_of_data import NEVER, Recorder, answered
@@ -200,3 +201,14 @@ async def test_a_source_that_is_no_data_set_is_compared_by_its_name_and_seed(tmp
         await run(tmp_path, 2, prompts, seed=1)
     with pytest.raises(RunDiffers, match=r"SourceEnv\.name: 'prompts' → 'partial'|SourceEnv\.name"):
         await run(tmp_path, 2, partial(PromptDataset, ROWS)())
+
+
+async def test_values_that_json_cannot_hold_are_compared_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (1, 2):
+        config = {"path": Path("a"), "rate": np.float32(0.5), "made": object(), "stages": steps}
+        await run(tmp_path, steps, seed=np.int64(3), config=config)
+
+    printed = [line for line in capsys.readouterr().err.splitlines() if "continued from" in line]
+    assert printed == ["penstock: continued from step 1 with stages: 1 → 2"]
