@@ -23,6 +23,11 @@ none is lost."""
 
 _EVENT = struct.Struct("=Hi")
 
+ENDS_AND_BEGINNINGS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+"""The events that a port watches. Not the failures of handshakes: libzmq 4.3.5 reports a message that it cannot decrypt
+as one. Where that is watched, it takes an error code of its report for that of the message, and keeps the connection,
+from which it reads no more."""
+
 _numbers = count()
 
 

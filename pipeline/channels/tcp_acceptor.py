@@ -13,6 +13,7 @@ one of the address with the most is closed, because an honest one is hardly ever
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -29,9 +30,18 @@ from .heartbeat import CHECKS_PER_TIMEOUT, DAMAGED, GRACE_S, timeout_with
 from .peer import Peer
 from .rejections import DisconnectOnError, rejection_of
 from .remote_receiver import ENDED, RemoteReceiver
-from .socket_monitor import SocketMonitor
+from .socket_monitor import ENDS_AND_BEGINNINGS, SocketMonitor
 from .tcp_connection import TcpConnection
-from .tcp_handshakes import LARGEST_HANDSHAKE_MESSAGE, MOST_OF_HANDSHAKE, excess, shut_down, shut_down_flood
+from .tcp_handshakes import (
+    FAILED,
+    LARGEST_HANDSHAKE_MESSAGE,
+    MOST_OF_HANDSHAKE,
+    SETTLED_S,
+    excess,
+    is_unserved,
+    shut_down,
+    shut_down_flood,
+)
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, MAX_HANDSHAKES, Frames, PayloadReader
 from .unread import MOST_BESIDE, BlockedLoopWatch
 
@@ -42,16 +52,13 @@ which ZeroMQ sends them, and the pause between two checks of that."""
 CHECK_INTERVAL_S = 1.0
 """The longest interval between checks for senders that are unresponsive, or have sent too much."""
 
-_WATCHED = int(
-    zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-
 
 class _Connection:
     """A connection to the port: a `PeerControl` once its sender is admitted."""
 
     def __init__(self, acceptor: TcpAcceptor, fd: int) -> None:
         self.fd = fd
+        self.since_s = time.monotonic()
         self.host = ""
         """The other side's address, where the kernel still knew it."""
         self.identity = b""
@@ -68,6 +75,10 @@ class _Connection:
         """Whether it is about to be closed."""
         self.deadline: asyncio.TimerHandle | None = None
         self._acceptor = acceptor
+
+    @property
+    def unserved(self) -> bool:
+        return is_unserved(self.fd, self.host, self._acceptor.port)
 
     async def send(self, message: Message) -> None:
         self._acceptor.receiver.send(self.identity, message)
@@ -91,7 +102,7 @@ class TcpAcceptor:
         self._admission, self._rejections = receiver.admission, receiver.rejections
         self._socket = socket
         self._reader = reader
-        self._port = port
+        self.port = port
         config = receiver.config
         self._most_unread = config.capacity_bytes + MOST_BESIDE * config.capacity + LARGEST_MESSAGE
         """Bytes of a sender that may wait to be handled: those within its credit, and other messages."""
@@ -110,7 +121,7 @@ class TcpAcceptor:
             if self._heartbeat_timeout_s is None
             else min(CHECK_INTERVAL_S, self._heartbeat_timeout_s / CHECKS_PER_TIMEOUT)
         )
-        self._monitor = SocketMonitor(socket, _WATCHED, self._on_event)
+        self._monitor = SocketMonitor(socket, ENDS_AND_BEGINNINGS, self._on_event)
         self._call_later(self._check_interval_s, self._check_connections)
         self.watch: BlockedLoopWatch = BlockedLoopWatch(2 * CHECK_INTERVAL_S, self._shut_down_floods)
 
@@ -123,17 +134,19 @@ class TcpAcceptor:
     def _on_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
             self._on_accepted(value)
-        elif event == zmq.EVENT_DISCONNECTED:
-            self._on_disconnected(value)
         else:
-            self._rejections.record("a handshake failed: the peer has another key or none, or is another program")
+            self._on_disconnected(value)
+
+    @property
+    def _most_pending(self) -> int:
+        return self._admission.max_senders + MAX_HANDSHAKES
 
     def _on_accepted(self, fd: int) -> None:
         connection = self._connections[fd] = _Connection(self, fd)
-        connection.deadline = self._call_later(HANDSHAKE_S, lambda: self._expired(connection))
+        self._set_deadline(connection)
         with suppress(OSError), TcpConnection(fd) as tcp:
             connection.host = tcp.host
-        if not self._limit_scheduled and len(self._connections) > self._admission.max_senders + MAX_HANDSHAKES:
+        if not self._limit_scheduled and len(self._connections) > self._most_pending:
             self._limit_scheduled = True
             self._loop.call_soon(self._limit_handshakes)
 
@@ -146,6 +159,8 @@ class TcpAcceptor:
         if connection.peer is not None:
             self._ending += 1
             self._loop.call_soon(self._on_peer_disconnect, connection, connection.peer)
+        elif not (connection.identity or connection.closing):
+            self._rejections.record(FAILED)
         elif connection.request is not None:
             self._admission.granted -= 1
             self._loop.call_soon(self.receiver.drain)  # the stream may have waited only for it
@@ -159,9 +174,17 @@ class TcpAcceptor:
         if connection.tcp is not None:
             connection.tcp.close()
 
-    def _expired(self, connection: _Connection) -> None:
+    def _set_deadline(self, connection: _Connection) -> None:
+        """Close a connection that has not joined within `HANDSHAKE_S` from now."""
+        due_s = self._loop.time() + HANDSHAKE_S
+        connection.deadline = self._call_later(HANDSHAKE_S, lambda: self._expired(connection, due_s))
+
+    def _expired(self, connection: _Connection, due_s: float) -> None:
+        late = self._loop.time() - due_s > SETTLED_S
         self.receiver.drain()
-        if connection.peer is None:
+        if connection.peer is None and (late or connection.unserved):
+            self._set_deadline(connection)  # the time in which this port did not get to it is not its peer's
+        elif connection.peer is None:
             self._drop(connection, f"a connection from {connection.host} sent no Connect for {HANDSHAKE_S} s")
 
     def _limit_handshakes(self) -> None:
@@ -176,7 +199,7 @@ class TcpAcceptor:
             for connection in self._connections.values()
             if connection.request is None and connection.peer is None and not connection.closing
         ]
-        for connection in excess(pending, self._admission.max_senders + MAX_HANDSHAKES):
+        for connection in excess(pending, self._most_pending):
             self._drop(connection, f"too many connections from {connection.host} send no Connect")
 
     def _drop(self, connection: _Connection, reason: str) -> None:
@@ -260,6 +283,8 @@ class TcpAcceptor:
         emptied = self.receiver.drain()
         self._monitor.read()
         self.watch.beat()
+        if len(self._connections) > self._most_pending:
+            self._limit_handshakes()
         for connection in list(self._connections.values()):
             if connection.peer is None or connection.tcp is None:
                 self._check_pending(connection)
@@ -267,7 +292,7 @@ class TcpAcceptor:
                 self._check_sender(connection, connection.peer, connection.tcp, emptied=emptied)
 
     def _check_pending(self, connection: _Connection) -> None:
-        if shut_down_flood(connection.fd, connection.host, self._port, _exceeds_handshake):
+        if shut_down_flood(connection.fd, connection.host, self.port, _exceeds_handshake):
             self._drop(connection, f"a connection from {connection.host} sent too much before it joined")
 
     def _check_sender(self, connection: _Connection, peer: Peer, tcp: TcpConnection, *, emptied: bool) -> None:
@@ -286,11 +311,11 @@ class TcpAcceptor:
         """End connections that have sent more than twice what they may, while the loop is blocked: in a thread."""
         for event, fd in self._monitor.undelivered():
             if event == zmq.EVENT_ACCEPTED:
-                shut_down_flood(fd, None, self._port, _exceeds_handshake)
+                shut_down_flood(fd, None, self.port, _exceeds_handshake)
         for connection in list(self._connections.values()):
             peer = connection.peer
             exceeds = _exceeds_handshake if peer is None else partial(self._exceeds_twice, peer)
-            shut_down_flood(connection.fd, connection.host, self._port, exceeds)
+            shut_down_flood(connection.fd, connection.host, self.port, exceeds)
 
     def _exceeds_twice(self, peer: Peer, received: int) -> bool:
         return peer.inflow.unread(received) > 2 * self._most_unread
@@ -316,7 +341,7 @@ class TcpAcceptor:
         if connection.tcp is not None:
             connection.tcp.shutdown()
         else:
-            shut_down(connection.fd, connection.host, self._port)
+            shut_down(connection.fd, connection.host, self.port)
 
     async def aclose(self) -> None:
         """Accept no more senders, and close the ZeroMQ socket when the last messages have left."""

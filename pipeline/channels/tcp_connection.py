@@ -28,6 +28,13 @@ UNSENT_BYTES = 2**18
 longer than its answer may take; the kernel keeps up to 4 MB by default."""
 
 
+def unread_of(connected: socket.socket) -> int:
+    """Return the bytes that wait in the kernel for a reader of a socket."""
+    unread = array.array("i", [0])
+    fcntl.ioctl(connected.fileno(), termios.FIONREAD, unread)
+    return unread[0]
+
+
 class TcpConnection:
     """A duplicate of the descriptor `fd` that ZeroMQ has of a connection."""
 
@@ -88,11 +95,14 @@ class TcpConnection:
         return int(self._info()[_BYTES_ACKED])
 
     @property
+    def unread(self) -> int:
+        """Return the bytes that were received and that ZeroMQ has not read."""
+        return unread_of(self._socket)
+
+    @property
     def idle_s(self) -> float:
         """Return the seconds for which nothing was received; 0 while ZeroMQ has not read everything."""
-        unread = array.array("i", [0])
-        fcntl.ioctl(self._socket.fileno(), termios.FIONREAD, unread)
-        return 0.0 if unread[0] else self._info()[_LAST_DATA_RECEIVED] / 1000
+        return 0.0 if self.unread else self._info()[_LAST_DATA_RECEIVED] / 1000
 
     def unresponsive(self, timeout_s: float | None) -> bool:
         """Return whether nothing was received for `timeout_s` in two checks in a row.

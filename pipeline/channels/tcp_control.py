@@ -18,6 +18,7 @@ from .heartbeat import DAMAGED, UNRESPONSIVE, ping
 from .socket_monitor import SocketMonitor
 from .tcp_address import TcpAddress, bracketed
 from .tcp_connection import TcpConnection
+from .tcp_handshakes import SETTLED_S
 from .transport import EVENTS, POLLIN, POLLOUT, dealer
 
 ADDRESS_S = 5.0
@@ -28,16 +29,15 @@ NEVER_MS = 2**31 - 1
 ends; where it waits, and has no connection meanwhile (`ZMQ_IMMEDIATE`), it delivers that first."""
 
 NO_CONNECTION = "is its process stopped, or does a firewall drop what is sent there?"
-NO_HANDSHAKE = "is its process stopped, or does a program other than penstock listen there?"
+NO_HANDSHAKE = "is its process stopped or too busy, or does a program other than penstock listen there?"
+
+OTHER_KEY = ": has it the same key?"
+TOO_BUSY = " after {:.0f} s: it is too busy to complete one, or has another key; connect again"
+"""A port refuses another key at once, and closes a connection that it got to too late no sooner than `SETTLED_S`."""
 
 _WATCHED = int(
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+    zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+)  # not its failures: see `ENDS_AND_BEGINNINGS`
 
 
 class TcpControl:
@@ -157,10 +157,13 @@ class _Attempt:
         with suppress(OSError):  # it has ended already, which the next event reports
             self._connection = TcpConnection(fd)
             self._connection.limit_unsent()
+        connected_s = anyio.current_time()
         with handshake_timeout(heartbeat_timeout_s, url, NO_HANDSHAKE):
             event, _ = await self._events.get()
         if event != zmq.EVENT_HANDSHAKE_SUCCEEDED or self._connection is None:
-            raise PeerClosed(f"the receiver at {url} ended the connection in the handshake: has it the same key?")
+            waited_s = anyio.current_time() - connected_s
+            likely = OTHER_KEY if waited_s < SETTLED_S else TOO_BUSY.format(waited_s)
+            raise PeerClosed(f"the receiver at {url} ended the connection in the handshake{likely}")
         self._monitor.close()
         return TcpControl(self._socket, self._connection, heartbeat_timeout_s)
 

@@ -12,6 +12,7 @@ the oldest one of the address with the most is closed, as at the port of a chann
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from urllib.parse import urlsplit
@@ -41,10 +42,19 @@ from ..._schemas.control import (
 from ..channels.heartbeat import CHECKS_PER_TIMEOUT, GRACE_S, UNRESPONSIVE
 from ..channels.keys import ChannelKey
 from ..channels.rejections import DisconnectOnError, RejectionCounter, reason_of, rejection_of
-from ..channels.socket_monitor import SocketMonitor
+from ..channels.socket_monitor import ENDS_AND_BEGINNINGS, SocketMonitor
 from ..channels.tcp_address import bind, bracketed, resolved
 from ..channels.tcp_connection import TcpConnection
-from ..channels.tcp_handshakes import LARGEST_HANDSHAKE_MESSAGE, MOST_OF_HANDSHAKE, excess, shut_down, shut_down_flood
+from ..channels.tcp_handshakes import (
+    FAILED,
+    LARGEST_HANDSHAKE_MESSAGE,
+    MOST_OF_HANDSHAKE,
+    SETTLED_S,
+    excess,
+    is_unserved,
+    shut_down,
+    shut_down_flood,
+)
 from ..channels.transport import HANDSHAKE_S, MAX_HANDSHAKES, router
 from ..channels.unread import FRAMING_BYTES, BlockedLoopWatch, Inflow
 from ..util.extras import extra
@@ -72,10 +82,6 @@ FLUSH_S = 5.0
 
 CHECK_INTERVAL_S = 1.0
 """The longest interval between checks for mirrors that are unresponsive, or have sent too much."""
-
-_WATCHED = int(
-    zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 class _Mirror:
@@ -133,8 +139,11 @@ class _Mirror:
 class _Connection:
     """A connection to the port."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, port: int | None) -> None:
         self.fd = fd
+        self.since_s = time.monotonic()
+        self._port = port
+        """The port to which it is."""
         self.host = ""
         """The other side's address, where the kernel still knew it."""
         self.mirror: _Mirror | None = None
@@ -145,6 +154,10 @@ class _Connection:
         """Closes it, unless its mirror answers before."""
         with suppress(OSError), TcpConnection(fd) as tcp:
             self.host = tcp.host
+
+    @property
+    def unserved(self) -> bool:
+        return is_unserved(self.fd, self.host, self._port)
 
     @property
     def pending(self) -> bool:
@@ -179,7 +192,7 @@ class WeightServer:
         self._limit_scheduled = False
         """Whether a count of the pending connections is scheduled."""
         self._loop = asyncio.get_running_loop()
-        self._monitor = SocketMonitor(socket, _WATCHED, self._on_event)
+        self._monitor = SocketMonitor(socket, ENDS_AND_BEGINNINGS, self._on_event)
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._check_interval_s = min(CHECK_INTERVAL_S, heartbeat_timeout_s / CHECKS_PER_TIMEOUT)
         self._check = self._loop.call_later(self._check_interval_s, self._check_connections)
@@ -235,6 +248,7 @@ class WeightServer:
         if rejection is not None:
             raise ProtocolMismatch(rejection.reason)
         connection.mirror = _Mirror(request, identity, self._send)
+        self._set_deadline(connection)
         header, pause = self._reader.layout.header, self._subscriptions.pause
         self._send_last(identity, Layout(PROTOCOL_VERSION, self._subscriptions.name, self._generation, pause, header))
 
@@ -322,21 +336,29 @@ class WeightServer:
         """Note the beginning or the end of a connection."""
         if event == zmq.EVENT_ACCEPTED:
             self._on_accepted(fd)
-        elif event == zmq.EVENT_DISCONNECTED:
-            self._forget(fd)
         else:
-            self._rejections.record("a handshake failed: the peer has another key or none, or is another program")
+            self._forget(fd)
 
     def _on_accepted(self, fd: int) -> None:
-        connection = self._connections[fd] = _Connection(fd)
-        connection.timer = self._loop.call_later(HANDSHAKE_S, self._expired, connection)
+        connection = self._connections[fd] = _Connection(fd, self._port)
+        self._set_deadline(connection)
         if not self._limit_scheduled and len(self._connections) > MAX_HANDSHAKES:
             self._limit_scheduled = True
             self._loop.call_soon(self._limit_pending)
 
-    def _expired(self, connection: _Connection) -> None:
+    def _set_deadline(self, connection: _Connection) -> None:
+        """Close a connection on which no mirror has answered within `HANDSHAKE_S` from now."""
+        if connection.timer is not None:
+            connection.timer.cancel()
+        due_s = self._loop.time() + HANDSHAKE_S
+        connection.timer = self._loop.call_later(HANDSHAKE_S, self._expired, connection, due_s)
+
+    def _expired(self, connection: _Connection, due_s: float) -> None:
+        late = self._loop.time() - due_s > SETTLED_S
         self._drain()
-        if connection.pending:
+        if connection.pending and (late or connection.unserved):
+            self._set_deadline(connection)  # the time in which this port did not get to it is not its peer's
+        elif connection.pending:
             self._drop(connection, f"a connection from {connection.host} did not subscribe for {HANDSHAKE_S} s")
 
     def _limit_pending(self) -> None:
@@ -382,6 +404,8 @@ class WeightServer:
             return
         if connection.timer is not None:
             connection.timer.cancel()
+        if connection.mirror is None and not connection.closing:
+            self._rejections.record(FAILED)
         if connection.mirror is not None:
             connection.mirror.on_end()
             if connection.mirror.tcp is not None:
@@ -391,6 +415,8 @@ class WeightServer:
         self._check = self._loop.call_later(self._check_interval_s, self._check_connections)
         emptied = self._drain()
         self.watch.beat()
+        if len(self._connections) > MAX_HANDSHAKES:
+            self._limit_pending()
         for connection in list(self._connections.values()):
             mirror = connection.mirror
             if mirror is None or mirror.tcp is None:
@@ -437,7 +463,8 @@ class WeightServer:
                 for mirror in mirrors:
                     if mirror.tcp is not None:
                         tasks.start_soon(mirror.tcp.finish, FLUSH_S)
-        for fd in list(self._connections):
+        for fd, connection in list(self._connections.items()):
+            connection.closing = True
             self._forget(fd)
 
 

@@ -1,0 +1,45 @@
+"""A relay between senders and a receiver over TCP that changes bits of what it forwards. Knows no messages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TypeAlias
+
+import anyio
+from anyio.abc import SocketAttribute, SocketStream
+
+__all__ = ["Change", "relayed"]
+
+Change: TypeAlias = Callable[[bool, bytes], bytes]
+"""Returns the bytes to forward in place of those that came next: to the receiver (True), or from it."""
+
+
+@asynccontextmanager
+async def relayed(to: int, changes: Callable[[], Change]) -> AsyncIterator[int]:
+    """Forward connections to port `to` within the body, each through a change of its own; yield the relay's port."""
+
+    async def relay(near: SocketStream) -> None:
+        with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            async with near, await anyio.connect_tcp("127.0.0.1", to) as far:
+                await _both(near, far, changes())
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, relay)
+        yield int(listener.extra(SocketAttribute.local_port))  # noqa: S610 (an attribute of a socket)
+        tasks.cancel_scope.cancel()
+
+
+async def _both(near: SocketStream, far: SocketStream, change: Change) -> None:
+    """Forward both directions of a connection until either ends."""
+
+    async def forward(source: SocketStream, sink: SocketStream, *, to_receiver: bool) -> None:
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+            async for part in source:
+                await sink.send(change(to_receiver, part))
+        directions.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as directions:
+        directions.start_soon(lambda: forward(near, far, to_receiver=True))
+        directions.start_soon(lambda: forward(far, near, to_receiver=False))

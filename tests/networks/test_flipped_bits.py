@@ -1,0 +1,207 @@
+"""A relay flips one bit of a connection: both ends are told, or it changed nothing. Neither waits for ever.
+
+CURVE authenticates contents. Lengths of frames, and what is sent before the keys are agreed on, are not authenticated:
+after a longer length, ZeroMQ takes all that follows for the rest of one message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+from chaos.relay import relayed
+from tests.failsafe import FAILSAFE_S
+
+from penstock import TrajectoryGroup
+from penstock.channels import connect, serve
+from penstock.errors import PenstockError
+from penstock.testing import group
+
+HEARTBEAT_S = 3.0
+
+RECORDS = 24
+"""Records of a connection: they and the credit for them take more than 20 KB in each direction that is flipped."""
+
+AT_ONCE = 32
+"""Connections at a time."""
+
+GREETING_BYTES, HANDSHAKE_FRAMES = 64, 2
+"""What each side sends before the keys are agreed on."""
+
+
+@dataclass
+class Flip:
+    """Flips one bit of a direction: of a frame's header, of the handshake, or of any byte.
+
+    Reads the frames of ZMTP on the way: positions of headers differ from one connection to the next.
+    """
+
+    to_receiver: bool
+    kind: str
+    """header, handshake or byte."""
+    number: int
+    """Which byte of the kind."""
+    bit: int
+    flipped_s: float | None = None
+    """When it was done."""
+    _seen: int = 0
+    _frames: int = 0
+    _header: bytearray = field(default_factory=bytearray)
+    _left: int = GREETING_BYTES
+    """Bytes left of the greeting, or of the present frame's content."""
+
+    def __call__(self, to_receiver: bool, part: bytes) -> bytes:  # noqa: FBT001 (see `Change`)
+        if to_receiver != self.to_receiver or self.flipped_s is not None:
+            return part
+        changed = bytearray(part)
+        for index, byte in enumerate(part):
+            if self._next_kind(byte) and self._count():
+                changed[index] ^= 1 << self.bit
+                self.flipped_s = time.monotonic()
+                break
+        return bytes(changed)
+
+    def _count(self) -> bool:
+        self._seen += 1
+        return self._seen > self.number
+
+    def _next_kind(self, byte: int) -> bool:
+        """Return whether the next byte of the direction is one of the kind."""
+        in_header = not self._left
+        handshake = self._frames <= HANDSHAKE_FRAMES
+        if in_header:
+            self._header.append(byte)
+            length = 8 if self._header[0] & 2 else 1
+            if len(self._header) == 1 + length:
+                self._left = int.from_bytes(self._header[1:], "big")
+                self._header.clear()
+                self._frames += 1
+        else:
+            self._left -= 1
+        return {"header": in_header, "handshake": handshake, "byte": True}[self.kind]
+
+
+class Told:
+    """A `PeerListener` that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.received_of: dict[str, list[int]] = {}
+        self.ended_s: dict[str, float] = {}
+
+    def received(self, peer: Any, record: Any) -> None:
+        self.received_of.setdefault(peer.name, []).append(int(record.instance_id))
+
+    def observed(self, peer: Any, payload: bytes) -> None:
+        pass
+
+    def lost(self, peer: Any, _: Exception) -> None:
+        self.ended_s.setdefault(peer.name, time.monotonic())
+
+    def closed(self, peer: Any) -> None:
+        self.ended_s.setdefault(peer.name, time.monotonic())
+
+    def disconnected(self, peer: Any) -> None:
+        pass
+
+
+@dataclass
+class Ends:
+    """What became of one connection."""
+
+    flip: Flip
+    intact: bool
+    """Whether all records arrived and both ends closed without an error."""
+    told_after_s: float
+    """Seconds from the flip until both ends were told, or had closed."""
+
+
+async def flipped(flips: Iterable[Flip]) -> list[Ends]:
+    """Send records through a relay once for each flip, `AT_ONCE` at a time, and wait until both ends are told."""
+    told, ends, pending = Told(), list[Ends](), iter(list(flips))
+    async with serve(
+        "tcp://127.0.0.1:0",
+        TrajectoryGroup,
+        capacity=4,
+        listener=told,
+        heartbeat_timeout_s=HEARTBEAT_S,
+        max_senders=2 * AT_ONCE,
+    ) as inbox:
+        inbox.keep_open()
+
+        async def receive() -> None:
+            while True:
+                await inbox.receive()
+
+        async def take_turns(lane: int) -> None:
+            for number, flip in enumerate(pending):
+                ends.append(await one(inbox, told, f"{lane}-{number}", flip))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            async with anyio.create_task_group() as lanes:
+                for lane in range(AT_ONCE):
+                    lanes.start_soon(take_turns, lane)
+            tasks.cancel_scope.cancel()
+    return ends
+
+
+async def one(inbox: Any, told: Told, name: str, flip: Flip) -> Ends:
+    """Send the records of one connection, and wait until both ends are told of its end."""
+    failure: Exception | None = None
+    async with relayed(int(inbox.url.rpartition(":")[2]), lambda: flip) as port:
+        try:
+            with anyio.fail_after(FAILSAFE_S):
+                url = f"tcp://127.0.0.1:{port}"
+                async with connect(url, TrajectoryGroup, name=name, heartbeat_timeout_s=HEARTBEAT_S) as outbox:
+                    for number in range(RECORDS):
+                        await outbox.send(group(instance_id=str(number), completion_lengths=[8]))
+                failure = outbox.failure
+        except PenstockError as error:
+            failure = error
+        sender_told_s = time.monotonic()
+    with anyio.fail_after(FAILSAFE_S):
+        while inbox.knows(name):  # noqa: ASYNC110 (its peer goes after the listener is told)
+            await anyio.sleep(0.01)
+    received = told.received_of.get(name, [])
+    assert received == list(range(len(received)))
+    last_s = max(sender_told_s, told.ended_s.get(name, 0.0))
+    return Ends(flip, failure is None and len(received) == RECORDS, last_s - (flip.flipped_s or last_s))
+
+
+def every(kind: str, numbers: Iterable[int], random: Random) -> Iterator[Flip]:
+    for number in numbers:
+        for to_receiver in (True, False):
+            yield Flip(to_receiver, kind, number, random.randrange(8))
+
+
+async def test_one_flipped_bit_is_told_to_both_ends() -> None:
+    """Lengths of frames are among them: a longer one made each end wait for the other for ever."""
+    random = Random(0)  # noqa: S311 (no secret)
+    headers = every("header", [0, 1, 6, 7, 13, 28, 40, 53], random)
+
+    ends = await flipped([*headers, *every("handshake", range(0, 300, 40), random)])
+
+    assert len(ends) == 32
+    assert sum(not each.intact for each in ends) > 16
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+async def test_each_flipped_bit_is_told_to_both_ends() -> None:
+    """Every byte of the handshake and of the headers of frames among the first 20 KB, and 500 others, both ways."""
+    random = Random(0)  # noqa: S311 (no secret)
+    flips = [
+        *every("handshake", range(600), random),
+        *every("header", range(400), random),
+        *every("byte", random.sample(range(20_000), 500), random),
+    ]
+
+    ends = [each for each in await flipped(flips) if each.flip.flipped_s is not None]
+
+    assert len(ends) > 1000
+    assert max(each.told_after_s for each in ends if not each.intact) < 2 * HEARTBEAT_S
