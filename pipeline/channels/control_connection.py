@@ -23,6 +23,7 @@ from ..errors import OutOfFileDescriptors, ProtocolMismatch
 from ..util.os_errors import EXHAUSTED, RAISE_LIMIT
 from .protocols import AsyncCloseable
 from .rejections import DisconnectOnError, RejectionCounter
+from .tcp_connection import unread_of
 
 _LENGTH = struct.Struct("<I")
 
@@ -66,6 +67,11 @@ class ControlConnection(AsyncCloseable):
         """Receive nothing more from the other side, which may not know yet: `receive` reaches the end of the stream."""
         with suppress(OSError):
             self._raw.shutdown(socket.SHUT_RD)
+
+    @property
+    def unread(self) -> int:
+        """Return the bytes that have arrived and were not received here."""
+        return unread_of(self._raw)
 
     @property
     def same_user(self) -> bool:

@@ -1,7 +1,7 @@
 """The acceptor of the shm transport: it admits or rejects each sender, and watches it until it disconnects.
 
 A peer may be of another program, or hostile: a handshake has a deadline, and the number of those in progress is
-bounded.
+bounded, by the rule of the tcp port.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -19,12 +20,14 @@ from anyio.abc import Listener, SocketStream
 
 from ..._schemas import ProtocolMismatch
 from ..._schemas.control import Connect, Ready, Reject
+from ..errors import PeerClosed
 from .control_connection import ControlConnection, serve_control
 from .heartbeat import GRACE_S
 from .peer import Peer
 from .rejections import DisconnectOnError, rejection_of
 from .remote_receiver import RemoteReceiver
 from .socket_monitor import SocketMonitor
+from .tcp_handshakes import SETTLED_S, excess
 from .transport import HANDSHAKE_S, MAX_HANDSHAKES, PayloadReader
 
 REJECT_TIMEOUT_S = 1.0
@@ -32,6 +35,29 @@ REJECT_TIMEOUT_S = 1.0
 
 Enter: TypeAlias = Callable[[ControlConnection], Awaitable[PayloadReader]]
 """Completes a handshake: receives the segment of the sender."""
+
+
+@dataclass(slots=True, eq=False)
+class _Handshake:
+    """A connection whose sender has not joined."""
+
+    connection: ControlConnection
+    host: str = ""
+    """The same for all: each is of this host."""
+    since_s: float = field(default_factory=time.monotonic)
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    timer: asyncio.TimerHandle | None = None
+    """Ends it."""
+    ended_for: str = ""
+    """Why it was ended, in words for its peer."""
+
+    @property
+    def unserved(self) -> bool:
+        return self.connection.unread > 0
+
+    def end(self, reason: str) -> None:
+        self.ended_for = reason
+        self.scope.cancel()
 
 
 class ShmAcceptor:
@@ -44,8 +70,8 @@ class ShmAcceptor:
         listener: Listener[SocketStream],
         enter: Enter,
     ) -> None:
-        self.handshakes = 0
-        """Handshakes in progress."""
+        self.handshakes: list[_Handshake] = []
+        """Handshakes in progress, the oldest first."""
         self._receiver = receiver
         self._admission, self._rejections = receiver.admission, receiver.rejections
         self._socket = socket
@@ -62,7 +88,7 @@ class ShmAcceptor:
         self._accept_task = self._loop.create_task(self._serve(), name="penstock shm acceptor")
 
     def __repr__(self) -> str:
-        return f"<ShmAcceptor: {self.handshakes} in handshake, {self._admission!r}>"
+        return f"<ShmAcceptor: {len(self.handshakes)} in handshake, {self._admission!r}>"
 
     async def aclose(self) -> None:
         """Accept no more senders, and close the ZeroMQ socket."""
@@ -85,27 +111,52 @@ class ShmAcceptor:
             await serve_control(self._listener, self._accept, self._rejections)
 
     async def _accept(self, connection: ControlConnection) -> None:
-        if self.handshakes >= self._admission.max_senders + MAX_HANDSHAKES:
-            self._rejections.record(f"{self.handshakes} other handshakes are in progress")
-            return
-        peer = await self._handshake(connection)
+        handshake = _Handshake(connection)
+        self.handshakes.append(handshake)
+        self._limit_handshakes()
+        try:
+            peer = await self._handshake(handshake)
+        finally:
+            self.handshakes.remove(handshake)
+            if handshake.timer is not None:
+                handshake.timer.cancel()
         if peer is not None:
             with DisconnectOnError(self._receiver.disconnect_for_error, peer):
                 await self._until_disconnected(connection)
             if (rejection := self._receiver.on_disconnect(peer)) is not None:
                 await _send_rejection(connection, rejection)
 
-    async def _handshake(self, connection: ControlConnection) -> Peer | None:
-        self.handshakes += 1
+    def _limit_handshakes(self) -> None:
+        """End the oldest handshakes where too many are in progress; look again while some of them are young."""
+        most = self._admission.max_senders + MAX_HANDSHAKES
+        waiting = [each for each in self.handshakes if not each.ended_for]
+        for handshake in (ended := excess(waiting, most)):
+            handshake.end("too many connections send no Connect")
+        if len(waiting) - len(ended) > most:
+            self._timers.add(self._loop.call_later(SETTLED_S, self._limit_handshakes))
+
+    async def _handshake(self, handshake: _Handshake) -> Peer | None:
+        self._set_deadline(handshake)
         try:
-            with anyio.fail_after(HANDSHAKE_S):
-                return await self._admit(connection)
+            with handshake.scope:
+                return await self._admit(handshake.connection)
+            self._rejections.record(handshake.ended_for)
+            await _send_rejection(handshake.connection, Reject(PeerClosed.__name__, handshake.ended_for))
         except Exception as error:  # noqa: BLE001 (whatever these bytes cause, they cost this connection alone)
             self._rejections.record(f"handshake failed: {type(error).__name__}: {error}", error)
-            await _send_rejection(connection, rejection_of(error))
-            return None
-        finally:
-            self.handshakes -= 1
+            await _send_rejection(handshake.connection, rejection_of(error))
+        return None
+
+    def _set_deadline(self, handshake: _Handshake) -> None:
+        """End a handshake that is not complete within `HANDSHAKE_S` from now."""
+        due_s = self._loop.time() + HANDSHAKE_S
+        handshake.timer = self._loop.call_later(HANDSHAKE_S, self._expired, handshake, due_s)
+
+    def _expired(self, handshake: _Handshake, due_s: float) -> None:
+        if self._loop.time() - due_s > SETTLED_S or handshake.unserved:
+            self._set_deadline(handshake)  # the time in which this receiver did not get to it is not its peer's
+        else:
+            handshake.end(f"a connection did not join within {HANDSHAKE_S} s")
 
     async def _admit(self, connection: ControlConnection) -> Peer | None:
         request = await connection.receive()

@@ -16,7 +16,6 @@ from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
 from penstock.channels import RemoteReceiver, connect, serve
-from penstock.errors import PeerClosed
 from penstock.testing import group
 
 Inbox = RemoteReceiver[TrajectoryGroup]
@@ -87,18 +86,21 @@ async def test_a_frame_that_no_sender_would_send_is_not_taken_in() -> None:
         assert inbox.rejected == 1
 
 
-async def test_more_introductions_than_may_be_under_way_are_refused_and_the_place_of_one_that_ends_is_free() -> None:
+async def test_silent_connections_keep_no_sender_out_and_the_oldest_of_too_many_are_closed() -> None:
     async with serve("shm://", TrajectoryGroup, max_senders=1) as inbox:
         with ExitStack() as strangers:
-            silent = [strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(66)]
+            silent = [strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(67)]
             for one in silent:
                 one.connect(control_socket_of(inbox.url))
-            await until_rejected(inbox, 1)  # the last: 64 beyond the senders may be under way
-            with pytest.raises(PeerClosed, match="closed the connection without an answer"):
-                async with connect(inbox.url, TrajectoryGroup):
-                    pass
-        await until_rejected(inbox, 67)  # all of them
-        await still_works(inbox)
+                one.setblocking(False)
+            await still_works(inbox)
+
+            await until_rejected(inbox, 2)  # 64 beyond the senders may be under way
+            for oldest in silent[:2]:
+                await anyio.wait_readable(oldest)
+                assert b"too many connections" in oldest.recv(2**10)
+            with pytest.raises(BlockingIOError):
+                silent[2].recv(1)
 
 
 async def test_unrequested_file_descriptors_are_closed() -> None:

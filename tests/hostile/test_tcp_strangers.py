@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -59,6 +60,13 @@ def is_ended(connection: socket.socket) -> bool:
 async def until_rejected(inbox: Inbox, count: int) -> None:
     with anyio.fail_after(FAILSAFE_S):
         while inbox.rejected < count:
+            await anyio.lowlevel.checkpoint()
+
+
+async def until_accepted(inbox: Inbox) -> None:
+    """Wait until the acceptor knows of a connection."""
+    with anyio.fail_after(FAILSAFE_S):
+        while "1 in handshake" not in repr(inbox.on_unknown):
             await anyio.lowlevel.checkpoint()
 
 
@@ -221,6 +229,40 @@ async def test_strangers_that_connect_and_disconnect_end_no_other_connection() -
         tasks.cancel_scope.cancel()
 
     assert sorted(received) == sorted(str(number) for number in range(30) for _ in range(3))
+
+
+# -- a port that is busy -----------------------------------------------------------------------------------------------
+
+
+async def test_a_sender_that_the_port_did_not_get_to_in_time_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, HANDSHAKE_S=0.5)
+    async with serve(LOOPBACK, TrajectoryGroup, key=KEY) as inbox:
+        with key_holder(inbox.url) as one:
+            await until_accepted(inbox)
+            one.send(connect_frame())
+            time.sleep(2.0)  # noqa: ASYNC251 (the event loop is blocked)
+
+            assert (await answer(one))[0] == "Accept"
+            one.send(wire.encode(wire.ready()))
+            assert (await answer(one))[0] == "Ready"
+
+
+async def test_a_sender_whose_connection_a_busy_port_closes_is_told_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def close_late() -> None:
+            with listener.accept()[0] as accepted:
+                accepted.settimeout(1.5)
+                with suppress(TimeoutError):
+                    while accepted.recv(4096):
+                        pass
+
+        thread = threading.Thread(target=close_late)
+        thread.start()
+        with pytest.raises(PeerClosed, match=r"in the handshake after \d s: it is too busy to complete one"):
+            async with connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}", TrajectoryGroup):
+                pass
+        await anyio.to_thread.run_sync(thread.join)
 
 
 # -- peers with the key ------------------------------------------------------------------------------------------------
