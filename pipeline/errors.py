@@ -185,6 +185,10 @@ class ClusterUnreachable(PenstockError, ConnectionError):
     """No Ray cluster answers at an address."""
 
 
+class ClusterLost(StageFailed):
+    """The head of a Ray cluster was lost during a run; the message has its address."""
+
+
 class WorkerRefused(PenstockError):
     """A pipeline has no place for a worker that wants to join it; the message says why."""
 

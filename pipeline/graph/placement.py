@@ -58,7 +58,9 @@ class Processes:
 
 
 def _restarts(restarts: int) -> str:
-    return {0: "no restarts", 1: "at most 1 restart each"}.get(restarts, f"at most {restarts} restarts each")
+    if not restarts:
+        return "no restarts"
+    return f"at most {restarts} restart{'s' if restarts > 1 else ''} an hour each"
 
 
 Strategy: TypeAlias = Literal["PACK", "SPREAD"]

@@ -67,7 +67,7 @@ def _stages(report: Report) -> Table:
 
 
 def _where(stage: StageStatistics) -> str:
-    """Return the placement, and the restarts that happened: `4 processes, at most 1 restart each; 2 restarted`."""
+    """Return the placement, and the restarts that happened: `2 processes, at most 1 restart …; 1 restarted`."""
     restarted = sum(worker.restarts for worker in stage.workers)
     return stage.placement + (f"; {restarted} restarted" if restarted else "")
 

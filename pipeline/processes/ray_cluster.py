@@ -6,10 +6,13 @@ that connected to it, and everything that was reserved or created is released.
 
 from __future__ import annotations
 
+import atexit
 import logging
-import signal
+import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -22,9 +25,19 @@ import anyio.to_thread
 from ..errors import ClusterUnreachable, PlacementTimedOut
 from ..graph.placement import Ray
 from ..util.extras import extra
+from .ray_head import RayHead
 
 REACH_S = 5.0
 """Bound on the attempt to connect to a cluster."""
+
+RECONNECT_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Ray's variable for the time after which it ends a process that does not reach the head."""
+
+KEPT_S = 3600.0
+"""Its value for this process, which notices the loss itself."""
+
+EXIT_S = 20.0
+"""Seconds that the end of this process may take once the head is lost."""
 
 T = TypeVar("T")
 
@@ -32,7 +45,8 @@ T = TypeVar("T")
 class Reservation:
     """The places of a stage's workers in a cluster: one bundle of a placement group for each."""
 
-    def __init__(self, group: Any, on: Ray, *, for_actors: dict[str, Any]) -> None:
+    def __init__(self, group: Any, on: Ray, head: RayHead, *, for_actors: dict[str, Any]) -> None:
+        self.head = head
         self._group = group
         self._on = on
         self._for_actors = for_actors
@@ -58,24 +72,8 @@ def import_ray() -> Any:
     Raises:
         MissingExtra: Ray is not installed.
     """
-    with _keeping_sigterm(), extra("ray", "a stage on ray()"):
+    with extra("ray", "a stage on ray()"):
         return import_module("ray")
-
-
-@contextmanager
-def _keeping_sigterm() -> Iterator[None]:
-    """Restore the handler of SIGTERM after the body.
-
-    Ray installs one when it is imported, and another one, in C++, when it connects. The latter aborts the process three
-    seconds after the signal, where the run may still be writing its checkpoint.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGTERM) if in_main_thread else None
-    try:
-        yield
-    finally:
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
 
 
 @asynccontextmanager
@@ -90,22 +88,41 @@ async def reserved(on: Ray, stage: str) -> AsyncIterator[Reservation]:
     ray = import_ray()
     ours = not ray.is_initialized()
     if ours:
-        with _keeping_sigterm():
-            await in_thread(_connect, ray, on)
+        await in_thread(_connect, ray, on)
+    head = RayHead(ray.get_runtime_context().gcs_address)
     try:
         for_actors = {} if ours or not on.runtime_env else {"runtime_env": dict(on.runtime_env)}
         group = await in_thread(_create_group, on)
         try:
             if not await in_thread(partial(group.wait, timeout_seconds=on.placement_timeout_s)):
                 raise PlacementTimedOut(await in_thread(_table, ray, on, stage))
-            yield Reservation(group, on, for_actors=for_actors)
+            yield Reservation(group, on, head, for_actors=for_actors)
         finally:
-            with anyio.CancelScope(shield=True):
-                await in_thread(_remove_group, group)
+            if not head.lost:
+                with anyio.CancelScope(shield=True):
+                    await in_thread(_remove_group, group)
     finally:
-        if ours:
+        if ours and head.lost:
+            _abandon()
+        elif ours:
             with anyio.CancelScope(shield=True):
                 await in_thread(ray.shutdown)
+
+
+def _abandon() -> None:
+    """Bound the end of this process, which Ray delays to ask a head that is lost: for 15 seconds, or without end."""
+    worker: Any = import_module("ray._private.worker")
+    if sys.excepthook is worker.custom_excepthook:  # it reports exceptions to the head
+        sys.excepthook = worker.normal_excepthook
+    ending = threading.Event()
+    threading.Thread(target=_exit_after, args=(ending,), name="penstock exit", daemon=True).start()
+    atexit.register(ending.set)  # called before the function of Ray, which was registered first
+
+
+def _exit_after(ending: threading.Event) -> None:
+    ending.wait()
+    time.sleep(EXIT_S)
+    os._exit(1)
 
 
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:
@@ -119,7 +136,8 @@ def _connect(ray: Any, on: Ray) -> None:
     logger.setLevel(logging.ERROR)  # it warns that it cannot handle SIGTERM in a thread, which it need not
     try:
         _check_reachable(on.address)
-        ray.init(address=on.address, runtime_env=dict(on.runtime_env) or None, configure_logging=False)
+        with _without_ends_by_ray():
+            ray.init(address=on.address, runtime_env=dict(on.runtime_env) or None, configure_logging=False)
     except OSError as error:
         raise ClusterUnreachable(
             f"expected a Ray cluster at address={on.address!r}, got {error}: start one with `ray start --head`, or let "
@@ -127,6 +145,25 @@ def _connect(ray: Any, on: Ray) -> None:
         ) from error
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _without_ends_by_ray() -> Iterator[None]:
+    """Have Ray leave SIGTERM, and the loss of its head, to this process; for the body, which connects to a cluster.
+
+    Otherwise it installs a handler in C++, which aborts the process three seconds after the signal, and ends the
+    process a minute after the loss: in both cases the run may still be writing its checkpoint.
+    """
+    constants: Any = import_module("ray._private.ray_constants")
+    before = constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER, os.environ.get(RECONNECT_TIMEOUT)
+    constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER, os.environ[RECONNECT_TIMEOUT] = True, f"{KEPT_S:.0f}"
+    try:
+        yield
+    finally:
+        constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER, timeout = before
+        os.environ.pop(RECONNECT_TIMEOUT)
+        if timeout is not None:
+            os.environ[RECONNECT_TIMEOUT] = timeout
 
 
 def _check_reachable(address: str) -> None:

@@ -18,6 +18,7 @@ from ..channels.merged_receiver import MergedReceiver
 from ..graph.context import Worker
 from ..graph.placement import Ray
 from .ray_cluster import Reservation, import_ray, in_thread
+from .ray_head import RayHead
 from .worker_accounting import WorkerAccounting
 from .worker_messages import Failed, StageConfig, Starting, WorkerChannels, decode_events
 from .worker_progress import WorkerProgress
@@ -34,7 +35,17 @@ KILL_S = 30.0
 class RayWorker:
     """One actor, until Ray has reported its end; a `WorkerHandle`."""
 
-    def __init__(self, config: StageConfig, actor: Any, place: Any, result: Any, receiver: MergedReceiver[Any]) -> None:
+    def __init__(
+        self,
+        config: StageConfig,
+        actor: Any,
+        place: Any,
+        result: Any,
+        *,
+        head: RayHead,
+        receiver: MergedReceiver[Any],
+    ) -> None:
+        self._head = head
         self.progress = WorkerProgress(
             config.name,
             config.worker,
@@ -114,7 +125,7 @@ class RayWorker:
                     log.warning("worker_killed", worker=self.progress.name, pid=self.progress.pid, waited_s=within_s)
             if self.running:
                 self._end()
-                with anyio.move_on_after(KILL_S):
+                with anyio.move_on_after(0 if self._head.lost else KILL_S):
                     await self.exited()
 
     @property
@@ -179,7 +190,7 @@ class RaySpawner:
         except BaseException:
             self._accounting.not_started(name)
             raise
-        return RayWorker(config, actor, place, result, self._receiver)
+        return RayWorker(config, actor, place, result, head=self._reservation.head, receiver=self._receiver)
 
     def _create(self, config: StageConfig) -> tuple[Any, Any, Any]:
         from .ray_worker import StageActor  # noqa: PLC0415 (its module is imported by the actors)

@@ -7,6 +7,7 @@ own. What Ray pickles is the stage and its `StageConfig`; records and reports ar
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from ..channels.keys import ChannelKey
 from ..channels.tcp_address import bracketed
 from ..util.exception_groups import single_exception
 from ..util.host import host_identity
-from .worker_messages import Failed, Finished, StageConfig, WorkerEvent, encode_event
+from ..util.signals import cancelled_by_sigterm
+from .worker_messages import Failed, Finished, Left, StageConfig, WorkerEvent, encode_event
 from .worker_stage import Link, description_of, run_stage, traceback_of
 
 
@@ -41,18 +43,26 @@ class StageActor:
         """Run `stage`, in `directory` where that exists here.
 
         Returns:
-            A `Finished` or `Failed` event, encoded; nothing where the pipeline has closed the channel.
+            A `Finished`, `Left` or `Failed` event, encoded.
         """
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of Ray raises SystemExit in whatever runs
         with suppress(OSError):
             if directory:
                 os.chdir(directory)
-        event: WorkerEvent = Finished()
+        event: WorkerEvent
         try:
-            anyio.run(run_stage, stage, config, SharedCounters(bytearray(COUNTERS_BYTES)), _link_to(config))
+            event = anyio.run(_run, stage, config)
         except BaseException as error:  # noqa: BLE001 (also what ends a process is an end of the stage)
             cause = single_exception(error)
             event = Failed(description_of(cause), traceback_of(cause))
         return encode_event(event)
+
+
+async def _run(stage: Any, config: StageConfig) -> WorkerEvent:
+    """Run `stage` until it returns, or leaves at SIGTERM, as of `ray stop` and of a node that is drained."""
+    with anyio.CancelScope() as scope, cancelled_by_sigterm(scope):
+        await run_stage(stage, config, SharedCounters(bytearray(COUNTERS_BYTES)), _link_to(config))
+    return Left("it was stopped by SIGTERM") if scope.cancel_called else Finished()
 
 
 def node_address() -> str:

@@ -7,7 +7,6 @@ parent. The kernel kills it when its parent dies. It ends on SIGTERM, and leaves
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import mmap
 import os
@@ -23,7 +22,7 @@ import msgspec
 
 from ..accounting.shared_counters import SharedCounters
 from ..util.exception_groups import single_exception
-from ..util.signals import handled_stop_signals
+from ..util.signals import cancelled_by_sigterm, handled_stop_signals
 from .worker_messages import Failed, Finished, ProcessConfig, Starting, WorkerEvent, encode_event
 from .worker_payload import open_payload
 from .worker_stage import Link, description_of, importing_main, run_stage, traceback_of
@@ -88,23 +87,10 @@ def _report(config: ProcessConfig, event: WorkerEvent) -> None:
 async def _run(stage: Any, config: ProcessConfig) -> bool:
     """Run `stage` until it returns or SIGTERM arrives; return whether it was SIGTERM."""
     link = Link(config.of_stage.channels.outbox_url, "shm://", None, "", lambda event: _report(config, event))
-    with mmap.mmap(config.counters, mmap.PAGESIZE) as page, anyio.CancelScope() as scope, _cancelled_by_sigterm(scope):
+    with mmap.mmap(config.counters, mmap.PAGESIZE) as page, anyio.CancelScope() as scope, cancelled_by_sigterm(scope):
         counters = SharedCounters(page)
         try:
             await run_stage(stage, config.of_stage, counters, link)
         finally:
             counters.close()
     return scope.cancel_called
-
-
-class _cancelled_by_sigterm:  # noqa: N801 (used like a function)
-    """Cancels `scope` on SIGTERM within the body."""
-
-    def __init__(self, scope: anyio.CancelScope) -> None:
-        self._scope = scope
-
-    def __enter__(self) -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._scope.cancel)
-
-    def __exit__(self, *_: object) -> None:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)

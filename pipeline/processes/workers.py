@@ -107,6 +107,8 @@ class Workers:
         self._accounting.on_event = self._supervisor.handle
         self._spawning: Callable[[], AbstractAsyncContextManager[Spawner]]
         """Returns what starts them, within `serve`."""
+        self._watched: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+        """Ends the body where what the workers depend on is lost."""
         self._receiver: AnyReceiver
         """The channel on which they send; open within `serve`."""
         self._reserved: ExitStack
@@ -147,6 +149,7 @@ class Workers:
         from . import ray_cluster, ray_spawner, ray_worker  # noqa: PLC0415 (Ray is an extra)
 
         reservation = await stack.enter_async_context(ray_cluster.reserved(on, self._node.name))
+        self._watched = reservation.head.watched
         secret = secrets.token_bytes(SECRET_BYTES)
         here = await stack.enter_async_context(self._served("shm://"))
         address = await ray_cluster.in_thread(ray_worker.node_address)
@@ -208,13 +211,15 @@ class Workers:
 
         Raises:
             WorkerFailed: the stage raised in a worker, or a worker died more often than it may be restarted.
+            ClusterLost: the head of their Ray cluster was lost.
         """
         self._reserved.close()  # every stage has reserved its own by now
         feed = None
         if self._feeder is not None and inbox is not None:
             self._feeder.inbox, feed = inbox, self._feeder.feed
         with self._ledger.on_step(self._notify_of_step):
-            await self._supervisor.run(self._spawning(), feed)
+            async with self._watched():
+                await self._supervisor.run(self._spawning(), feed)
         self._receiver.let_end()
 
     def _notify_of_step(self, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._pipeline.errors import (
     ChannelFull,
+    ClusterLost,
     ClusterUnreachable,
     DiskFull,
     EngineFailed,
@@ -79,6 +80,7 @@ from ._pipeline.errors import (
 
 __all__ = [
     "ChannelFull",
+    "ClusterLost",
     "ClusterUnreachable",
     "DiskFull",
     "EngineFailed",

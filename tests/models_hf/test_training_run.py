@@ -301,7 +301,7 @@ def test_the_samplers_of_a_run_can_be_actors_of_ray(values: dict[str, Any]) -> N
 
     described = describe_run(load_run_config(values, overrides))
 
-    assert "2 actors of Ray, SPREAD, each reserves 1 CPU, 0.5 GPU, 1 rack, at most 1 restart each" in described
+    assert "2 actors of Ray, SPREAD, each reserves 1 CPU, 0.5 GPU, 1 rack, at most 1 restart an hour each" in described
 
 
 @pytest.mark.parametrize(

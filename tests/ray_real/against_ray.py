@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from tests.pages import program
 from tests.processes.worker_sinks import Attentive, Commit
 from tests.processes.worker_stages import Double, ReadWhatOneMakes, Sample, SampleAndDie, attempts_in
 from tests.ray_real import stages
-from tests.ray_real.conftest import AddNode
+from tests.ray_real.conftest import AddNode, OwnHead
 
 from penstock import ReceiveChannel, Report, TrajectoryGroup, current, ray, source
 from penstock.accounting import WorkerStatistics
@@ -234,7 +235,7 @@ async def test_a_dead_actor_is_replaced_and_what_arrived_is_kept(on: Any) -> Non
 async def test_an_actor_that_dies_too_often_ends_the_run_by_name(on: Any) -> None:
     pipeline = source(SampleAndDie(20, lives=9), on=on(workers=2, restarts=1)).sink(Commit())
 
-    death = r"SampleAndDie 1/2, restart 1 \(pid \d+\) died: .*; it may be restarted 1 times"
+    death = r"SampleAndDie 1/2, restart 1 \(pid \d+\) died: .*; it may be restarted 1 times within an hour"
     with pytest.raises(WorkerFailed, match=death):
         await pipeline.run()
 
@@ -294,6 +295,65 @@ async def until(condition: Any) -> None:
     with anyio.fail_after(FAILSAFE_S):
         while not condition():  # noqa: ASYNC110 (no event tells of it)
             await anyio.sleep(0.05)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+async def test_an_actor_that_gets_sigterm_is_replaced_like_one_that_died(on: Any, rounds: int) -> None:
+    sink = Attentive()
+    pipeline = source(stages.SampleForever(), on=on(workers=1, restarts=rounds)).sink(sink)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pipeline.run)
+        for restarts in range(rounds):
+            await until(lambda: running_since(pipeline, restarts))  # noqa: B023 (called at once)
+            os.kill(workers_now(pipeline)[0].pid or 0, signal.SIGTERM)
+        await until(lambda: running_since(pipeline, rounds))
+        tasks.cancel_scope.cancel()
+
+    assert pipeline.report is not None
+    assert pipeline.report.balance.balanced
+    assert all("left: it was stopped by SIGTERM" in reason for reason in pipeline.report.balance.reasons["lost"])
+
+
+def running_since(pipeline: Any, restarts: int) -> bool:
+    """Return whether the worker runs that was started after so many others."""
+    (worker,) = workers_now(pipeline)
+    return worker.state == "running" and worker.restarts == restarts
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_loss_of_the_head_ends_the_run_with_a_checkpoint_and_a_report(
+    own_head: OwnHead, tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-m", "tests.ray_real.losing_its_head", own_head.address, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "step 3\n"
+        own_head.signal(number)
+        lost = time.monotonic()
+        report = script.stdout.readline()
+        reported_s = time.monotonic() - lost
+        _, errors = script.communicate()
+        own_head.signal(signal.SIGKILL)
+
+    assert report == (
+        f"ClusterLost, step-00000003: expected an answer of the head of the Ray cluster at {own_head.address}\n"
+    )
+    assert reported_s < 40
+    assert script.returncode == 1, errors
+
+
+@pytest.mark.parametrize("moment", range(3))
+def test_sigterm_while_a_run_connects_to_ray_ends_it_in_order(cluster: Any, moment: int) -> None:
+    command = [sys.executable, "-m", "tests.ray_real.connecting", cluster.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "connecting\n"
+        time.sleep(moment * 0.3)  # a moment within the call, or soon after it
+        script.terminate()
+        _, errors = script.communicate()
+
+    assert script.returncode == 143, errors
+    assert "the run was stopped by SIGTERM" in errors
 
 
 # -- places that do not exist ------------------------------------------------------------------------------------------

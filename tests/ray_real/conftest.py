@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -41,6 +43,34 @@ def cluster(_settings: None) -> Iterator[Any]:
     made.wait_for_nodes()
     try:
         yield made
+    finally:
+        made.shutdown()
+
+
+@dataclass(frozen=True)
+class OwnHead:
+    """A cluster of one node, whose head a test kills."""
+
+    cluster: Any
+
+    @property
+    def address(self) -> str:
+        """The address of the head."""
+        return str(self.cluster.address)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the processes of the head."""
+        for name in ("gcs_server", "raylet"):
+            for info in self.cluster.head_node.all_processes[name]:
+                info.process.send_signal(number)
+
+
+@pytest.fixture
+def own_head(_settings: None) -> Iterator[OwnHead]:
+    """Start a cluster of its own."""
+    made = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    try:
+        yield OwnHead(made)
     finally:
         made.shutdown()
 

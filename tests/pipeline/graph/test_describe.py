@@ -14,7 +14,7 @@ def test_a_pipeline_is_drawn_from_top_to_bottom() -> None:
     )
 
     assert pipeline.describe().splitlines() == [
-        "Groups   4 processes, at most 1 restart each",
+        "Groups   4 processes, at most 1 restart an hour each",
         "  │ shm: 8 records and 1.5 MiB for each process",
         "DropOdd  here",
         "  │ memory: 1 record",

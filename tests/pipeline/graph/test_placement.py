@@ -9,9 +9,9 @@ from penstock.errors import InvalidConfig
 def test_a_placement_reads_like_a_sentence() -> None:
     assert str(here()) == "here"
     assert str(processes(1, restarts=0)) == "1 process, no restarts"
-    assert str(processes(4)) == "4 processes, at most 1 restart each"
-    assert str(processes(4, restarts=3)) == "4 processes, at most 3 restarts each"
-    assert str(ray(workers=1)) == "1 actor of Ray, SPREAD, each reserves 1 CPU, at most 1 restart each"
+    assert str(processes(4)) == "4 processes, at most 1 restart an hour each"
+    assert str(processes(4, restarts=3)) == "4 processes, at most 3 restarts an hour each"
+    assert str(ray(workers=1)) == "1 actor of Ray, SPREAD, each reserves 1 CPU, at most 1 restart an hour each"
     assert (
         str(ray(4, num_cpus=0, num_gpus=0.5, resources={"slot": 2}, strategy="PACK", restarts=0))
         == "4 actors of Ray, PACK, each reserves 0.5 GPU, 2 slot, no restarts"

@@ -79,7 +79,7 @@ def test_the_restarts_that_happened_are_apart_from_those_that_are_allowed() -> N
 
     text = str(report(statistics=PipelineStatistics(stages=(stage,), edges=())))
 
-    assert "2 processes, at most 1 restart each; 1 restarted" in text
+    assert "2 processes, at most 1 restart an hour each; 1 restarted" in text
 
 
 def test_rich_prints_it_with_styles_and_str_without() -> None:

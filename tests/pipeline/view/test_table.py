@@ -23,7 +23,7 @@ from penstock.channels import ChannelStatistics
 def stage(name: str, waiting_for: str = "", workers: Sequence[WorkerStatistics] = ()) -> StageStatistics:
     return StageStatistics(
         name=name,
-        placement=f"{len(workers)} processes, at most 1 restart each" if workers else "here",
+        placement=f"{len(workers)} processes, at most 1 restart an hour each" if workers else "here",
         state="running",
         waiting_for=waiting_for,
         waited_for_records_s=12.0,
