@@ -13,7 +13,7 @@
 #   make test-verl       verl's own trainer, on a CPU; installs verl, Ray and what they need first (410 MB)
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
-#   make chaos [SEED=3 MINUTES=10]   random kills, stops and cuts, with nothing lost, doubled, hung or left over
+#   make chaos [SEED=3 MINUTES=10]   random kills, stops, cuts, flips and floods, with nothing lost, doubled, hung or left over
 #   make bench           the benchmarks; results in runs/bench
 #   make setup           only the environment
 #   make clean           remove what the others made, except runs/

@@ -1,9 +1,10 @@
-"""Inject random kills, stops and disconnections for ten minutes, and check that nothing is lost, doubled or left over.
+"""Inject random kills, stops, cuts, flips and floods for ten minutes; check that nothing is lost, doubled or left over.
 
     python -m chaos --minutes 10 --seed 0
 
 Rounds of a few seconds follow one another: a pipeline with workers; senders that outlive their trainer, over shared
-memory, over TCP, and over TCP between two network namespaces whose link is set down. The trainer writes a journal and
+memory, over TCP, over TCP through a relay that flips bits while peers with the key flood the trainer and die, and over
+TCP between two network namespaces whose link is set down. The trainer writes a journal and
 checkpoints, and is restarted in the same folder when it was killed, as its senders are. Every byte is compared with its
 expected value, which is computed from the record's id. Only records that a worker held when it died may be missing, and
 the run must report them as lost.
@@ -79,6 +80,26 @@ def _counts(injected: Counter[str]) -> str:
     return ", ".join(f"{number} × {fault}" for fault, number in sorted(injected.items())) or "no fault"
 
 
+KINDS = {
+    "lost": ("are missing", "lost as"),
+    "doubled": ("times",),
+    "hung": ("hangs",),
+    "ended": ("ended with",),
+    "left over": ("left behind",),
+}
+"""Parts of the descriptions of each kind of error."""
+
+
+def verdict(wrong: list[str]) -> str:
+    """Return the count of each kind of error, in a line; those of no kind are named others."""
+    counts = Counter(_kind(each) for each in wrong)
+    return ", ".join(f"{counts[kind]} {kind}" for kind in (*KINDS, "others"))
+
+
+def _kind(wrong: str) -> str:
+    return next((kind for kind, parts in KINDS.items() if any(part in wrong for part in parts)), "others")
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m chaos", description=(__doc__ or "").split("\n", 1)[0])
@@ -89,7 +110,7 @@ def main() -> None:
     arguments = parser.parse_args()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphaned processes become children of this one
     wrong = run_all(arguments.seed, arguments.minutes, arguments.only, arguments.round_s)
-    print(f"WRONG in {len(wrong)} ways" if wrong else "nothing lost, doubled, hung or left over")
+    print(verdict(wrong))
     sys.exit(bool(wrong))
 
 

@@ -1,4 +1,4 @@
-"""The programs of a round's processes: trainers, senders, and holders of network namespaces. Each dies with the driver.
+"""The programs of a round's processes: trainers, senders, flooders, holders of namespaces. Each dies with the driver.
 
     python -m chaos.actors '{"role": "sender", …}'
 
@@ -40,6 +40,7 @@ from penstock.accounting import CommittedPrompts
 from penstock.channels import ChannelKey, connect_with_replay
 from penstock.training import latest_checkpoint, write_checkpoint
 
+from .flooder import flood
 from .records import check_batch, check_record, record_of
 
 __all__ = ["Found", "Spec", "read_trained"]
@@ -58,7 +59,7 @@ AWAITED_S = 300.0
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of one process."""
 
-    role: Literal["trainer", "sender", "holder"]
+    role: Literal["trainer", "sender", "holder", "flooder"]
     parent: int
     """Process id of the driver."""
     place: str
@@ -250,7 +251,13 @@ async def hold(_: Spec) -> None:
     await anyio.sleep_forever()
 
 
-ROLES = {"trainer": run_trainer, "sender": run_sender, "holder": hold}
+async def run_flooder(spec: Spec) -> None:
+    """Flood the trainer, and die."""
+    assert spec.loaded_key is not None  # noqa: S101 (a port has one)
+    flood(spec.url, spec.loaded_key, str(spec.lane))
+
+
+ROLES = {"trainer": run_trainer, "sender": run_sender, "holder": hold, "flooder": run_flooder}
 
 
 def main() -> None:

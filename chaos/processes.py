@@ -17,12 +17,16 @@ import anyio
 import msgspec
 
 from .actors import Spec
+from .relay import BitFlips
 
-__all__ = ["Actor", "RoundProcesses", "children_of", "left_of"]
+__all__ = ["Actor", "RoundProcesses", "Wire", "children_of", "left_of"]
 
 ROOT = Path(__file__).parents[1]
 
 START = "from chaos.actors import main; main()"
+
+FLIPS = 0.7
+"""The share of flips among the faults on the wire."""
 
 STOPPED_S = 4.0
 """Most seconds that a process is stopped: twice the heartbeat timeout of its peers."""
@@ -87,6 +91,17 @@ class Actor:
         return [self.process.pid, *children_of(self.process.pid)]
 
 
+@dataclass(frozen=True)
+class Wire:
+    """The relay between senders and a trainer, and a flood of the trainer itself."""
+
+    flips: BitFlips
+    flooded: Spec
+    """The configuration of the trainer, whose port is flooded."""
+    port: int
+    """The relay's port."""
+
+
 @dataclass
 class RoundProcesses:
     """All processes of a round, and the faults that were injected."""
@@ -95,7 +110,9 @@ class RoundProcesses:
     actors: list[Actor] = field(default_factory=list)
     """Processes that get faults."""
     holders: list[Actor] = field(default_factory=list)
-    """Processes that hold network namespaces."""
+    """Processes that hold network namespaces, and flooders."""
+    wire: Wire | None = None
+    """What can be disturbed between the processes."""
     injected: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
@@ -123,6 +140,20 @@ class RoundProcesses:
                 await self._inject(pidfd, fault, stopped_s)
             finally:
                 os.close(pidfd)
+
+    async def disturb(self, wire: Wire) -> None:
+        """Flip a bit of what is sent next, or flood the trainer once."""
+        if self.random.random() < FLIPS:
+            self.injected["flip"] += 1
+            wire.flips.due = True
+            return
+        self.injected["flood"] += 1
+        number = self.injected["flood"]
+        flooder = Actor("flooder", msgspec.structs.replace(wire.flooded, role="flooder", lane=number))
+        self.holders.append(flooder)
+        flooder.start()
+        if (status := await flooder.end()) != -signal.SIGKILL:
+            self.wrong.append(f"flooder ended with {status}: {flooder.tail()}")
 
     async def _inject(self, pidfd: int, fault: str, stopped_s: float) -> None:
         self.injected[fault] += 1

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -25,16 +25,18 @@ from penstock.channels import ChannelKey
 
 from .actors import Found, Spec, read_trained
 from .network import NEAR, Link, LinkNotPossible, apart, within
-from .processes import Actor, RoundProcesses, children_of, left_of
+from .processes import Actor, RoundProcesses, Wire, children_of, left_of
 from .records import every_id
+from .relay import BitFlips, relayed
 
 __all__ = ["SCENARIOS", "Outcome", "Scenario", "judge", "run_round"]
 
-Scenario: TypeAlias = Literal["workers", "shm", "tcp", "namespaces"]
-"""workers: a pipeline with its sources and a stage in workers · shm, tcp: senders that outlive their trainer ·
-namespaces: as tcp, the senders in another network namespace, and the link is set down too. All have a journal."""
+Scenario: TypeAlias = Literal["workers", "shm", "tcp", "wire", "namespaces"]
+"""workers: a pipeline with its sources and a stage in workers · shm, tcp: senders that outlive their trainer · wire: as
+tcp, through a relay that flips bits, and peers with the key flood the trainer and die · namespaces: as tcp, the senders
+in another network namespace, and the link is set down too. All have a journal."""
 
-SCENARIOS: tuple[Scenario, ...] = ("workers", "shm", "tcp", "namespaces")
+SCENARIOS: tuple[Scenario, ...] = ("workers", "shm", "tcp", "wire", "namespaces")
 
 LANES, COUNT = 3, 400
 """Senders, and records of each."""
@@ -44,6 +46,9 @@ TRAJECTORIES = 2
 
 CUTS = 0.4
 """The share of disconnections among faults, where there is a link."""
+
+ON_THE_WIRE = 0.7
+"""The share of flips and floods among faults, where there is a relay."""
 
 REMOVE = "import os, shutil, sys; sys.stdin.read()\nwhile os.path.exists(sys.argv[1]): shutil.rmtree(sys.argv[1], True)"
 """Removes a folder when the driver closes its stdin or is killed; processes that die just then may still write."""
@@ -141,11 +146,14 @@ def _configure(processes: RoundProcesses, scenario: Scenario, folder: Path) -> L
     if scenario == "namespaces":
         near, far = (_holder(processes, spec, name) for name in ("near", "far"))
         link = Link(near, far)
-    if scenario in {"tcp", "namespaces"}:
+    if scenario in {"tcp", "wire", "namespaces"}:
         ChannelKey.create(folder / "key")
         url = f"tcp://{NEAR if link else '127.0.0.1'}:{_free_port()}"
         spec = msgspec.structs.replace(spec, url=url, key=str(folder / "key"))
     processes.actors.append(Actor("trainer", spec, within(near)))
+    if scenario == "wire":
+        processes.wire = Wire(BitFlips(processes.random), spec, _free_port())
+        spec = msgspec.structs.replace(spec, url=f"tcp://127.0.0.1:{processes.wire.port}")
     for lane in range(LANES if scenario != "workers" else 0):
         sender = msgspec.structs.replace(spec, role="sender", lane=lane)
         processes.actors.append(Actor(f"sender-{lane}", sender, within(far)))
@@ -172,7 +180,7 @@ def _free_port() -> int:
 
 async def _run_round(processes: RoundProcesses, link: Link | None, finish: anyio.Path, seconds: float) -> None:
     """Inject faults for a while, then wait until all processes have ended."""
-    async with anyio.create_task_group() as tasks:
+    async with _relay(processes.wire), anyio.create_task_group() as tasks:
         for actor in processes.actors:
             tasks.start_soon(processes.run, actor)
         await _inject(processes, link, seconds)
@@ -190,8 +198,16 @@ async def _inject(processes: RoundProcesses, link: Link | None, seconds: float) 
             await anyio.sleep(processes.random.expovariate(1 / EVERY_S))
             if link is not None and processes.random.random() < CUTS:
                 await _cut(processes, link)
+            elif processes.wire is not None and processes.random.random() < ON_THE_WIRE:
+                faults.start_soon(processes.disturb, processes.wire)
             else:
                 faults.start_soon(processes.inject_fault)
+
+
+def _relay(wire: Wire | None) -> AbstractAsyncContextManager[object]:
+    if wire is None:
+        return nullcontext()
+    return relayed(int(wire.flooded.url.rpartition(":")[2]), lambda: wire.flips, wire.port)
 
 
 async def _cut(processes: RoundProcesses, link: Link) -> None:

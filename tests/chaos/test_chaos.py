@@ -32,7 +32,7 @@ WELL = Found(stop_reason="end of stream", balanced=True, in_flight=0, lost={})
 DIED = {"Check 1/1 (pid 7) was killed by SIGKILL": 2}
 
 
-PLAYED = ("shm", "workers")
+PLAYED = ("shm", "wire", "workers")
 """The scenarios of `make test`; the others cut lines between hosts instead."""
 
 
@@ -40,13 +40,13 @@ PLAYED = ("shm", "workers")
     "scenario",
     [pytest.param(scenario, marks=[pytest.mark.long] if scenario not in PLAYED else []) for scenario in SCENARIOS],
 )
-def test_with_random_kills_stops_and_cuts_nothing_is_lost_doubled_hung_or_left_over(scenario: str) -> None:
+def test_with_random_kills_stops_cuts_flips_and_floods_nothing_is_lost_doubled_hung_or_left_over(scenario: str) -> None:
     command = [*COMMAND, "--only", scenario, "--seed", "3", "--round-s", "3"]
 
     ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
 
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.endswith("nothing lost, doubled, hung or left over\n")
+    assert ran.stdout.endswith("0 lost, 0 doubled, 0 hung, 0 ended, 0 left over, 0 others\n")
 
 
 @pytest.fixture
