@@ -106,6 +106,7 @@ class SourceEnv:
             begins_at_most=self._begins_at_most,
             check_workers=self.check_workers,
             assign=self.assign,
+            groups_at_once=self.groups_at_once,
             tokenizers=tokenizer_of(self, self.chat, self.policy, self.make_env),
             evaluation=self.evaluation,
         )
@@ -239,6 +240,11 @@ class SourceEnv:
         )
 
     @property
+    def groups_at_once(self) -> int:
+        """Return the number of groups that a worker samples at a time."""
+        return max(1, self.concurrency // self.group_size)
+
+    @property
     def synchronous(self) -> bool:
         """Return whether all trajectories of a step are sampled with the weights of the step before it."""
         return self.max_lag == 0 and self.step_groups is not None
@@ -335,7 +341,7 @@ class _RolloutScheduler:
         self._outbox = outbox
         self._context = context
         self._env = source.env_name
-        self._groups = anyio.Semaphore(max(1, source.concurrency // source.group_size))
+        self._groups = anyio.Semaphore(source.groups_at_once)
         """One permit for each group that is being sampled, or waits to be sent."""
         self._assignments = context.assignments
         limited = self._assignments is None

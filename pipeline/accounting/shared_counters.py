@@ -108,16 +108,14 @@ class SharedCounters:
         """Return all words but the step, for a reader that has no access to the page."""
         return list(self._words[:-1])
 
-    def report_reasons(self, reasons: Mapping[str, Mapping[str, int]]) -> None:
-        """Take in the reasons of a report.
+    def report(self, counts: list[int], reasons: Mapping[str, Mapping[str, int]]) -> None:
+        """Take in the reasons of a report; the `counts` are read where they are.
 
         Raises:
-            ProtocolMismatch: they count more trajectories than have ended in the worker.
+            ProtocolMismatch: the reasons count more trajectories than have ended in the worker.
         """
-        for state in END_STATES:
-            count, ended = sum(reasons.get(state, {}).values()), self.ended(state)
-            if count > ended:
-                raise ProtocolMismatch(f"expected reasons of {ended} trajectories that are {state}, got {count}")
+        del counts
+        _check_reasons(reasons, self.counts())
         self.reasons = reasons
 
     def close(self) -> None:
@@ -141,24 +139,36 @@ class ReportedCounters(SharedCounters):
         """Trajectories that the worker admitted: those that it reported, or those that arrived or ended, if more."""
         return max(self._words[0], self.taken_over + sum(self.ended(state) for state in END_STATES))
 
-    def update(self, counts: list[int]) -> None:
-        """Take in the counts of a report.
+    def report(self, counts: list[int], reasons: Mapping[str, Mapping[str, int]]) -> None:
+        """Take in a report.
 
         Raises:
-            ProtocolMismatch: there are not as many as `SharedCounters.counts` returns, or no worker counts so.
+            ProtocolMismatch: no worker counts so.
         """
-        before = self.counts()
-        if len(counts) != len(before):
-            raise ProtocolMismatch(f"expected a report of {len(before)} counts, got {len(counts)}")
-        # A worker has counts that never fall; it trains nothing; and it ends no more than it has admitted. No worker
-        # admits so many between two reports.
-        admitted, _, *ended = counts
-        plausible = (
-            all(count >= earlier for count, earlier in zip(counts, before, strict=True))
-            and not ended[END_STATES.index("trained")]
-            and sum(ended) <= admitted <= before[0] + MOST_ADMITTED
-        )
-        if not plausible:
-            raise ProtocolMismatch(f"expected counts that a worker may have after {before}, got {counts}")
+        _check_counts(counts, self.counts())
+        _check_reasons(reasons, counts)
         for index, count in enumerate(counts):
             self._words[index] = count
+        self.reasons = reasons
+
+
+def _check_counts(counts: list[int], before: list[int]) -> None:
+    if len(counts) != len(before):
+        raise ProtocolMismatch(f"expected a report of {len(before)} counts, got {len(counts)}")
+    # A worker has counts that never fall; it trains nothing; and it ends no more than it has admitted. No worker admits
+    # so many between two reports.
+    admitted, _, *ended = counts
+    plausible = (
+        all(count >= earlier for count, earlier in zip(counts, before, strict=True))
+        and not ended[END_STATES.index("trained")]
+        and sum(ended) <= admitted <= before[0] + MOST_ADMITTED
+    )
+    if not plausible:
+        raise ProtocolMismatch(f"expected counts that a worker may have after {before}, got {counts}")
+
+
+def _check_reasons(reasons: Mapping[str, Mapping[str, int]], counts: list[int]) -> None:
+    for state, ended in zip(END_STATES, counts[2:], strict=True):
+        count = sum(reasons.get(state, {}).values())
+        if count > ended:
+            raise ProtocolMismatch(f"expected reasons of {ended} trajectories that are {state}, got {count}")

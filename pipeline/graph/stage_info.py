@@ -64,6 +64,8 @@ class StageInfo:
     """Called with a number of workers; raises InvalidConfig where so many cannot share its work."""
     assign: Assign | None = None
     """Of a source whose workers, however many, can be told which prompts to sample, by `Context.assignments`."""
+    groups_at_once: int = 1
+    """Of a source that can `assign`, the number of groups that one worker samples at a time."""
     tokenizers: tuple[Any, ...] | None = None
     """The tokenizers that it uses, or their `TokenizerIdentity`. Empty where it uses one that is not known; None where
     it uses none."""

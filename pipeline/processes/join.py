@@ -65,6 +65,7 @@ from .worker_messages import (
     Joins,
     Leaves,
     Left,
+    NoneLeft,
     PublishedWeights,
     Refused,
     StageConfig,
@@ -263,15 +264,18 @@ class _Session:
                 await self._run(joined)
             case Refused(reason):
                 raise WorkerRefused(f"the pipeline at {self._url} has no place for this worker: {reason}")
+            case NoneLeft():
+                return True
             case _:
-                pass  # nothing is left to do, it was asked to stop, or the connection has ended
+                pass  # it was asked to stop, or the connection has ended
         return self._stopping.is_set() or not isinstance(self._sender.failure, PeerLost | SenderTimedOut)
 
     async def _answer(self) -> WorkerInstruction | None:
         """Wait for the answer; return None where this worker is asked to stop before, or the connection ends."""
         async with cancelled_after(self._sender.wait_failed), cancelled_after(self._stopping.wait):
             return await self._instructions.get()
-        return None
+        # The pipeline ends the connection of a worker that it gives no place, right after the reason.
+        return None if self._instructions.empty() else self._instructions.get_nowait()
 
     async def _run(self, joined: Joined) -> None:
         config = joined.config

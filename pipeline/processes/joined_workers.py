@@ -26,7 +26,7 @@ from ..accounting.telemetry import get_logger
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
 from ..channels.remote_receiver import RemoteReceiver
-from ..errors import PenstockError, SenderRejected, WorkerFailed, WorkersAbsent
+from ..errors import PenstockError, ProtocolMismatch, SenderRejected, WorkerFailed, WorkersAbsent
 from ..graph.context import Worker
 from ..graph.placement import Joining
 from ..graph.stage_info import Assignment
@@ -44,6 +44,7 @@ from .worker_messages import (
     NoneLeft,
     PublishedWeights,
     Refused,
+    Serving,
     StageConfig,
     Wants,
     WorkerChannels,
@@ -147,6 +148,7 @@ class JoinedWorkers(Supervisor):
         accounting: WorkerAccounting,
         *,
         prompts: Callable[[], AsyncIterator[Assignment]] | None,
+        groups_at_once: int,
         feeder: Feeder | None,
         ledger: Ledger,
     ) -> None:
@@ -157,6 +159,7 @@ class JoinedWorkers(Supervisor):
             on: its placement.
             accounting: accounts for them.
             prompts: returns the prompts of a source that can assign them; None for another stage.
+            groups_at_once: the number of prompts that a worker of such a source samples at a time.
             feeder: of a middle stage; None for a source.
             ledger: of the run.
         """
@@ -169,17 +172,23 @@ class JoinedWorkers(Supervisor):
         """The digest of that from which they have to make the stage; set before `run`."""
         self._joining = on
         self._prompts = prompts
+        self._groups_at_once = groups_at_once
         self._feeder = feeder
         self._ledger = ledger
         self._requests: deque[tuple[Peer, Joins]] = deque()
         """Those who wait for a place."""
         self._by_peer: dict[Peer, JoinedWorker] = {}
         """The workers, by their connection."""
+        self._requested = WeakSet[Peer]()
+        """The connections that have asked for a place."""
         self._placed = WeakSet[Peer]()
-        """The connections that have asked for a place: what others send is not taken."""
+        """The connections that were given a place: what others send is not taken."""
         accounting.takes = self._placed.__contains__
+        accounting.on_room = self._let_full_ask
         self._asking: deque[Peer] = deque()
         """Those who wait for a prompt."""
+        self._full: list[Peer] = []
+        """Those who have asked for one, and hold as many groups as they may."""
         self._none_left = False
         """Whether all prompts are assigned."""
         self._over = False
@@ -203,23 +212,50 @@ class JoinedWorkers(Supervisor):
     def handle(self, worker: Peer, event: WorkerEvent) -> None:
         """Handle an event of `worker`, which may not have a place yet."""
         match event:
-            case Joins() if self._over:
-                self._instruct(worker, NoneLeft())
+            case Joins() if worker in self._requested:
+                raise ProtocolMismatch("expected one request for a place on a connection, got another one")
             case Joins():
-                if worker not in self._placed:
-                    self._placed.add(worker)
+                self._requested.add(worker)
+                if self._over:
+                    self._turn_away(worker, NoneLeft())
+                else:
                     self._requests.append((worker, event))
             case Wants():
-                known = self._by_peer.get(worker)
-                if known is not None and known.progress.name == worker.name:  # it knows its place
-                    self._asking.append(worker)
+                self._ask(worker)
+            case Serving(url) if not url.startswith("tcp://"):
+                raise ProtocolMismatch(f"expected the URL of an inbox over tcp, got {url!r}")
             case Leaves():
-                self._progress(worker, event)
-                if self._prompts is not None:
+                known = self._by_peer.get(worker)
+                if known is not None and self._prompts is not None and not known.progress.leaving.is_set():
                     self._instruct(worker, NoneLeft())  # after all that it was assigned
+                self._progress(worker, event)
             case _:
                 self._progress(worker, event)
         self._changed.wake_all()
+
+    def _ask(self, worker: Peer) -> None:
+        """Note that a worker asks for a prompt.
+
+        Raises:
+            ProtocolMismatch: it asks for more at a time than it could sample, or for prompts of a stage that has none.
+        """
+        most = 0 if self._prompts is None else self._groups_at_once
+        if self._asking.count(worker) + self._full.count(worker) >= most:
+            raise ProtocolMismatch(f"expected at most {most} requests for prompts at a time, got more")
+        if worker in self._by_peer:
+            self._asking.append(worker)
+
+    def _let_full_ask(self) -> None:
+        """Have workers that held as many groups as they may ask again: one of them may hold another."""
+        self._asking.extend(self._full)
+        self._full.clear()
+        self._changed.wake_all()
+
+    def _turn_away(self, peer: Peer, instruction: WorkerInstruction) -> None:
+        """Tell a worker why it gets no place, and end its connection."""
+        self._instruct(peer, instruction)
+        peer.dismissed = True
+        peer.control.shutdown_read()
 
     def _progress(self, peer: Peer, event: WorkerEvent) -> None:
         if (worker := self._by_peer.get(peer)) is not None:
@@ -230,7 +266,8 @@ class JoinedWorkers(Supervisor):
         handle = self._workers[worker.index]
         assert isinstance(handle, JoinedWorker)  # noqa: S101 (see `_give_places`)
         handle.peer.name = name
-        self._accounting.open_reported(name)
+        self._placed.add(handle.peer)
+        self._accounting.open_reported(name, worker)
         address = self._joining.weights
         weights = None
         if address is not None:
@@ -246,6 +283,8 @@ class JoinedWorkers(Supervisor):
             WorkersAbsent: there was no worker for too long.
         """
         log.info("workers_may_join", stage=self._name, url=self.receiver.url)
+        if self._prompts is not None:  # sampled at a time, and sent and not yet received
+            self._accounting.most_held = self._groups_at_once + self.receiver.config.capacity
         try:
             async with spawning as spawner, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._limit_absence)
@@ -255,11 +294,9 @@ class JoinedWorkers(Supervisor):
                     tasks.start_soon(self._look_for_the_end, self._feeder)
                 await self._give_places(spawner, tasks, feed)
                 self._over = True
-                for peer, _ in self._requests:
-                    self._instruct(peer, NoneLeft())
                 for peer in self.receiver.peers.values():
                     if peer not in self._placed:
-                        peer.control.shutdown_read()
+                        self._turn_away(peer, NoneLeft())
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             raise first_exception(group, PenstockError) from None
@@ -274,7 +311,7 @@ class JoinedWorkers(Supervisor):
                     continue
                 if (refused := self._refusal(request)) is not None:
                     log.warning("worker_refused", worker=peer.name, reason=refused.reason)
-                    self._instruct(peer, refused)
+                    self._turn_away(peer, refused)
                     continue
                 sharing = self._on.count if self._prompts is None else 1  # then the first one evaluates for all
                 worker = Worker(place, sharing, self._starts[place])
@@ -411,9 +448,13 @@ class JoinedWorkers(Supervisor):
     def _asked(self) -> bool:
         """Return whether a worker asks for a prompt; drop those that have ended, or are leaving."""
         while self._asking:
-            known = self._by_peer.get(self._asking[0])
+            # There are three cases: it has ended, or is leaving; it holds as many groups as it may; it may have one.
+            peer = self._asking[0]
+            known = self._by_peer.get(peer)
             if known is not None and not known.progress.leaving.is_set():
-                return True
+                if not self._accounting.is_full(peer.name):
+                    return True
+                self._full.append(peer)
             self._asking.popleft()
         return False
 

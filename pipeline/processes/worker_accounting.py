@@ -7,26 +7,29 @@ process, and the accounting records which worker has which of them.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
 
 from ..._schemas import GroupId
+from ..._schemas.bounds import MOST_NAMES
 from ..._schemas.errors import UNREADABLE
 from ..accounting.ledger import Ledger
-from ..accounting.repetition_sets import exclude, mask_of, masks_by_group, set_mask, trajectories
+from ..accounting.repetition_sets import exclude, iter_bits, mask_of, masks_by_group, set_mask, trajectories
 from ..accounting.shared_counters import EndState, ReportedCounters, SharedCounters
-from ..accounting.telemetry import Metrics, WaitAggregator, get_logger
+from ..accounting.telemetry import Metrics, Observations, WaitAggregator, get_logger
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
 from ..channels.shared_memory import scratch
 from ..errors import PeerLost, ProtocolMismatch
+from ..graph.context import Worker
 from ..graph.edge import EdgeCounter
-from .worker_messages import Connected, WorkerEvent, WorkerReport
+from .worker_messages import Connected, Joins, WorkerEvent, WorkerReport
 
 log = get_logger("penstock.pipeline")
 
@@ -65,6 +68,12 @@ class _Worker:
     """True once every record that it sent was received."""
     version: int | None = None
     """The newest weights with which its last record was sampled."""
+    connected: bool = False
+    """Whether it has reported that its stage begins."""
+    place: Worker | None = None
+    """Its place, where it has joined."""
+    metrics: set[str] = field(default_factory=set)
+    """The names of its metrics, where it has joined."""
 
     def take(self, group: GroupId, mask: int) -> int:
         """Remove repetitions from `held`, and return those that were in it."""
@@ -89,6 +98,10 @@ class WorkerAccounting:
         self.on_event: OnEvent = lambda _worker, _event: None
         self.takes: Callable[[Peer], bool] = lambda _worker: True
         """Returns whether what a sender sends is that of a worker: only those that join can be others."""
+        self.most_held: float = math.inf
+        """The number of groups that a worker which is told what to sample may hold."""
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when a worker that held so many may hold another one."""
         self._ledger = ledger
         self._metrics = metrics
         self._counter = counter
@@ -108,9 +121,12 @@ class WorkerAccounting:
             self._attach(opened, SharedCounters(opened.memory))
         return fd
 
-    def open_reported(self, worker: str) -> None:
-        """Begin to account for `worker`, which runs where its counters cannot be read, and reports them."""
-        self._workers[worker] = opened = _Worker()
+    def open_reported(self, worker: str, place: Worker | None = None) -> None:
+        """Begin to account for `worker`, which runs where its counters cannot be read, and reports them.
+
+        `place` is that of one that has joined.
+        """
+        self._workers[worker] = opened = _Worker(place=place)
         if self._source:
             self._attach(opened, ReportedCounters())
 
@@ -149,25 +165,37 @@ class WorkerAccounting:
         known = self._workers.get(worker)
         return None if known is None or known.version is None else self._ledger.step - known.version
 
+    def is_full(self, worker: str) -> bool:
+        """Return whether `worker` holds as many groups as it may."""
+        known = self._workers.get(worker)
+        return known is not None and len(known.held) >= self.most_held
+
     def returned(self, worker: str, record: Any) -> None:
         """Record that `worker` does not have `record`: it could not be sent, or was returned."""
         if known := self._workers.get(worker):
-            for group, mask in masks_by_group(record):
-                known.take(group, mask)
+            self._take(known, masks_by_group(record))
+
+    def _take(self, known: _Worker, taken: Iterable[tuple[GroupId, int]]) -> None:
+        """Remove repetitions of groups from what a worker holds."""
+        full = len(known.held) >= self.most_held
+        for group, mask in taken:
+            known.take(group, mask)
+        if full and len(known.held) < self.most_held:
+            self.on_room()
 
     def received(self, peer: Peer, record: Any) -> Any:
         """Take a record over from a worker, without the trajectories that the ledger has already.
 
         See `PeerListener`.
+
+        Raises:
+            ProtocolMismatch: the sender has no place among the workers, or was not given these trajectories.
         """
         known = self._workers.get(peer.name)
         if not self.takes(peer):  # it has the key of workers that join, and is none
-            log.warning("stranger_disconnected", peer=peer.name, pid=peer.pid)
-            peer.control.shutdown_read()
-            return None
-        if known is not None and len(record.policy_versions):
-            known.version = int(record.policy_versions.max())
+            raise ProtocolMismatch("expected records of a worker that has a place, got some of another sender")
         if not self._source:
+            _check_given(known, record)
             self.returned(peer.name, record)
             if self._assigned:
                 self._ledger.succeed(len(record))
@@ -175,35 +203,70 @@ class WorkerAccounting:
             record = exclude(record, copies)
         if record is not None:
             self._counter.count(record)
+            if known is not None and len(record.policy_versions):
+                known.version = int(record.policy_versions.max())
         return record
 
     def observed(self, peer: Peer, payload: bytes) -> None:
-        """Merge the report of a worker into the run's metrics and ledger; see `PeerListener`."""
-        report = _read(peer, payload)
+        """Merge the report of a worker into the run's metrics and ledger; see `PeerListener`.
+
+        Raises:
+            ProtocolMismatch: it is none, or this worker may not send it.
+        """
+        report, takes = _read(peer, payload), self.takes(peer)
+        if not takes and not (report.alone and isinstance(report.event, Joins)):
+            raise ProtocolMismatch("expected a request for a place, or the report of a worker that has one")
+        known = self._workers.get(peer.name) if takes else None
         if report.observations is not None:
-            self._metrics.merge(report.observations)
+            self._merge(known, report.observations)
         if report.event is not None:
-            self.on_event(peer, report.event)
-            if isinstance(report.event, Connected) and (self._source or self._assigned):
-                peer.stepped(self._ledger.step, self._ledger.published)  # it could not read the step where it began
-        if report.alone or not self.takes(peer):
-            return
-        known = self._workers.get(peer.name)
-        if known is None:
-            return
+            self._handle(peer, known, report.event)
+        if known is not None and not report.alone:
+            self._count(known, report)
+
+    def _merge(self, known: _Worker | None, observed: Observations) -> None:
+        if known is not None and known.place is not None:
+            self._check_observations(known, known.place, observed)
+        self._metrics.merge(observed)
+
+    def _handle(self, peer: Peer, known: _Worker | None, event: WorkerEvent) -> None:
+        self.on_event(peer, event)
+        begins = isinstance(event, Connected) and known is not None and not known.connected
+        if known is not None and begins and (self._source or self._assigned):
+            known.connected = True
+            peer.stepped(self._ledger.step, self._ledger.published)  # it could not read the step where it began
+
+    def _count(self, known: _Worker, report: WorkerReport) -> None:
+        """Count what has ended in a worker, as it reports."""
         if known.counters is not None:
-            if isinstance(known.counters, ReportedCounters):
-                known.counters.update(report.counts)
-            known.counters.report_reasons({str(state): counts for state, counts in report.reasons.items()})
+            known.counters.report(report.counts, {str(state): counts for state, counts in report.reasons.items()})
             self._ledger.failures_changed()
         for ending in report.endings:  # a worker can end only trajectories that were sent to it
-            taken = known.take(ending.group, mask_of(ending.repetitions))
-            self._ledger.end(trajectories(ending.group, taken), ending.state, ending.reason)
+            ended = known.held.get(ending.group, 0) & mask_of(ending.repetitions)
+            self._take(known, [(ending.group, ended)])
+            self._ledger.end(trajectories(ending.group, ended), ending.state, ending.reason)
+
+    def _check_observations(self, known: _Worker, place: Worker, observed: Observations) -> None:
+        """Check that a worker which has joined has no more metrics than it may, and evaluates its own share.
+
+        Raises:
+            ProtocolMismatch: saying what it has.
+        """
+        known.metrics.update(observed.means, observed.totals, observed.maxima, observed.minima, observed.gauges)
+        if len(known.metrics) > MOST_NAMES:
+            raise ProtocolMismatch(f"expected at most {MOST_NAMES} metrics of a worker, got {len(known.metrics)}")
+        newest = max(self._ledger.step, self._ledger.published or 0)
+        for part in observed.evaluations:
+            if (part.worker, part.workers) != (place.index, place.count) or part.step > newest:
+                raise ProtocolMismatch(
+                    f"expected an evaluation of step {newest} or before by worker {place.index} of {place.count}, got "
+                    f"one of step {part.step} by worker {part.worker} of {part.workers}"
+                )
 
     def lost(self, peer: Peer, error: PeerLost) -> None:  # noqa: ARG002 (the supervisor has the reason of its exit)
         """Record that all records that a lost worker had published were received; see `PeerListener`."""
         self.closed(peer)
-        if peer.unresponsive_s is not None:
+        if peer.unresponsive_s is not None and self.takes(peer):
             self.on_unresponsive(peer.name, UNRESPONSIVE.format(peer.unresponsive_s))
 
     def closed(self, peer: Peer) -> None:
@@ -251,6 +314,21 @@ class WorkerAccounting:
         if count:
             report = log.info if known.reason in {RUN_ENDED, RUN_FAILED} else log.warning  # the worker did not fail
             report(f"trajectories_{known.state}", worker=worker, count=count, reason=known.reason)
+
+
+def _check_given(known: _Worker | None, record: Any) -> None:
+    """Check that a worker which is given its trajectories sends no others.
+
+    Raises:
+        ProtocolMismatch: naming the group.
+    """
+    for group, mask in masks_by_group(record):
+        others = mask & ~(0 if known is None else known.held.get(group, 0))
+        if others:
+            raise ProtocolMismatch(
+                f"expected trajectories that this worker was given, got repetitions {list(iter_bits(others))[:8]} of "
+                f"{group.env}/{group.instance_id}"
+            )
 
 
 def _read(peer: Peer, payload: bytes) -> WorkerReport:

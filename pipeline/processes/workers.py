@@ -7,6 +7,7 @@ workers as they have credit, so a slow worker gets fewer.
 from __future__ import annotations
 
 import secrets
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import (
@@ -32,7 +33,7 @@ from ..channels.merged_receiver import AnyReceiver, MergedReceiver
 from ..channels.remote_receiver import RemoteReceiver
 from ..channels.tcp_address import bracketed
 from ..channels.transports import connect, serve
-from ..errors import NobodyListens
+from ..errors import NobodyListens, ProtocolMismatch
 from ..graph.context import Context
 from ..graph.edge import EdgeCounter
 from ..graph.placement import Joining, Ray, Remote
@@ -60,6 +61,9 @@ while it starts one."""
 
 MOST_JOINED = 16_384
 """Workers that may join a stage at a time; what the process may open bounds them before."""
+
+_UNREACHABLE = (NobodyListens, ProtocolMismatch, ValueError, socket.gaierror)
+"""The exceptions of a feed whose worker has named a URL at which it does not serve an inbox."""
 
 _WORKER_DIED = (anyio.BrokenResourceError, anyio.EndOfStream)
 """The exceptions of a feed whose worker died; the supervisor reports the death and its reason."""
@@ -100,6 +104,7 @@ class Workers:
                 on,
                 accounting,
                 prompts=None if assign is None else lambda: assign(ledger, lambda: accounting.groups_held),
+                groups_at_once=info_of(node.stage).groups_at_once,
                 feeder=feeder,
                 ledger=ledger,
             )
@@ -276,13 +281,14 @@ class _Feeder:
         try:
             key = self.key if url.startswith("tcp://") else None
             name, bound_s = f"feed of {worker}", self.heartbeat_timeout_s
-            async with (
-                connect(url, self.record_type, name=name, key=key, heartbeat_timeout_s=bound_s) as outbox,
-                cancelled_after(leaving.wait),
-            ):
-                await self._send_all(worker, outbox)
-        except NobodyListens as error:
-            return str(error)
+            async with AsyncExitStack() as stack:
+                connecting = connect(url, self.record_type, name=name, key=key, heartbeat_timeout_s=bound_s)
+                try:
+                    outbox = await stack.enter_async_context(connecting)
+                except _UNREACHABLE as error:
+                    return str(error)
+                async with cancelled_after(leaving.wait):
+                    await self._send_all(worker, outbox)
         except _WORKER_DIED:
             pass  # the supervisor reports it
         return ""

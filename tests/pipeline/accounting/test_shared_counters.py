@@ -12,7 +12,7 @@ def test_reported_counts_are_those_of_the_worker() -> None:
     own.end("failed", 2)
     own.step = 7
 
-    reported.update(own.counts())
+    reported.report(own.counts(), {})
 
     assert (reported.admitted, reported.ended("failed"), reported.step) == (5, 2, 0)
 
@@ -27,4 +27,4 @@ def test_what_arrived_before_its_report_counts_as_admitted() -> None:
 
 def test_a_report_of_another_version_is_refused() -> None:
     with pytest.raises(ProtocolMismatch, match=r"expected a report of \d+ counts, got 1"):
-        ReportedCounters().update([1])
+        ReportedCounters().report([1], {})
