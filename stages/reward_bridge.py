@@ -24,7 +24,7 @@ from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
 from .._pipeline.durability.run_changes import StageFacts
 from .._pipeline.errors import NoRewards
-from .._pipeline.graph.context import drop
+from .._pipeline.graph.context import current, drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_first
 from .._pipeline.util.user_code import await_user, call_user, open_user
@@ -202,6 +202,7 @@ class RewardBridge:
         with unwrap_first():
             async with AsyncExitStack() as stack:
                 calls = {each.name: await self._open(each, stack) for each in self.components}
+                stack.enter_context(current().watch_loop(max(each.reward_timeout_s for each in self.components)))
                 tasks = await stack.enter_async_context(anyio.create_task_group())
                 async for group in inbox:
                     before, left = queued[-1][0] if queued else None, anyio.Event()

@@ -216,7 +216,8 @@ class SourceEnv:
             open_tasks(self.make_env, self.decodes_with, self.chat, threads=self.threads, seed=self.seed) as begin,
             open_user(self.policy.open, context.worker) as engine,
         ):
-            await _RolloutScheduler(self, begin, engine, outbox, context).work()
+            with context.watch_loop(self.rollout_timeout_s):
+                await _RolloutScheduler(self, begin, engine, outbox, context).work()
 
     def evaluated(self, engine: Engine, worker: Worker, make_env: Callable[[], Environment], prompts: int) -> SourceEnv:
         """Return the source of the completions of one set of `evaluation`; repeatable where this one is."""

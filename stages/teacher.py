@@ -122,7 +122,7 @@ class Teacher:
         parts = {"policy": self.tokenizer, "teacher": self.policy.tokenizer}
         await anyio.to_thread.run_sync(call_user, check_tokenizers, parts)  # it may read files
         async with open_user(self.policy.open, current().worker) as engine:
-            with unwrap_single():
+            with unwrap_single(), current().watch_loop(self.teacher_timeout_s):
                 async with anyio.create_task_group() as tasks:
                     requests = _TeacherRequests(self, engine, outbox, tasks)
                     async for group in inbox:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -88,6 +88,10 @@ def _always() -> bool:
     return True
 
 
+def _unwatched(_: float) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """Everything that a stage can use besides its channels."""
@@ -105,6 +109,9 @@ class Context:
     """Called with samples of what a step trained; one list for all stages of a run."""
     nothing_on_the_way: Callable[[], bool] = _always
     """Returns whether every trajectory in flight is in this stage or downstream of it."""
+    watch_loop: Callable[[float], AbstractContextManager[None]] = _unwatched
+    """Returns the watch on the event loop of a worker, which ends where the loop does not run for longer than so many
+    seconds, the bound of the stage on its calls. Nothing is watched in the trainer's process."""
     on_sink_returned: list[Callable[[], None]] = field(default_factory=list)
     """Called when the sink has returned; a stage that has any is not cancelled then."""
 

@@ -36,7 +36,7 @@ def main(encoded: str) -> None:
     die_with(config.parent)
     for number in {signal.SIGINT, signal.SIGHUP} & set(handled_stop_signals()):
         signal.signal(number, lambda *_: None)  # a handler, because programs that it starts would inherit SIG_IGN
-    for fd in (config.payload, config.counters, config.events):
+    for fd in (config.payload, config.counters, config.events, config.watched):
         os.set_inheritable(fd, False)
     try:
         stopped = anyio.run(_run, _load(config), config)
@@ -86,7 +86,8 @@ def _report(config: ProcessConfig, event: WorkerEvent) -> None:
 
 async def _run(stage: Any, config: ProcessConfig) -> bool:
     """Run `stage` until it returns or SIGTERM arrives; return whether it was SIGTERM."""
-    link = Link(config.of_stage.channels.outbox_url, "shm://", None, "", lambda event: _report(config, event))
+    url = config.of_stage.channels.outbox_url
+    link = Link(url, "shm://", None, "", lambda event: _report(config, event), config.watched)
     with mmap.mmap(config.counters, mmap.PAGESIZE) as page, anyio.CancelScope() as scope, cancelled_by_sigterm(scope):
         counters = SharedCounters(page)
         try:

@@ -20,8 +20,10 @@ import anyio.to_thread
 import msgspec
 
 from ..accounting.telemetry import get_logger
+from ..channels.shared_memory import scratch
 from ..channels.socket_directory import sweep
 from ..graph.context import Worker
+from .loop_watch import blocked_at, loop_blocked
 from .subreaper_process import describe_exit
 from .worker_accounting import WorkerAccounting
 from .worker_messages import ProcessConfig, StageConfig, WorkerChannels, decode_events
@@ -32,13 +34,16 @@ log = get_logger("penstock.pipeline")
 
 READ_BYTES = 64 * 1024
 
+CLOSED_TIMEOUT_S = 5.0
+"""Seconds from the end of a worker's pipe to its exit: it closes the pipe by exiting, unless its code has closed it."""
+
 R = TypeVar("R")
 
 
 class WorkerProcess:
     """One process that was started here, until it has been reaped; a `WorkerHandle`."""
 
-    def __init__(self, config: StageConfig, popen: subprocess.Popen[bytes], events: int) -> None:
+    def __init__(self, config: StageConfig, popen: subprocess.Popen[bytes], events: int, watched: int) -> None:
         has_inbox = bool(config.channels.inbox_kind)
         self.progress = WorkerProgress(config.name, config.worker, "importing penstock", has_inbox=has_inbox)
         self.progress.pid = popen.pid
@@ -48,6 +53,8 @@ class WorkerProcess:
         self._popen = popen
         self._pidfd = os.pidfd_open(popen.pid)
         self._events = events
+        self._watched = watched
+        """The file that it shares with the watch on its event loop."""
         self._buffer = bytearray()
         os.set_blocking(events, False)
 
@@ -68,9 +75,20 @@ class WorkerProcess:
             self._popen.poll()
 
     async def receive(self) -> None:
-        """Receive its events until it closes the pipe."""
-        while self._read():
-            await anyio.wait_readable(self._events)
+        """Receive its events until it closes the pipe; kill it where it does not exit then, or its loop is blocked."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._limit_blocking)
+            while self._read():
+                await anyio.wait_readable(self._events)
+            await anyio.sleep(CLOSED_TIMEOUT_S)
+            self.kill("closed the file descriptors that connect it with its parent, and did not exit")
+            tasks.cancel_scope.cancel()
+
+    async def _limit_blocking(self) -> None:
+        """Kill it when its event loop does not run for longer than its stage allows."""
+        limit_s = await loop_blocked(self._watched)
+        place = await blocked_at(self._watched, self.signal)
+        self.kill(f"did not run its event loop for {limit_s:g} s, it was at {place}")
 
     def _read(self) -> bool:
         """Handle the events that have arrived; return whether more may arrive."""
@@ -83,7 +101,7 @@ class WorkerProcess:
             self.progress.handle(event)
         return bool(read)
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: int) -> None:
         """Send a signal to this process and to no other."""
         if self.running:
             with suppress(ProcessLookupError):
@@ -129,6 +147,7 @@ class WorkerProcess:
         """Close the descriptors; the process must have been reaped."""
         os.close(self._pidfd)
         os.close(self._events)
+        os.close(self._watched)
 
 
 class ProcessSpawner:
@@ -176,25 +195,30 @@ class ProcessSpawner:
             await asyncio.wait([future])
         return future.result()
 
-    def _popen(self, name: str, worker: Worker, counters: int) -> tuple[StageConfig, subprocess.Popen[bytes], int]:
+    def _popen(self, name: str, worker: Worker, counters: int) -> tuple[StageConfig, subprocess.Popen[bytes], int, int]:
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        watched = -1
         try:
+            watched = scratch("event loop")
             config = ProcessConfig(
                 of_stage=StageConfig(name=name, stage=self._stage_name, worker=worker, channels=self._channels),
                 parent=os.getpid(),
                 payload=self._payload,
                 counters=counters,
                 events=write_end,
+                watched=watched,
             )
             popen = subprocess.Popen(  # noqa: S603 (this very interpreter)
                 interpreter_command("penstock._pipeline.processes.worker", msgspec.json.encode(config).decode()),
                 stdin=subprocess.DEVNULL,
-                pass_fds=(config.payload, config.counters, config.events),
+                pass_fds=(config.payload, config.counters, config.events, config.watched),
                 process_group=0,
             )
         except BaseException:
             os.close(read_end)
+            if watched >= 0:
+                os.close(watched)
             raise
         finally:
             os.close(write_end)
-        return config.of_stage, popen, read_end
+        return config.of_stage, popen, read_end, watched

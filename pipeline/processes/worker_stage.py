@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,6 +32,7 @@ from ..graph.context import Assignments, Context, current, entered
 from ..graph.edge import CountingSendChannel, EdgeCounter
 from ..util.exception_groups import consists_of
 from ..util.user_code import await_user, raised_text
+from .loop_watch import LoopWatch
 from .numa import bind_to_node
 from .worker_messages import (
     RECORDS,
@@ -69,6 +71,8 @@ class Link(NamedTuple):
     """The address of this host; empty on the parent's."""
     report: Report | None
     """Reports its events; None where they travel with the records, and its counts too."""
+    watched: int | None = None
+    """Descriptor of the file for the watch on its event loop; None where the parent does not watch it."""
 
 
 class _ReportingLedger(Ledger):
@@ -187,6 +191,8 @@ async def run_connected(
     """
     ledger = _ReportingLedger() if config.channels.held_by_parent else Ledger(counters)
     context = Context(ledger, Metrics(), config.worker, assignments=assignments)
+    if link.watched is not None:
+        context = replace(context, watch_loop=LoopWatch(link.watched).within)
     with entered(context):
         reports = _ReportSender(sender, context, counters if link.report is None else None)
         report = link.report or reports.send_event

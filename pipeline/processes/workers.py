@@ -55,9 +55,9 @@ WORKER_HEARTBEAT_TIMEOUT_S = DEFAULT_HEARTBEAT_TIMEOUT_S
 bound: a worker waits for its parent while that exists, and its feed waits for the worker, which may be loading a
 model."""
 
-WORKER_DESCRIPTORS, FEED_DESCRIPTORS, SPARE_DESCRIPTORS = 4, 6, 5
-"""File descriptors of a worker in this process (pidfd, events, control connection, socket), of its feed, and of a stage
-while it starts one."""
+WORKER_DESCRIPTORS, FEED_DESCRIPTORS, SPARE_DESCRIPTORS = 5, 6, 5
+"""File descriptors of a worker in this process (pidfd, events, place, control connection, socket), of its feed, and of
+a stage while it starts one."""
 
 MOST_JOINED = 16_384
 """Workers that may join a stage at a time; what the process may open bounds them before."""

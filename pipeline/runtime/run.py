@@ -63,6 +63,7 @@ class _StageTask:
             context.worker,
             flush=context.flush,
             sample_sinks=context.sample_sinks,
+            watch_loop=context.watch_loop,
             nothing_on_the_way=lambda: run.nothing_before(self),
         )
         """A context of its own, in which the trajectories that the stage drops are counted."""

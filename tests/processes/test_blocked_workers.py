@@ -1,0 +1,45 @@
+"""Workers whose event loop does not run: they are ended with the place where they stand, and replaced."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import anyio
+from tests.failsafe import FAILSAFE_S
+from tests.processes.blocking_environments import WAYS, blocking, closing
+from tests.processes.worker_sinks import Commit
+
+from penstock import SourceEnv, processes, source
+from penstock.policies import NoOpPolicy
+
+PLACE = re.compile(r"did not run its event loop for 11 s, it was at .*/blocking_environments.py:\d+ in (\w+); it was")
+
+
+def sampling(make_env: Any, **options: Any) -> SourceEnv:
+    return SourceEnv(make_env, NoOpPolicy(), group_size=1, concurrency=1, **options)
+
+
+async def test_a_worker_whose_event_loop_is_blocked_is_replaced_and_its_place_is_in_the_ledger() -> None:
+    env = sampling(blocking, groups=30, rollout_timeout_s=1)
+
+    with anyio.fail_after(FAILSAFE_S):
+        report = await source(env, on=processes(len(WAYS), restarts=1)).sink(Commit()).run()
+
+    lost = report.balance.reasons["lost"]
+    found = [PLACE.search(reason) for reason in lost]
+    places = {match[1] for match in found if match}
+    assert places == {way.__name__ for way in WAYS}
+    assert report.balance.balanced
+    assert report.balance.ended["trained"] >= 30 - len(WAYS)
+
+
+async def test_a_worker_that_closes_its_file_descriptors_is_replaced_by_name() -> None:
+    env = sampling(closing, groups=6)
+
+    with anyio.fail_after(FAILSAFE_S):
+        report = await source(env, on=processes(1, restarts=1)).sink(Commit()).run()
+
+    (reason,) = report.balance.reasons["lost"]
+    assert "closed the file descriptors that connect it with its parent" in reason
+    assert report.balance.ended["trained"] >= 6
