@@ -145,10 +145,6 @@ class RewardFunctionFailed(PenstockError):
     """A reward function failed so many times in a row that the run ended; `__cause__` is its last exception."""
 
 
-class NoRewards(PenstockError):
-    """So many completions in a row had no reward that the run ended; the message names the functions."""
-
-
 class RewardProcessDied(PenstockError):
     """A process that computes rewards ended by itself, or was not ready in time; the message says which."""
 
@@ -166,7 +162,7 @@ class RecordsSwallowed(PenstockError):
 
 
 class NothingTrained(PenstockError):
-    """A run ended by itself without training; the message says how its trajectories ended."""
+    """A run ended by itself without training, or cannot learn; the message says how its trajectories ended."""
 
 
 class FlowEnded(PenstockError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -34,8 +34,8 @@ from .threads import Threads
 CLOSE_TIMEOUT_S = 2.0
 """Bound on closing the environments at the end of a run; part of the 5 s in which Ctrl-C ends everything."""
 
-REJECTED_LIMIT = 10_000
-"""Rejected prompts in a row at which a run ends: it would otherwise look for a shorter one without end."""
+LOOK_AHEAD = 8
+"""Prompts of the epoch that are looked at for each one that is rejected, while none has fitted."""
 
 
 class EnvironmentFailed(PenstockError):
@@ -44,6 +44,13 @@ class EnvironmentFailed(PenstockError):
 
 class PromptRejected(Exception):
     """A prompt may not be sampled; the message has the reason."""
+
+    def __init__(self, reason: str, epoch: int, *, none_fits: bool) -> None:
+        super().__init__(reason)
+        self.epoch = epoch
+        """The number of prompts of an epoch; 0 where it is not known."""
+        self.none_fits = none_fits
+        """Whether every prompt of the epoch was looked at, and may not be sampled either."""
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -237,13 +244,36 @@ class _PromptTasks:
         self._threads = threads
         self._tokenizer = tokenizer
         self._chat = chat
-        self._rejected = 0
-        """Prompts in a row."""
+        self._epoch = len(source) if isinstance(source, Sized) else 0
+        """The number of prompts; 0 where it is not known."""
+        self._next = self._looked_at = 0
+        """The next prompt of the epoch that is looked at, and how many were."""
+        self._one_fits = False
 
     async def begin(self, number: int) -> RolloutFn:
-        prompt, tokens, meta = await _called(self._threads, partial(self._source.prompt, number), self._read)
-        self._check_length(prompt, len(tokens))
-        return partial(self._rollout, tokens, meta)
+        prompt, tokens, meta = await self._prompt(number)
+        if _fits(prompt, tokens):
+            self._one_fits = True
+            return partial(self._rollout, tokens, meta)
+        for _ in range(LOOK_AHEAD):
+            await self._look_ahead()
+        none_fits = not self._one_fits and self._looked_at == self._epoch > 0
+        raise PromptRejected(f"prompt longer than {prompt.max_tokens} tokens", self._epoch, none_fits=none_fits)
+
+    async def _look_ahead(self) -> None:
+        """Look at another prompt of the epoch, while none has fitted."""
+        if self._one_fits or self._next == self._epoch:
+            return
+        number, self._next = self._next, self._next + 1
+        with suppress(EnvironmentFailed):
+            prompt, tokens, _ = await self._prompt(number)
+            self._one_fits |= _fits(prompt, tokens)
+        self._looked_at += 1
+
+    async def _prompt(self, number: int) -> tuple[Prompt, NDArray[np.int32], Mapping[str, Any]]:
+        prompt: tuple[Prompt, NDArray[np.int32], Mapping[str, Any]]
+        prompt = await _called(self._threads, partial(self._source.prompt, number), self._read)
+        return prompt
 
     def _read(self, prompt: Prompt) -> tuple[Prompt, NDArray[np.int32], Mapping[str, Any]]:
         if isinstance(prompt.content, str):
@@ -253,24 +283,6 @@ class _PromptTasks:
         if not len(tokens):
             raise ValueError("expected a prompt of at least one token, got none")
         return prompt, tokens, prompt.meta
-
-    def _check_length(self, prompt: Prompt, length: int) -> None:
-        """Check the bound on a prompt.
-
-        Raises:
-            PromptRejected: it is longer.
-            InvalidPipeline: so were all of the last REJECTED_LIMIT prompts.
-        """
-        if prompt.max_tokens is None or length <= prompt.max_tokens:
-            self._rejected = 0
-            return
-        self._rejected += 1
-        if self._rejected == REJECTED_LIMIT:
-            raise InvalidPipeline(
-                f"expected a prompt of at most {prompt.max_tokens} tokens among {REJECTED_LIMIT} in a row, got none; "
-                f"the last one has {length}: raise the bound"
-            )
-        raise PromptRejected(f"prompt longer than {prompt.max_tokens} tokens")
 
     async def _rollout(
         self, prompt: NDArray[np.int32], meta: Mapping[str, Any], _: int, generate: GenerateFn
@@ -284,6 +296,10 @@ class _PromptTasks:
             scored=False,
             meta=meta,
         )
+
+
+def _fits(prompt: Prompt, tokens: NDArray[np.int32]) -> bool:
+    return prompt.max_tokens is None or len(tokens) <= prompt.max_tokens
 
 
 # -- step-wise environments ----------------------------------------------------------------------------------------

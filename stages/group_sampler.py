@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .._pipeline.accounting.epoch import Epoch
 from .._pipeline.accounting.shared_counters import EndState
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.graph.context import Context, drop
@@ -80,6 +81,7 @@ class GroupSampler:
                 self._drop(ids, "failed", error)
                 return None
             except PromptRejected as error:
+                self._context.ledger.epoch = Epoch(error.epoch * self._source.group_size, none_fits=error.none_fits)
                 drop(ids, "rejected", str(error))  # not logged: it is the user's own bound
                 return None
         self._drop(ids, "failed", self._timed_out)

@@ -23,7 +23,6 @@ from .._pipeline.accounting.shared_counters import EndState
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
 from .._pipeline.durability.run_changes import StageFacts
-from .._pipeline.errors import NoRewards
 from .._pipeline.graph.context import current, drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_first
@@ -53,9 +52,6 @@ DECODE_IN_THREAD_TOKENS = 4096
 
 UNCHANGED = RewardConfig()
 """Leaves every reward as it is."""
-
-WITHOUT_REWARD_LIMIT = 1024
-"""Completions without a reward in a row at which a run ends: 128 groups of eight."""
 
 OWN_PARTS = frozenset({"score", "format_markers", "length_bounty", "overlong", "fallback", "clip"})
 
@@ -228,17 +224,10 @@ class RewardBridge:
         before: anyio.Event | None,
         left: anyio.Event,
     ) -> None:
-        """Send `group` with its rewards, once the group `before` it has left.
-
-        Raises:
-            NoRewards: too many completions in a row had no reward.
-        """
+        """Send `group` with its rewards, once the group `before` it has left."""
         turns = await self._turns(group) if self._reads_text else [[] for _ in range(len(group))]
         outcomes = await self._judged(group, turns, calls)
-        without_value = self._only_functions and "row" in group.meta
-        if without_value:
-            _check_rewarded(calls)
-        keep = _kept(group, outcomes, without_value=without_value)
+        keep = _kept(group, outcomes, without_value=self._only_functions and "row" in group.meta)
         if keep.all():
             shaped = self._shaped([group], turns, _values(outcomes, keep))
         elif keep.any():
@@ -277,14 +266,6 @@ def _input(group: TrajectoryGroup, s: int, turns: Sequence[str]) -> RewardInput:
         turns=tuple(turns),
         meta=group.meta,
     )
-
-
-def _check_rewarded(calls: Mapping[str, Calls]) -> None:
-    if min(each.without_value_in_a_row for each in calls.values()) >= WITHOUT_REWARD_LIMIT:
-        raise NoRewards(
-            f"expected a reward for at least one of {WITHOUT_REWARD_LIMIT:,} completions in a row, got no number for "
-            f"any of them from {', '.join(calls)}: return a number for rows of this data, or leave them out"
-        )
 
 
 def _kept(

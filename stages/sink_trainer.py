@@ -190,6 +190,7 @@ class SinkTrainer:
             tokenizers=tokenizer_of(self.trainer, self.samples),
             saved=saved,
             saves_at_end=self.checkpoints is not None,
+            commits=True,
             evaluation=self.evaluation,
         )
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from ..._schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..errors import LedgerImbalance
 from ..util.waiting import Waiters
 from .committed_prompts import CommittedPrompts
+from .epoch import UNKNOWN, Epoch
 from .repetition_sets import iter_bits, mask_of, masks_by_group, masks_in, set_mask
 from .shared_counters import END_STATES, OTHER_REASONS, EndState, SharedCounters
 
@@ -63,6 +64,19 @@ class Balance(msgspec.Struct, frozen=True):
     def balanced(self) -> bool:
         """Return whether admitted = in flight + ended."""
         return self.admitted == self.in_flight + sum(self.ended.values())
+
+
+class Progress(NamedTuple):
+    """Counts that only grow, all workers included, for `ProgressGuard`. Ends are read before successes."""
+
+    failed: int
+    rejected: int
+    untrained: int
+    """Trajectories that ended otherwise than trained. A copy of a known trajectory counts if more copies came than a
+    replay sends, and what the trainer evaluated does not count."""
+    succeeded: int
+    """Rollouts that succeeded."""
+    trained: int
 
 
 @dataclass(slots=True)
@@ -109,13 +123,19 @@ class Ledger:
         self._room = Waiters()
         self._on_checkpoint: list[CheckpointListener] = []
         self._on_end: list[Callable[[], None]] = []
-        """Called after trajectories have ended."""
+        """Called after trajectories have ended, here or in a worker."""
         self._succeeded = 0
         """Rollouts that succeeded in this process, or in a worker whose counters are detached."""
+        self._copies = 0
+        """Copies of trajectories that are in flight here, or were trained."""
+        self._restored = 0
+        """Prompts that were trained by the run that this one resumes."""
+        self._evaluated = 0
+        """Ended trajectories that were sampled for an evaluation."""
+        self.epoch: Epoch = UNKNOWN
+        """What the source knows of an epoch of its prompts, as far as this process was notified."""
         self._on_step: list[Callable[[int], None]] = []
         """Called after an optimizer step was committed here."""
-        self._on_failure: list[Callable[[], None]] = []
-        """Called after trajectories were counted as failed."""
         self.step: int = 0
         """The last optimizer step that was committed, or of which this process was notified."""
         self.published: int | None = None
@@ -321,13 +341,24 @@ class Ledger:
         """Trajectories in flight in this ledger: admitted here or taken over, and not ended anywhere."""
         return self._in_flight
 
-    def failures(self) -> tuple[int, int]:
-        """Return the number of failed trajectories and of successful rollouts, workers included.
+    def progress(self) -> Progress:
+        """Return the counts of all processes that show whether the run makes progress."""
+        ended, workers = self._ended, self._worker_counters
+        failed = ended["failed"] + sum(counters.ended("failed") for counters in workers)
+        rejected = ended["rejected"] + sum(counters.ended("rejected") for counters in workers)
+        replayed = min(self._copies, self._admitted - self._copies + self._restored)
+        untrained = sum(ended.values()) - ended["trained"] - replayed - self._evaluated
+        untrained += sum(counters.ended_in_all for counters in workers)
+        succeeded = self._succeeded + sum(counters.succeeded for counters in workers)
+        return Progress(failed, rejected, untrained, succeeded, ended["trained"])
 
-        Failures are read first: if successes have not grown since the last check, all these failures are in a row.
-        """
-        failed = self._ended["failed"] + sum(counters.ended("failed") for counters in self._worker_counters)
-        return failed, self._succeeded + sum(counters.succeeded for counters in self._worker_counters)
+    def in_flight_by_group(self) -> dict[GroupId, int]:
+        """Return the repetitions in flight in this ledger of each group, as a bit mask. A copy, as of now."""
+        return dict(self._open)
+
+    def note_evaluated(self, count: int) -> None:
+        """Note that so many trajectories were sampled for an evaluation; they end as others do."""
+        self._evaluated += count
 
     @property
     def trained_per_step(self) -> float | None:
@@ -342,6 +373,7 @@ class Ledger:
     def restore(self, committed: Mapping[GroupId, int], step: int) -> None:
         """Continue from a checkpoint: `committed` was trained by the run that this one resumes."""
         self._committed = CommittedPrompts(committed)
+        self._restored = len(self._committed)
         self.step = step
 
     def known(self, group: GroupId) -> int:
@@ -396,23 +428,19 @@ class Ledger:
         """Call `call` within the body for every checkpoint of the run, with the trajectories that it holds."""
         return _listed(self._on_checkpoint, call)
 
-    # -- ends and failures -------------------------------------------------------------------------------------------
+    # -- ends ----------------------------------------------------------------------------------------------------------
 
     def on_end(self, call: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `call` within the body after trajectories have ended in this ledger."""
+        """Call `call` within the body after trajectories have ended, here or in a worker."""
         return _listed(self._on_end, call)
 
     def on_step(self, call: Callable[[int], None]) -> AbstractContextManager[None]:
         """Call `call` within the body after each optimizer step that is committed to this ledger."""
         return _listed(self._on_step, call)
 
-    def on_failure(self, call: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `call` within the body after trajectories were counted as failed, here or in a worker."""
-        return _listed(self._on_failure, call)
-
-    def failures_changed(self) -> None:
-        """Call the `on_failure` listeners: trajectories failed here, or a worker's report may hold new failures."""
-        for call in self._on_failure:
+    def ends_changed(self) -> None:
+        """Call the `on_end` listeners: trajectories have ended here, or a worker's report may hold new ends."""
+        for call in self._on_end:
             call()
 
     # -- counting ----------------------------------------------------------------------------------------------------
@@ -450,9 +478,13 @@ class Ledger:
         self._reject((copies & ~trained).bit_count(), "in flight already")
 
     def _reject(self, copies: int, reason: str) -> None:
+        if not copies:
+            return
+        self._copies += copies
         self._count("rejected", reason, copies)
         if self._counters is not None:
             self._counters.end("rejected", copies)
+        self.ends_changed()
 
     def _admit(self, count: int) -> None:
         self._admitted += count
@@ -495,10 +527,7 @@ class Ledger:
             self._pace.trained(self.step, sum(own))
         if self._room:
             self._room.wake_all()
-        for call in self._on_end:
-            call()
-        if state == "failed":
-            self.failures_changed()
+        self.ends_changed()
 
     def _admit_absent(self, leaving: Collection[tuple[GroupId, int]]) -> None:
         for group, mask in leaving:

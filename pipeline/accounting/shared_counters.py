@@ -65,6 +65,11 @@ class SharedCounters:
         return self._words[2 + END_STATES.index(state)]
 
     @property
+    def ended_in_all(self) -> int:
+        """The number of trajectories that ended within the worker."""
+        return sum(self._words[2 : 2 + len(END_STATES)])
+
+    @property
     def step(self) -> int:
         """The last optimizer step of the run."""
         return self._words[2 + len(END_STATES)]

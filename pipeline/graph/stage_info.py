@@ -56,6 +56,8 @@ class StageInfo:
     """The number of trajectories that it must receive before it sends any."""
     max_steps: int | None = None
     """The optimizer step at which a sink ends the run; None where it has no such step."""
+    commits: bool = False
+    """Whether a sink commits what is trained; one that does not may do anything with what it receives."""
     keeps_groups: int = 0
     """The number of groups that it holds, not copied, before it sends any."""
     sees_everything: bool = False

@@ -19,6 +19,7 @@ import msgspec
 from ..._schemas import GroupId
 from ..._schemas.bounds import MOST_NAMES
 from ..._schemas.errors import UNREADABLE
+from ..accounting.epoch import UNKNOWN, Epoch
 from ..accounting.ledger import Ledger
 from ..accounting.repetition_sets import exclude, iter_bits, mask_of, masks_by_group, set_mask, trajectories
 from ..accounting.shared_counters import EndState, ReportedCounters, SharedCounters
@@ -60,6 +61,8 @@ class _Worker:
     """The repetitions of each prompt that were sent to a middle stage's worker and did not return, as a bit mask."""
     reason: str = ""
     """The reason of the process' exit; empty while it runs."""
+    epoch: Epoch = UNKNOWN
+    """What it knows of an epoch of its prompts."""
     state: EndState = "lost"
     """The end of trajectories that it holds when it has exited."""
     unaccounted_by: str = ""
@@ -238,9 +241,12 @@ class WorkerAccounting:
 
     def _count(self, known: _Worker, report: WorkerReport) -> None:
         """Count what has ended in a worker, as it reports."""
+        if self._source or self._assigned:
+            known.epoch = report.epoch
+            self._ledger.epoch = Epoch.of_all([each.epoch for each in self._workers.values()])
         if known.counters is not None:
             known.counters.report(report.counts, {str(state): counts for state, counts in report.reasons.items()})
-            self._ledger.failures_changed()
+            self._ledger.ends_changed()
         for ending in report.endings:  # a worker can end only trajectories that were sent to it
             ended = known.held.get(ending.group, 0) & mask_of(ending.repetitions)
             self._take(known, [(ending.group, ended)])

@@ -15,6 +15,7 @@ from msgspec import Meta
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
 from ..._schemas.bounds import MOST_ENTRIES, Count, Line, Name, Signed, SmallCount, Text, Traceback
 from ..._schemas.control import Repetitions
+from ..accounting.epoch import UNKNOWN, Epoch
 from ..accounting.ledger import MAX_REASONS
 from ..accounting.shared_counters import COUNTS
 from ..accounting.telemetry import Observations
@@ -215,6 +216,8 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     """From a source's worker whose counters the parent cannot read: `SharedCounters.counts`."""
     event: WorkerEvent | None = None
     """An event, where no pipe takes it."""
+    epoch: Epoch = UNKNOWN
+    """From a source's worker: what it knows of an epoch of its prompts."""
     alone: bool = False
     """Whether the event is all that it contains."""
 

@@ -20,6 +20,7 @@ import msgspec
 
 from ..._schemas import TrajectoryGroup, TrajectoryId
 from ..._schemas.bounds import LONGEST_TRACEBACK, MOST_ENTRIES, batched, cut
+from ..accounting.epoch import UNKNOWN
 from ..accounting.ledger import Ledger
 from ..accounting.repetition_sets import iter_bits, masks_by_group
 from ..accounting.shared_counters import EndState, SharedCounters
@@ -205,8 +206,7 @@ async def run_connected(
         admits_to = None if config.channels.held_by_parent else context.ledger
         outbox = CountingSendChannel(sender.clone(), EdgeCounter(admits_to, on_sent=reports.flush_if_due))
         try:
-            ends = ledger.on_end if config.channels.held_by_parent else ledger.on_failure
-            with ends(reports.flush_soon):
+            with ledger.on_end(reports.flush_soon):
                 async with _watching(sender, reports, link):
                     await _run_stage(stage, config, outbox, report, link)
         except Exception as error:
@@ -286,6 +286,8 @@ class _ReportSender:
         """The report that will be sent when it is due."""
         self._reasons: dict[WorkerEndState, dict[str, int]] = {}
         """The reasons of the last report."""
+        self._epoch = UNKNOWN
+        """The epoch of the last report."""
 
     def flush_if_due(self) -> None:
         """Send a report, unless one was sent within `REPORT_INTERVAL_S`."""
@@ -323,17 +325,17 @@ class _ReportSender:
             found = ledger.balance().reasons
             reasons = {state: found[state] for state in WORKER_END_STATES if found[state]}
         observations = metrics.take().within_bounds() if metrics else None
-        counts = self._count()
-        if observations is not None or endings or reasons != self._reasons or counts != self._counts:
-            self._reasons, self._counts = reasons, counts
+        now = reasons, self._count(), ledger.epoch
+        if observations is not None or endings or now != (self._reasons, self._counts, self._epoch):
+            self._reasons, self._counts, self._epoch = now
             first, *others = batched(endings, MOST_ENTRIES) if endings else ((),)
-            self._send(WorkerReport(observations, first, reasons, counts))
+            self._send(WorkerReport(observations, first, reasons, self._counts, epoch=self._epoch))
             for further in others:
-                self._send(WorkerReport(None, further, reasons, counts))
+                self._send(WorkerReport(None, further, reasons, self._counts, epoch=self._epoch))
 
     def send_event(self, event: WorkerEvent) -> None:
         """Send an event, where nothing else reports it."""
-        self._send(WorkerReport(None, (), self._reasons, self._count(), event))
+        self._send(WorkerReport(None, (), self._reasons, self._count(), event, epoch=self._epoch))
 
     def _count(self) -> list[int]:
         return self._counters.counts() if self._counters is not None else []

@@ -193,7 +193,8 @@ class Pipeline:
             RunDiffers: the run in `folder` has other data or another model, and `allow_changes` is false.
             RolloutsFailed: 64 rollouts failed in a row, in all workers together, without a success between them.
             RecordsSwallowed: the run ended by itself, and a stage had neither sent nor dropped some received records.
-            NothingTrained: the run ended by itself, and no record had reached the sink.
+            NothingTrained: too many trajectories in a row ended without a trained one, no prompt may be sampled, or the
+                run ended by itself without training.
             StageFailed: a stage raised; it is named, and `__cause__` is its exception.
             WorkerFailed: a stage raised in a worker, whose traceback is in the message, or a worker died too often.
             RunStopped: a signal has stopped the run; alone, or in an exception group. Leave it to end the script.
@@ -244,11 +245,11 @@ class Pipeline:
         stop.call(run.stop)
         started = time.monotonic()
         try:
-            with ledger.on_failure(run.limit_failures):
+            with ledger.on_end(run.check_progress):
                 await run.run()
         finally:
             self.report = _report(run, ledger, folder, time.monotonic() - started)
-        check_outcome(self.report, ledger)
+        check_outcome(self.report, ledger, commits=run.commits)
         return self.report
 
 

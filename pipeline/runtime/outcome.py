@@ -6,8 +6,8 @@ a run that a signal has stopped, the result is printed, the path of its checkpoi
 
 from __future__ import annotations
 
-from ..accounting.failure_streak import first_reasons
 from ..accounting.ledger import Ledger
+from ..accounting.reasons import reasons_by_state
 from ..errors import NothingTrained, RecordsSwallowed
 from ..graph.statistics import Report
 
@@ -15,24 +15,29 @@ END_OF_STREAM = "end of stream"
 """`Report.stop_reason` of a run whose stages all returned by themselves, with empty channels between them."""
 
 
-def check_outcome(report: Report, ledger: Ledger) -> None:
+def check_outcome(report: Report, ledger: Ledger, *, commits: bool) -> None:
     """Check the result of a run.
+
+    Args:
+        report: of the run.
+        ledger: of the run.
+        commits: whether the sink commits what is trained. Another one may do anything with received records, as long
+            as it records their end in the ledger.
 
     Raises:
         RecordsSwallowed: stages received trajectories, and neither sent nor dropped them.
-        NothingTrained: the sink received no record, and the run that this one resumes trained none. A sink may do
-            anything with received records, as long as it records their end in the ledger.
+        NothingTrained: the run ended by itself, and nothing was trained, by the run that this one resumes neither.
     """
-    if report.stop_reason != END_OF_STREAM:
-        return
-    if ledger.unaccounted:
+    if report.stop_reason == END_OF_STREAM and ledger.unaccounted:
         names = " and ".join(f"{name} ({count} trajectories)" for name, count in ledger.unaccounted.items())
         raise RecordsSwallowed(
             f"expected every stage to send or drop the records that it receives, got stages that did neither with "
             f"some: {names}. Is `await` missing before outbox.send(record)? A stage leaves a record out with "
             f"drop(record, 'filtered', reason), a sink records its use with current().ledger.end(record, 'trained')"
         )
-    if not ledger.step and not report.statistics.edges[-1].channel.received:
+    ended_by_itself = report.stop_reason in {END_OF_STREAM, f"{report.statistics.stages[-1].name} returned"}
+    used = report.balance.ended["trained"] or (not commits and report.statistics.edges[-1].channel.received)
+    if ended_by_itself and not ledger.step and not used:
         raise NothingTrained(
             f"expected a run that ends by itself to train at least one trajectory, got none: {_ends(report)}"
         )
@@ -43,10 +48,7 @@ def _ends(report: Report) -> str:
     balance = report.balance
     if not balance.admitted:
         return "the source sent nothing"
-    ends = [
-        f"{count} {state} ({first_reasons(balance.reasons[state])})" for state, count in balance.ended.items() if count
-    ]
-    return f"{balance.admitted} trajectories were begun, {'; '.join(ends)}"
+    return f"{balance.admitted} trajectories were begun, {reasons_by_state(balance.reasons)}"
 
 
 def stop_message(report: Report) -> str:

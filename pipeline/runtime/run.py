@@ -19,13 +19,13 @@ from typing import Any
 
 import anyio
 
-from ..accounting.failure_streak import FailureStreak
 from ..accounting.ledger import Ledger
+from ..accounting.progress_guard import ProgressGuard
 from ..accounting.shared_counters import EndState
 from ..accounting.telemetry import get_logger, report_waits
 from ..channels.channel import MEMORY_CAPACITY, SendChannel
 from ..channels.memory import memory_channel
-from ..errors import PeerClosed, RolloutsFailed, StageFailed, UserCodeExited
+from ..errors import NothingTrained, PeerClosed, RolloutsFailed, StageFailed, UserCodeExited
 from ..graph.context import Context, entered
 from ..graph.edge import CountingSendChannel, Edge, EdgeCounter, StoppableReceiveChannel
 from ..graph.placement import Here, Joining, Remote
@@ -143,8 +143,8 @@ class Run:
         """The channel that the last stage sends to, in a fragment without a sink."""
         self._tasks = [_StageTask(node, context, self) for node in nodes]
         self._edges: list[Edge] = []
-        self._failure: StageFailed | RolloutsFailed | None = None
-        self._streak = FailureStreak()
+        self._failure: StageFailed | RolloutsFailed | NothingTrained | None = None
+        self._guard = ProgressGuard(context.ledger, per_step=_per_step(nodes), delivered=self._delivered)
         self._open_error: Exception | None = None
         """The exception for which channels could not be opened."""
         self._scope = anyio.CancelScope()
@@ -233,15 +233,24 @@ class Run:
         else:
             await task.node.stage.run(task.before.inbox, task.outbox)
 
-    def limit_failures(self) -> None:
-        """End the run if too many rollouts failed in a row; called after each failure."""
-        ledger = self._context.ledger
+    def check_progress(self) -> None:
+        """End the run if it makes no progress; called after trajectories have ended."""
+        if self._failure is not None:
+            return
         try:
-            self._streak.check(*ledger.failures(), lambda: ledger.balance().reasons["failed"])
-        except RolloutsFailed as error:
-            if self._failure is None:
-                self._failure = error
-                self._end_failed()
+            self._guard.check()
+        except (RolloutsFailed, NothingTrained) as error:
+            self._failure = error
+            self._end_failed()
+
+    def _delivered(self) -> int:
+        """Return the number of records that a sink received which does not state that it commits what it trains."""
+        return 0 if self.commits or not self._edges else self._edges[-1].inbox.statistics().received
+
+    @property
+    def commits(self) -> bool:
+        """Whether the sink states that it commits what it trains."""
+        return info_of(self._tasks[-1].node.stage).commits
 
     def _record_failure(self, task: _StageTask, error: Exception) -> None:
         later = self._tasks[self._tasks.index(task) + 1 :]
@@ -387,6 +396,11 @@ class Run:
         names = " and ".join(task.node.name for task in self._tasks if taken[task])
         if lost := ledger.end_all("lost", f"swallowed by {names}"):
             ledger.unaccounted[names] += lost
+
+
+def _per_step(nodes: Sequence[StageNode]) -> int:
+    """Return the trajectories of an optimizer step, where a stage states how many it waits for; else 0."""
+    return max((info_of(node.stage).waits_for or 0 for node in nodes), default=0)
 
 
 async def _close_ends(task: _StageTask) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 from anyio.lowlevel import checkpoint
 
 from ..._pipeline.accounting.evaluations import EvaluationPart
-from ..._pipeline.accounting.failure_streak import first_reasons
 from ..._pipeline.accounting.ledger import Ledger
+from ..._pipeline.accounting.reasons import first_reasons
 from ..._pipeline.accounting.telemetry import Metrics, get_logger
 from ..._pipeline.channels.channel import ReceiveChannel
 from ..._pipeline.errors import InvalidConfig, PenstockError
@@ -138,12 +138,13 @@ class Evaluator:
         Raises:
             StageFailed: the engine, the environment or a reward raised.
             RolloutsFailed: too many rollouts failed in a row.
+            NothingTrained: too many completions in a row have no reward, or no prompt may be sampled.
         """
         rollouts = source(self._make_source(self._evaluation.sets[name], self._prompts[name]))
         if self._evaluation.rewards is not None:
             rollouts = rollouts.then(self._evaluation.rewards)
         run = Run(rollouts.sink(scored).nodes, Context(ledger, Metrics(), self._context.worker))
-        with ledger.on_failure(run.limit_failures):
+        with ledger.on_end(run.check_progress):
             await run.run()
 
 

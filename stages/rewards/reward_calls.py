@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import anyio
 import numpy as np
 
-from ..._pipeline.accounting.failure_streak import FAILURE_LIMIT
+from ..._pipeline.accounting.progress_guard import FAILURE_LIMIT
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import MissingColumn, RewardFunctionFailed
 from ..._pipeline.graph.context import current
@@ -51,8 +51,6 @@ class Calls:
         self._threads = Threads(component.concurrency)
         self._errors = RepeatedErrors(log, "reward_function_failed")
         self._failed_in_a_row = 0
-        self.without_value_in_a_row = 0
-        """Completions since the last one that got a number, to which the function did not apply."""
 
     async def values(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         """Return the contribution to the reward of each completion of a group, or the result of its failure.
@@ -110,11 +108,7 @@ class Calls:
         self._failed_in_a_row = 0
         if isinstance(verdict, Mapping):
             self._observe_others(verdict)
-        if value is None:
-            self.without_value_in_a_row += 1
-            return None
-        self.without_value_in_a_row = 0
-        return self._weighted(value)
+        return None if value is None else self._weighted(value)
 
     def _weighted(self, value: float) -> float:
         current().metrics.mean(f"rewards/{self._component.name}/mean", value)

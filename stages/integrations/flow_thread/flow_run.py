@@ -57,6 +57,8 @@ class Drop(NamedTuple):
 
     state: EndState
     reason: str
+    evaluated: bool = False
+    """Whether they were sampled for an evaluation."""
 
 
 class FlowRun:
@@ -151,11 +153,11 @@ class FlowRun:
         async for group in inbox:
             found = list(self._items(group, self._decode))
             given = {trajectory for trajectories, _ in found for trajectory in trajectories}
-            drop([each for each in group.ids if each not in given], *self._rest)
+            drop([each for each in group.ids if each not in given], *self._rest[:2])
             del group  # copied: its slot must not wait for the trainer
             for trajectories, item in found:
                 if isinstance(item, Drop):
-                    drop(trajectories, *item)
+                    drop(trajectories, *item[:2])
                 else:
                     await self._put(item, trajectories)
         self.ended = True
@@ -199,9 +201,12 @@ class FlowRun:
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(function)
 
-    def end(self, trajectories: Trajectories, state: Any, reason: str) -> None:
+    def end(self, trajectories: Trajectories, state: Any, reason: str, evaluated: bool = False) -> None:  # noqa: FBT001, FBT002 (the fields of a Drop)
         """Count the end of trajectories that the trainer drops; those of a run that is over have ended."""
-        self._ledger.end([each for each in trajectories if self._ledger.is_open(each)], state, reason)
+        ending = [each for each in trajectories if self._ledger.is_open(each)]
+        if evaluated:
+            self._ledger.note_evaluated(len(ending))
+        self._ledger.end(ending, state, reason)
 
     def commit(self, trained: list[TrajectoryId], version: int) -> dict[str, float]:
         """Commit trajectories at `version`; return the metrics since the last commit.
@@ -231,8 +236,8 @@ class _Sink:
         self._name = name
 
     def stage_info(self) -> StageInfo:
-        """State the name: it is in metrics and errors."""
-        return StageInfo(name=self._name)
+        """State the name, which is in metrics and errors, and that the trainer's steps are committed."""
+        return StageInfo(name=self._name, commits=True)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         """Run the sink; see `Sink`."""

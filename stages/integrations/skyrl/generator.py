@@ -52,7 +52,7 @@ POLL_S = 5.0
 
 NOT_AWAITED = Drop("rejected", "SkyRL does not wait for it")
 
-EVALUATED = Drop("filtered", "evaluation by SkyRL")
+EVALUATED = Drop("filtered", "evaluation by SkyRL", evaluated=True)
 
 DROPPED = Drop("filtered", "dropped by SkyRL")
 

@@ -17,7 +17,7 @@ from tests.fake_policy import FakePolicy, Letters
 from penstock import AdvantageNormalizer, Batcher, SinkTrainer, SourceEnv, TrainBatch, TrajectoryGroup, Worker
 from penstock import source as flow
 from penstock.data import PromptDataset
-from penstock.errors import InvalidConfig, InvalidData, InvalidPipeline
+from penstock.errors import InvalidConfig, InvalidData
 from penstock.testing import Driven, drive_source
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(10)]
@@ -359,15 +359,6 @@ async def test_a_synchronous_schedule_goes_on_past_rejected_prompts() -> None:
 
     assert report.balance.ended["trained"] == 8
     assert report.balance.reasons["rejected"] == {"prompt longer than 5 tokens": 16}
-
-
-async def test_a_run_whose_prompts_are_all_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock._stages.environments.REJECTED_LIMIT", 30)
-
-    with pytest.raises(
-        InvalidPipeline, match="at most 3 tokens among 30 in a row, got none; the last one has 4: raise"
-    ):
-        await sampled(source(PromptDataset(ROWS, max_prompt_tokens=3), groups=None))
 
 
 class Counting:

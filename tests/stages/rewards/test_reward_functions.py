@@ -15,7 +15,7 @@ from tests.stages.answers import Characters, answering
 
 from penstock import RewardBridge, SourceEnv, TrajectoryGroup
 from penstock.data import PromptDataset
-from penstock.errors import MissingColumn, NoRewards
+from penstock.errors import MissingColumn
 from penstock.rewards import RewardComponent, RewardFunction, RewardInput, trl_reward, verl_reward
 from penstock.testing import drive, drive_source
 
@@ -77,25 +77,6 @@ async def test_a_completion_to_which_no_function_applies_ends_as_filtered_if_its
 
     assert [group.rewards.tolist() for group in out] == [[6], [1]]
     assert out.ledger.balance().reasons["filtered"] == {"no reward function applies": 1}
-
-
-async def test_a_run_whose_completions_have_no_reward_ends() -> None:
-    never = RewardFunction(lambda _: None, name="never")
-    groups = [question(*["5"] * 8, instance_id=str(number)) for number in range(200)]
-
-    with pytest.raises(NoRewards, match=r"one of 1,024 completions in a row, got no number .* from never: return"):
-        await drive(bridge(never), groups)
-
-
-async def test_one_reward_ends_a_row_of_completions_without() -> None:
-    def sometimes(completion: RewardInput) -> float | None:
-        return 1.0 if completion.text == "4" else None
-
-    groups = [question(*["5"] * 7, "4" if number % 100 == 0 else "5", instance_id=str(number)) for number in range(300)]
-
-    out = await drive(bridge(RewardFunction(sometimes)), groups)
-
-    assert out.ledger.balance().ended["filtered"] == 300 * 8 - 3
 
 
 async def test_of_a_mapping_the_score_trains_and_other_numbers_are_metrics() -> None:

@@ -19,6 +19,7 @@ import anyio.to_thread
 from ....._pipeline.accounting.telemetry import get_logger
 from ....._pipeline.channels.channel import ReceiveChannel
 from ....._pipeline.graph.context import current, drop
+from ....._pipeline.graph.stage_info import StageInfo
 from ....._pipeline.util.waiting import Waiters
 from ....._schemas import TrainBatch, TrajectoryGroup
 from ....._schemas.numbers import normalize_numbers
@@ -62,6 +63,10 @@ class AtroposTrainers:
 
     def __post_init__(self) -> None:
         normalize_numbers(self, "departure_timeout_s")
+
+    def stage_info(self) -> StageInfo:
+        """State that the trainer's steps are committed."""
+        return StageInfo(commits=True)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         """See `Sink`. It ends with the stream, or when the trainer has received all its steps.

@@ -1,0 +1,127 @@
+"""Runs of which nothing is trained end by name, and those that train rarely go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import structlog
+from tests.fake_policy import FakePolicy, Letters
+from tests.stages import failing_environments as environments
+
+from penstock import (
+    AdvantageNormalizer,
+    Batcher,
+    Pipeline,
+    SinkTrainer,
+    SourceEnv,
+    TrainBatch,
+    TruncationMask,
+    here,
+    processes,
+    source,
+)
+from penstock.accounting import Ledger
+from penstock.data import PromptDataset
+from penstock.errors import NothingTrained
+from penstock.policies import NoOpPolicy, SamplingParams
+
+SHORT, LONG = {"prompt": "ok"}, {"prompt": "much longer"}
+"""Prompts of 2 and of 11 tokens."""
+
+HERE = here()
+
+
+class Counting:
+    def step(self, batch: TrainBatch, /) -> dict[str, float]:
+        return {"groups": len(batch.groups)}
+
+
+def run_of(make_env: Callable[[], Any], *, on: Any = HERE, max_steps: int | None = None, **batching: Any) -> Pipeline:
+    env = SourceEnv(make_env, NoOpPolicy(), group_size=8)
+    return (
+        source(env, on=on)
+        .then(AdvantageNormalizer("grpo"))
+        .then(TruncationMask())
+        .then(Batcher(max_tokens=4096, **batching))
+        .sink(SinkTrainer(Counting(), max_steps=max_steps))
+    )
+
+
+def prompts_run(rows: list[dict[str, Any]], *, on: Any = HERE, max_steps: int | None = None) -> Pipeline:
+    dataset = PromptDataset(rows, max_prompt_tokens=5, shuffle=False)
+    sampling = SamplingParams(max_completion_tokens=4)
+    env = SourceEnv(dataset, FakePolicy(), Letters(), group_size=8, sampling=sampling)
+    return (
+        source(env, on=on)
+        .then(Batcher(max_tokens=4096, sequences=8))
+        .sink(SinkTrainer(Counting(), max_steps=max_steps))
+    )
+
+
+def balance_of(pipeline: Pipeline) -> Any:
+    assert pipeline.report is not None
+    assert pipeline.report.balance.balanced
+    return pipeline.report.balance
+
+
+@pytest.mark.parametrize(
+    ("make_env", "reason", "on"),
+    [(environments.all_equal, "zero advantages", HERE), (environments.all_cut, "nothing to train", processes(2))],
+    ids=["equal rewards", "all cut, in processes"],
+)
+async def test_a_run_whose_groups_are_all_filtered_warns_and_ends(
+    make_env: Callable[[], Any], reason: str, on: Any
+) -> None:
+    pipeline = run_of(make_env, on=on, drop_zero_variance=True, sequences=64)
+
+    with structlog.testing.capture_logs() as events, pytest.raises(NothingTrained, match=rf"filtered \(.*{reason}"):
+        await pipeline.run()
+
+    (warning,) = [event for event in events if event["event"] == "nothing_trained"]
+    assert warning["in_a_row"] < 2048
+    assert 10_240 <= balance_of(pipeline).ended["filtered"] < 11_000
+
+
+async def test_a_run_whose_groups_are_all_stale_ends() -> None:
+    ledger = Ledger()
+    ledger.restore({}, step=9)  # the environment's rollouts have version 0
+
+    with structlog.testing.capture_logs(), pytest.raises(NothingTrained, match=r"stale \(.*lag over 2.*max_lag"):
+        await run_of(environments.all_different, max_lag=2, sequences=64).run(ledger=ledger)
+
+
+async def test_one_trained_group_of_500_goes_on() -> None:
+    pipeline = run_of(environments.one_in_500, drop_zero_variance=True, sequences=24, max_steps=1)
+
+    with structlog.testing.capture_logs():
+        report = await pipeline.run()
+
+    assert report.steps == 1
+    assert report.balance.ended["filtered"] > 10_240
+
+
+@pytest.mark.parametrize("on", [here(), processes(2)], ids=["here", "processes"])
+async def test_a_run_whose_prompts_are_all_too_long_ends_after_an_epoch(on: Any) -> None:
+    pipeline = prompts_run([LONG] * 16, on=on)
+
+    with pytest.raises(NothingTrained, match=r"none in a whole epoch: .* rejected \(.* × prompt longer than 5 tokens"):
+        await pipeline.run()
+
+    assert balance_of(pipeline).ended["rejected"] >= 16 * 8
+
+
+@pytest.mark.parametrize("on", [here(), processes(2)], ids=["here", "processes"])
+async def test_one_prompt_that_fits_is_enough(on: Any) -> None:
+    report = await prompts_run([LONG] * 99 + [SHORT], on=on, max_steps=2).run()
+
+    assert report.balance.ended["rejected"] > 99 * 8
+
+
+async def test_a_sink_that_returns_before_it_has_trained_is_no_success() -> None:
+    class Impatient:
+        async def run(self, inbox: Any) -> None: ...
+
+    with pytest.raises(NothingTrained, match="expected a run that ends by itself to train"):
+        await source(SourceEnv(environments.all_different, NoOpPolicy())).sink(Impatient()).run()
