@@ -81,7 +81,7 @@ class Mixture:
 
         Raises what `PromptDataset.identity` does.
         """
-        return {"sets": [each.identity() for each in self.sets], "places": self.places}
+        return {"kind": "mixture", "sets": [each.identity() for each in self.sets], "places": self.places}
 
     def __call__(self) -> MixedPrompts:
         """Open every set. Raises what opening one does."""

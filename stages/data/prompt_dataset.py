@@ -111,7 +111,7 @@ class PromptDataset:
         split = {"split": self.split, "evaluation": self.evaluation}
         prompt = {"prompt": self.prompt, "system": self.system, "chat": self.chat is not None}
         rows = len(open_rows(self.source))
-        return {"rows": rows, "digest": digest_of(self.source), **order, **split, **prompt}
+        return {"kind": "rows", "rows": rows, "digest": digest_of(self.source), **order, **split, **prompt}
 
     def __call__(self) -> PromptSet:
         """Open the rows.

@@ -25,21 +25,25 @@ STRETCHES, STRETCH_BYTES = 64, 4096
 
 
 def model_identity(folder: Path) -> dict[str, str]:
-    """Return the digests of the small files and of the weights in `folder`. Blocks.
+    """Return the digests of the small files, empty for one that is absent, and of all weights in `folder`. Blocks.
 
     Raises:
         OSError: a file cannot be read.
     """
-    small = [path for name in SMALL if (path := folder / name).is_file()]
-    files = {path.name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in small}
-    weights = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
-    return files | {path.name: _digest_of_weights(path) for path in weights}
+    paths = {name: folder / name for name in SMALL}
+    small = {
+        name: xxhash.xxh3_128_hexdigest(path.read_bytes()) if path.is_file() else "" for name, path in paths.items()
+    }
+    weights = xxhash.xxh3_128()
+    for path in sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        weights.update(_digest_of_weights(path))
+    return {**small, "weights": weights.hexdigest()}
 
 
-def _digest_of_weights(path: Path) -> str:
-    """Return a digest of the size, the header and some stretches of a file of weights."""
+def _digest_of_weights(path: Path) -> bytes:
+    """Return a digest of the name, the size, the header and some stretches of a file of weights."""
     size = path.stat().st_size
-    digest = xxhash.xxh3_128(str(size).encode())
+    digest = xxhash.xxh3_128(f"{path.name} {size}".encode())
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
             length = int.from_bytes(file.read(HEADER_LENGTH), "little")
@@ -47,4 +51,4 @@ def _digest_of_weights(path: Path) -> str:
         for place in np.linspace(0, max(0, size - STRETCH_BYTES), STRETCHES).astype(np.int64).tolist():
             file.seek(place)
             digest.update(file.read(STRETCH_BYTES))
-    return digest.hexdigest()
+    return digest.digest()

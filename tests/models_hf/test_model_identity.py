@@ -90,9 +90,20 @@ def test_another_base_of_the_same_shape_is_refused_unless_it_is_allowed(
             parameter.add_(1e-3)
     other.module.save_pretrained(model)
 
-    with pytest.raises(RunDiffers, match=r"SinkTrainer\.model\.base\.model\.safetensors: "):
+    with pytest.raises(RunDiffers, match=r"SinkTrainer\.model\.base\.weights: "):
         run(tmp_path / "run", model, lora, steps=2)
     assert run(tmp_path / "run", model, lora, steps=2, allow_changes=True) == 2
+
+
+def test_another_base_in_other_files_is_refused(tmp_path: Path, model: Path) -> None:
+    run(tmp_path / "run", model, LORA, steps=1)
+    other = HFModel.from_pretrained(model)
+    (model / "model.safetensors").unlink()
+    other.module.save_pretrained(model, max_shard_size="40KB")
+    assert len(list(model.glob("*.safetensors"))) > 1
+
+    with pytest.raises(RunDiffers, match=r"SinkTrainer\.model\.base\.weights: "):
+        run(tmp_path / "run", model, LORA, steps=2)
 
 
 def test_another_tokenizer_beside_the_weights_is_refused(tmp_path: Path, model: Path) -> None:

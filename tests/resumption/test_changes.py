@@ -92,6 +92,8 @@ async def test_other_weights_of_a_mixture_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RunDiffers, match=r"SourceEnv\.data\.places: \[1, 1\] → \[2, 1\]"):
         await run(tmp_path, 2, Mixture(sets, [2, 1]))
+    with pytest.raises(RunDiffers, match=r"SourceEnv\.data\.kind: 'mixture' → 'rows'"):
+        await run(tmp_path, 2, PromptDataset(ROWS), name="Mixture")
     await run(tmp_path, 2, Mixture(sets, [5, 5]))
 
 
