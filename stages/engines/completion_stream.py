@@ -16,11 +16,11 @@ import numpy as np
 
 from ..._pipeline.errors import ProtocolMismatch
 from ..._schemas import StopReason
+from .bounded_response import RequestFailed
 from .policies import Completion
-from .server_client import RequestFailed
 
-LONGEST_EVENT = 64 * 2**20
-"""Bound in bytes; more than any event of a completion."""
+LONGEST_EVENT = 4 * 2**20
+"""Bound in bytes; more than an event with 32,000 tokens. It is parsed on the event loop."""
 
 STOP_REASONS = {
     "stop": StopReason.STOP,

@@ -27,6 +27,7 @@ from ..._pipeline.graph.context import Worker, current
 from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.weights.shielded import shielded
 from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
+from .bounded_response import RequestFailed, bytes_of
 from .completion_stream import Events, StreamedCompletion
 from .gate import GenerationGate, Reason
 from .http_policy import HttpPolicy
@@ -34,7 +35,7 @@ from .inference_servers import PROBES, SERVERS, KnownServer, ServerCall
 from .policies import Completion, check_prompts
 from .retry import jitter
 from .sampling_params import SamplingParams
-from .server_client import RETRYABLE, RequestFailed, ServerClient, open_client
+from .server_client import RETRYABLE, ServerClient, open_client
 from .weight_files import check_weight_files
 
 log = get_logger("penstock.http_policy")
@@ -183,7 +184,8 @@ class HttpEngine:
 
     async def _stream(self, body: bytes, max_completion_tokens: int) -> StreamedCompletion:
         completion, events = StreamedCompletion(max_completion_tokens), Events()
-        async with self._client.stream("/v1/completions", body) as chunks:
+        longest = bytes_of(max_completion_tokens)
+        async with self._client.stream("/v1/completions", body, longest=longest) as chunks:
             async for chunk in chunks:
                 for data in events.feed(chunk):
                     completion.take(data)

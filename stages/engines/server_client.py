@@ -1,6 +1,7 @@
 """Send HTTP requests to one server, retry temporary failures, and translate all others into penstock's errors.
 
-A response that is not read to its end is closed at once, so that the server stops its work. Knows nothing about
+A response that is not read to its end is closed at once, so that the server stops its work; each has a bound on its
+bytes (`bounded_response`), and none leads to another host. Knows nothing about
 the requests.
 """
 
@@ -25,6 +26,7 @@ from ..._pipeline.errors import (
     ProtocolMismatch,
 )
 from ..._pipeline.graph.context import current
+from .bounded_response import LONGEST_ANSWER, RequestFailed, beginning_of, bounded, parsed, refuse_redirect
 from .retry import Backoff, RetryDecision, retry
 
 log = get_logger("penstock.server_client")
@@ -36,16 +38,6 @@ RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses of temporary failures. All others above 399 are final."""
 
 T = TypeVar("T")
-
-
-class RequestFailed(Exception):
-    """A server answered with a status above 399, or with an error within a stream."""
-
-    def __init__(self, status: int, message: str, retry_after: str | None = None) -> None:
-        super().__init__(f"{status}: {message}")
-        self.status = status
-        self.retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else 0.0
-        """Pause that the server requested."""
 
 
 @asynccontextmanager
@@ -120,29 +112,39 @@ class ServerClient:
                 return EngineFailed(f"{request}: {error}")
         return EngineFailed(f"{request}: {type(error).__name__}: {error}")
 
-    async def request_json(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
+    async def request_json(
+        self, method: str, path: str, body: bytes = b"", *, longest: int = LONGEST_ANSWER
+    ) -> dict[str, Any]:
         """Return the JSON object of the response to a request; an empty one if it is another kind of JSON.
 
         Raises:
             ProtocolMismatch: the response is not JSON.
         """
-        received = await self.body(method, path, body)
+        received = await self.body(method, path, body, longest=longest)
         try:
-            response = msgspec.json.decode(received or b"{}")
+            response = await parsed(received or b"{}", msgspec.json.decode)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolMismatch(f"expected JSON from {self.url}{path}, got {received[:200]!r}: {error}") from None
         return response if isinstance(response, dict) else {}
 
-    async def body(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
-        """Return the body of the response to a request."""
+    async def body(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        *,
+        longest: int = LONGEST_ANSWER,
+    ) -> bytes:
+        """Return the body of the response to a request, of at most `longest` bytes."""
         async with self._response(method, path, body, headers) as response:
-            return await response.read()
+            return b"".join([chunk async for chunk in bounded(response, longest)])
 
     @asynccontextmanager
-    async def stream(self, path: str, body: bytes) -> AsyncGenerator[AsyncIterator[bytes]]:
-        """Yield the chunks of the response to a request as they arrive."""
+    async def stream(self, path: str, body: bytes, *, longest: int) -> AsyncGenerator[AsyncIterator[bytes]]:
+        """Yield the chunks of the response to a request, of at most `longest` bytes, as they arrive."""
         async with self._response("POST", path, body) as response:
-            yield response.content.iter_any()
+            yield bounded(response, longest)
 
     @asynccontextmanager
     async def _response(
@@ -150,7 +152,9 @@ class ServerClient:
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         headers = {"Content-Type": "application/json"} | dict(headers or {})
         with anyio.fail_after(self._timeout_s):
-            async with self._session.request(method, self.url + path, data=body or None, headers=headers) as response:
+            async with self._session.request(
+                method, self.url + path, data=body or None, headers=headers, allow_redirects=False
+            ) as response:
                 try:
                     await _check(response)
                     yield response
@@ -170,8 +174,10 @@ def _count_retry(decision: RetryDecision) -> None:
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
+    refuse_redirect(response)
     if response.status >= HTTPStatus.BAD_REQUEST:
-        raise RequestFailed(response.status, _message(await response.read()), response.headers.get("Retry-After"))
+        message = _message(await beginning_of(response))
+        raise RequestFailed(response.status, message, response.headers.get("Retry-After"))
 
 
 def _message(received: bytes) -> str:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
@@ -23,7 +24,12 @@ from ..._pipeline.graph.context import current
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import check_url, nearest
 from ..._schemas.numbers import normalize_counts
+from ..engines.bounded_response import bytes_of
 from ..engines.retry import Backoff, jitter
+from ..threads import Threads
+from . import pattern_process
+from .call_process import Callee, CallProcesses
+from .pattern_process import Found, last_match
 from .reward_functions import RewardComponent
 from .reward_input import Messages, RewardInput
 
@@ -34,6 +40,11 @@ PATH = "/v1/chat/completions"
 
 LAST_NUMBER = r"[-+]?\d+(?:\.\d+)?"
 """With `parse`, the last match counts."""
+
+READING = 8
+"""Responses that are read at a time, in threads."""
+
+CALLEE = Callee(pattern_process.__name__, "the judge's pattern", "penstock")
 
 MakePrompt: TypeAlias = Callable[[RewardInput], str | Messages]
 Parse: TypeAlias = Callable[[str], float]
@@ -68,7 +79,8 @@ class Judge(RewardComponent):
     or messages."""
     parse: str | Parse = LAST_NUMBER
     """Reads the number: a regular expression whose last match counts, its first group where it has one; or a function
-    of the response. By default the last number in it."""
+    of the response. An expression of yours runs in a process of its own, which ends with `reward_timeout_s`, a function
+    in a thread. By default the last number in it."""
     api_key: str | None = field(default=None, repr=False, kw_only=True)
     """Sent as a bearer token."""
     request: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0}, kw_only=True)
@@ -106,7 +118,12 @@ class Judge(RewardComponent):
         async with open_client(
             self.url, self.api_key, self.backoff, request_timeout_s=self.reward_timeout_s, draw=draw
         ) as client:
-            yield _Requests(self, client).score
+            requests = _Requests(self, client)
+            try:
+                await requests.open()
+                yield requests.score
+            finally:
+                await requests.close()
 
     def request_of(self, completion: RewardInput) -> bytes:
         """Return the request about a completion, encoded.
@@ -127,28 +144,14 @@ class Judge(RewardComponent):
             )
         return template.format_map(values)
 
-    def score_in(self, response: str) -> float:
-        """Return the number in the text of a response.
-
-        Raises:
-            UnreadableScore: there is none.
-        """
-        if not isinstance(self.parse, str):
-            return self.parse(response)
-        matches = list(re.finditer(self.parse, response))
-        try:
-            return float(matches[-1][1 if matches[-1].re.groups else 0])
-        except (IndexError, ValueError):
-            raise UnreadableScore(
-                f"expected a number by {self.parse!r} in the judge's response, got {response[-200:]!r}"
-            ) from None
-
 
 class _Requests:
     """The requests of a running judge, and the cache of its scores."""
 
     def __init__(self, judge: Judge, client: ServerClient) -> None:
         self._judge = judge
+        self._processes = CallProcesses(CALLEE)
+        self._threads = Threads(READING)
         self._client = client
         self._scores: OrderedDict[bytes, float] = OrderedDict()
         """By the hash of the request; the last used are at the end."""
@@ -167,7 +170,7 @@ class _Requests:
             return self._scores[key]
         ended = self._asking[key] = anyio.Event()
         try:
-            score = self._judge.score_in(await self._response(request))
+            score = await self._score_in(await self._response(request))
         finally:
             del self._asking[key]
             ended.set()
@@ -180,13 +183,52 @@ class _Requests:
             self._scores.popitem(last=False)
 
     async def _response(self, request: bytes) -> str:
-        response = await self._client.retry(PATH, lambda: self._client.request_json("POST", PATH, request))
+        asked = self._judge.request.get("max_tokens") or self._judge.request.get("max_completion_tokens")
+        longest = bytes_of(asked if isinstance(asked, int) else 0)
+        ask = partial(self._client.request_json, "POST", PATH, request, longest=longest)
+        response = await self._client.retry(PATH, ask)
         try:
             return str(response["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError):
             raise ProtocolMismatch(
                 f"{self._judge.url}{PATH}: expected choices[0].message.content, got {str(response)[:200]}"
             ) from None
+
+    async def open(self) -> None:
+        """Start the first process, where there will be one."""
+        if isinstance(self._judge.parse, str) and self._judge.parse != LAST_NUMBER:
+            async with self._processes.borrowed():
+                pass
+
+    async def close(self) -> None:
+        """End the threads and processes that read responses."""
+        self._threads.close()
+        await self._processes.close()
+
+    async def _score_in(self, response: str) -> float:
+        """Return the number in the text of a response.
+
+        Raises:
+            UnreadableScore: there is none.
+        """
+        parse = self._judge.parse
+        if not isinstance(parse, str):
+            return float(await self._threads.call(partial(parse, response)))
+        try:
+            return float(await self._last_match(parse, response) or "")
+        except ValueError:
+            raise UnreadableScore(
+                f"expected a number by {parse!r} in the judge's response, got {response[-200:]!r}"
+            ) from None
+
+    async def _last_match(self, pattern: str, response: str) -> str | None:
+        # The time of our own pattern grows with the text, and no faster; that of a user's has no bound.
+        if pattern == LAST_NUMBER:
+            found: str | None = await self._threads.call(partial(last_match, pattern, response))
+            return found
+        async with self._processes.borrowed() as process:
+            reply = await process.ask(pattern, response)
+        return msgspec.json.decode(reply, type=Found).number
 
 
 def _fields(template: str) -> set[str]:

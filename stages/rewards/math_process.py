@@ -7,14 +7,11 @@ are lines of JSON: an answer that is right and a text in, a verdict out.
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import sys
 from typing import Any
 
 import msgspec
 
-from ..._pipeline.processes.worker import die_with
+from .reply_loop import reply_to
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -28,21 +25,13 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def main(parent: str) -> None:
     """Compare until `parent`, the process that started this one, closes the pipe."""
-    die_with(int(parent))
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent ends this process
     logging.disable(logging.WARNING)  # math-verify logs every timeout
-    with os.fdopen(os.dup(1), "wb", buffering=0) as replies:
-        os.dup2(2, 1)  # for whatever a library prints
-        compare("1", "1")  # compiles its grammar
-        replies.write(msgspec.json.encode(Reply()) + b"\n")
-        for line in sys.stdin.buffer:
-            replies.write(msgspec.json.encode(_reply(*msgspec.json.decode(line, type=tuple[str, str]))) + b"\n")
+    reply_to(parent, lambda: compare("1", "1"), _reply)  # the first call compiles its grammar
 
 
-def _reply(answer: str, text: str) -> Reply:
+def _reply(line: bytes) -> Reply:
     try:
-        return Reply(compare(answer, text))
+        return Reply(compare(*msgspec.json.decode(line, type=tuple[str, str])))
     except Exception as error:  # noqa: BLE001 (raised in the parent)
         return Reply(error=f"{type(error).__name__}: {error}")
 

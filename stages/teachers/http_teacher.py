@@ -19,6 +19,7 @@ from ..._pipeline.errors import ProtocolMismatch
 from ..._pipeline.graph.context import Worker
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import check_url
+from ..engines.bounded_response import bytes_of, parsed
 from ..engines.retry import Backoff, jitter
 from ..teacher import TeacherEngine
 from .candidates import TeacherCandidates
@@ -108,11 +109,15 @@ class _HttpTeacherEngine:
             ProtocolMismatch: its response lacks the log-probabilities of the prompt.
         """
         fields = {"model": self._model, "prompt": tokens.tolist(), "max_tokens": 1, "prompt_logprobs": top_k}
-        body = msgspec.json.encode(fields)
-        response = await self._client.retry(PATH, lambda: self._client.request_json("POST", PATH, body))
+        body, longest = msgspec.json.encode(fields), bytes_of(len(tokens) * (top_k + 1))
+        received = await self._client.retry(PATH, lambda: self._client.body("POST", PATH, body, longest=longest))
         try:
-            choice, *_ = msgspec.convert(response, _Response, strict=False).choices  # JSON's keys are text
-        except (msgspec.ValidationError, ValueError) as error:
+            return await parsed(received, _candidates_in)
+        except (msgspec.DecodeError, ValueError) as error:
             raise ProtocolMismatch(f"expected prompt_logprobs from {self._client.url}{PATH}: {error}") from None
-        rows = [row or {} for row in choice.prompt_logprobs]
-        return TeacherCandidates.of([{index: expected.logprob for index, expected in row.items()} for row in rows])
+
+
+def _candidates_in(received: bytes) -> TeacherCandidates:
+    choice, *_ = msgspec.json.decode(received, type=_Response, strict=False).choices  # JSON's keys are text
+    rows = [row or {} for row in choice.prompt_logprobs]
+    return TeacherCandidates.of([{index: expected.logprob for index, expected in row.items()} for row in rows])

@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 from urllib.parse import urlencode, urlsplit
@@ -23,8 +24,9 @@ from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidConfig
 from ...._pipeline.graph.context import current
 from ...._schemas import InvalidRecord
+from ...engines.bounded_response import RequestFailed, parsed
 from ...engines.retry import Backoff, RetryDecision, jitter, retry
-from ...engines.server_client import CONNECT_TIMEOUT_S, RETRYABLE, RequestFailed, ServerClient, retry_after_s
+from ...engines.server_client import CONNECT_TIMEOUT_S, RETRYABLE, ServerClient, retry_after_s
 from .api_error import AtroposAPIError, Situation
 from .contract import (
     SHM_PATH,
@@ -39,6 +41,9 @@ from .contract import (
 from .queue.records import Info
 
 log = get_logger("penstock.atropos_client")
+
+LONGEST_BATCH = 2**30
+"""Bytes of an answer: a gateway holds as many by default."""
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
@@ -206,7 +211,7 @@ class HttpApi:
             )
 
         answer = await retry(
-            lambda: self._client.body(method, path, body, headers),
+            lambda: self._client.body(method, path, body, headers, longest=LONGEST_BATCH),
             decide,
             BACKOFF,
             self._draw,
@@ -214,7 +219,7 @@ class HttpApi:
             reconnect_timeout_s=self._reconnect_timeout_s if self._answered else 0.0,
         )
         try:
-            decoded = decode(answer, wanted)
+            decoded = await parsed(answer, partial(decode, wanted=wanted))
         except InvalidRecord as error:
             found = f"expected the JSON of a {wanted.__name__}, got {answer[:200]!r}: {error}"
             raise self._error("no JSON", f"{method} {path}", found) from error

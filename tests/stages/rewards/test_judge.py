@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 from tests.stages.answers import Characters, answering
 
-from penstock import RewardBridge, TrajectoryGroup
+from penstock import Context, RewardBridge, TrajectoryGroup
 from penstock.errors import InvalidConfig, MissingColumn
 from penstock.policies import Backoff
 from penstock.rewards import Judge, RewardInput
-from penstock.testing import drive
+from penstock.testing import drive, entered
 
 
 class JudgeServer:
@@ -202,3 +202,45 @@ def test_a_judge_that_makes_no_sense_is_refused(options: dict[str, Any], message
 
     with pytest.raises(InvalidConfig, match=message):
         Judge(**arguments)
+
+
+# -- reading what a model wrote ----------------------------------------------------------------------------------------
+
+
+async def test_a_match_that_takes_without_end_ends_with_its_call_and_costs_no_other() -> None:
+    async with serving() as server:
+        server.answer = lambda content: "a" * 40 if content == "slow" else "aa: 7"
+        judge = Judge(server.url, "judge-7b", "{completion}", parse=r"(?:a+)+: (\d)")
+
+        with entered(Context()):
+            async with judge.open() as score:
+                with anyio.move_on_after(0.5) as given_up:
+                    await score(completion("slow"))
+                read = await score(completion("fast"))
+
+        assert given_up.cancelled_caught
+        assert read == 7
+
+
+def completion(text: str) -> RewardInput:
+    return RewardInput(trajectory=question(text)[0], score=0.0, text=text, meta={})
+
+
+async def test_numbers_by_the_megabyte_do_not_hold_the_event_loop() -> None:
+    async with serving() as server:
+        server.answer = lambda _: "1 " * 10**6 + "8"
+        stage, turns = bridge(server), 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await anyio.sleep(0.005)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(count)
+            (out,) = await drive(stage, [question("much")])
+            tasks.cancel_scope.cancel()
+
+        assert out.rewards.tolist() == [8.0]
+        assert turns > 20

@@ -13,7 +13,7 @@ import pytest
 from tests.stages.answers import Characters, answering
 
 from penstock import RewardBridge, TrajectoryGroup
-from penstock._stages.rewards import math_verify
+from penstock._stages.rewards import call_process
 from penstock.errors import MissingColumn, MissingExtra, RewardProcessDied
 from penstock.rewards import MathVerify, RewardInput
 from penstock.testing import drive
@@ -89,8 +89,8 @@ async def test_a_column_that_the_data_lacks_ends_the_run() -> None:
 
 
 async def test_a_process_that_is_not_ready_in_time_is_killed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_verify, "START_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(math_verify, "interpreter_command", lambda *_: ["sleep", "600"])
+    monkeypatch.setattr(call_process, "START_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(call_process, "interpreter_command", lambda *_: ["sleep", "600"])
 
     with pytest.raises(RewardProcessDied, match=r"ready within 0.1 s, got no answer, and killed it"):
         async with MathVerify().open():

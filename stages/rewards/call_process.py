@@ -1,0 +1,137 @@
+"""Call a function in a process of its own, which is ended where the call is given up; the parent's side.
+
+For calls that keep an interpreter busy without end, whose time nothing else bounds. A process that hangs or dies is
+replaced. `reply_loop.py` is the child's side.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Self
+
+import anyio
+import msgspec
+from anyio.abc import ByteReceiveStream, ByteSendStream, Process
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from ..._pipeline.errors import RewardProcessDied
+from ..._pipeline.processes.worker_payload import interpreter_command
+
+START_TIMEOUT_S = 60.0
+"""Bound on the start of a process: its imports take seconds on a busy machine."""
+
+LONGEST_REPLY = 65_536
+"""Bytes; a reply has about 20, or the message of an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Callee:
+    """What runs in a process."""
+
+    module: str
+    """The main module."""
+    name: str
+    """Its name in errors: `math-verify`."""
+    imports: str
+    """The module that it imports first."""
+
+
+class CallProcesses:
+    """Processes that are started when none is idle."""
+
+    def __init__(self, callee: Callee) -> None:
+        self._callee = callee
+        self._idle: list[CallProcess] = []
+
+    @asynccontextmanager
+    async def borrowed(self) -> AsyncGenerator[CallProcess]:
+        """Yield a process that has no other call; end it if the body raises or is cancelled."""
+        while self._idle and self._idle[-1].ended:
+            await self._idle.pop().close()
+        process = self._idle.pop() if self._idle else await CallProcess.start(self._callee)
+        try:
+            yield process
+        except BaseException:
+            await process.close()
+            raise
+        self._idle.append(process)
+
+    async def close(self) -> None:
+        """End all."""
+        while self._idle:
+            await self._idle.pop().close()
+
+
+class CallProcess:
+    """One process, and the pipes to it."""
+
+    def __init__(self, callee: Callee, process: Process, requests: ByteSendStream, replies: ByteReceiveStream) -> None:
+        self._callee = callee
+        self._process = process
+        self._requests = requests
+        self._replies = BufferedByteReceiveStream(replies)
+
+    @classmethod
+    async def start(cls, callee: Callee) -> Self:
+        """Return a new process that is ready.
+
+        Raises:
+            RewardProcessDied: it ended, or was not ready in time.
+        """
+        process = await anyio.open_process(interpreter_command(callee.module, str(os.getpid())), stderr=None)
+        assert process.stdin is not None  # noqa: S101 (pipes by default)
+        assert process.stdout is not None  # noqa: S101 (as above)
+        started = cls(callee, process, process.stdin, process.stdout)
+        try:
+            await started._ready()
+        except BaseException:
+            await started.close()
+            raise
+        return started
+
+    async def _ready(self) -> None:
+        with anyio.move_on_after(START_TIMEOUT_S):
+            await self._reply()
+            return
+        raise RewardProcessDied(
+            f"expected the process of {self._callee.name} to be ready within {START_TIMEOUT_S:g} s, got no answer, and "
+            f"killed it: see whether `{sys.executable} -c 'import {self._callee.imports}'` returns"
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the process has ended."""
+        return self._process.returncode is not None
+
+    async def ask(self, *request: str) -> bytes:
+        """Return the reply to a request, as JSON."""
+        try:
+            await self._requests.send(msgspec.json.encode(request) + b"\n")
+        except anyio.BrokenResourceError:
+            raise await self._died() from None
+        return await self._reply()
+
+    async def _reply(self) -> bytes:
+        try:
+            return await self._replies.receive_until(b"\n", LONGEST_REPLY)
+        except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError):
+            raise await self._died() from None
+
+    async def _died(self) -> RewardProcessDied:
+        status = await self._process.wait()
+        return RewardProcessDied(
+            f"expected a reply from the process of {self._callee.name}, got its end with status {status}; its error "
+            f"output is on stderr"
+        )
+
+    async def close(self) -> None:
+        """End the process, and wait for its end."""
+        with anyio.CancelScope(shield=True):
+            if not self.ended:
+                with suppress(ProcessLookupError):  # it has ended since
+                    self._process.kill()
+            await self._process.aclose()
