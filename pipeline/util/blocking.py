@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
+from .user_code import call_user
+
 R = TypeVar("R")
 
 
@@ -25,10 +27,10 @@ async def enter_in_thread(stack: AsyncExitStack, context: AbstractContextManager
 
     async def leave() -> None:
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(context.__exit__, None, None, None)
+            await anyio.to_thread.run_sync(call_user, context.__exit__, None, None, None)
 
     entered: list[R] = []
     with anyio.CancelScope(shield=True):
-        entered.append(await anyio.to_thread.run_sync(context.__enter__))
+        entered.append(await anyio.to_thread.run_sync(call_user, context.__enter__))
     stack.push_async_callback(leave)
     return entered[0]

@@ -15,6 +15,7 @@ import anyio
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import EngineTimedOut, PenstockError
 from ..._pipeline.util.exception_groups import first_exception
+from ..._pipeline.util.user_code import await_user
 from ..._pipeline.weights.engine_sync import Published
 from .policies import Engine
 
@@ -96,7 +97,7 @@ class EnginePublisher:
 
         async def send(engine: Engine) -> None:
             try:
-                await request(engine)
+                await await_user(request, engine)
             except Exception as error:  # noqa: BLE001 (raised below, when all requests are done)
                 failures.append(error)
 

@@ -17,6 +17,7 @@ from ..._pipeline.trackers.tracker import Tracker
 from ..._pipeline.trackers.wandb import WandB
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.named_objects import import_object
+from ..._pipeline.util.user_code import call_user
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..advantage_normalizer import AdvantageNormalizer
 from ..batcher import Batcher
@@ -308,7 +309,7 @@ class RunParts:
 def _tracker(name: str) -> Tracker:
     """Return the tracker of that name, or that of the function `name`."""
     if ":" in name:
-        made = import_object(name, "config: trackers")()
+        made = call_user(import_object(name, "config: trackers"))
         if not isinstance(made, Tracker):
             raise InvalidConfig(
                 f"config: trackers: expected {name} to return an object with start, log, samples and close, "
@@ -325,7 +326,7 @@ def loss_of(algorithm: AlgorithmConfig) -> Loss:
         InvalidConfig: it names a function that does not exist, or returns no loss, or bounds are out of range.
     """
     if ":" in algorithm.loss:
-        loss: Loss = import_object(algorithm.loss, "config: algorithm.loss")()
+        loss: Loss = call_user(import_object(algorithm.loss, "config: algorithm.loss"))
         if not isinstance(loss, LossTerm | Aggregated):
             raise InvalidConfig(
                 f"config: expected algorithm.loss to return a loss of penstock.losses, got {type(loss).__name__}"

@@ -38,6 +38,7 @@ from ..._pipeline.util.host_lock import host_lock
 from ..._pipeline.util.json_file import read_json_or_set_aside, write_json
 from ..._pipeline.util.named_objects import import_object
 from ..._pipeline.util.os_errors import explaining_os_errors
+from ..._pipeline.util.user_code import call_user
 from ..._pipeline.view.watching import View
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..engines.engine_publisher import EnginePublisher
@@ -184,7 +185,7 @@ def describe_run(config: RunConfig) -> str:
 def _prepare(config: RunConfig) -> None:
     if config.prepare is not None:
         with host_lock(f"{config.prepare} in {Path.cwd()}"):  # the samplers of a host may begin together
-            import_object(config.prepare, "config: prepare")(config)
+            call_user(import_object(config.prepare, "config: prepare"), config)
 
 
 def parts_of(config: RunConfig) -> RunParts:

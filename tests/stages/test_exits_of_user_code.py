@@ -44,6 +44,7 @@ from penstock import (
 )
 from penstock.accounting import Metrics
 from penstock.errors import UserCodeExited
+from penstock.policies import EnginePublisher
 from penstock.rewards import RewardComponent, RewardFunction
 from penstock.teachers import TeacherCandidates
 from penstock.trackers import RunInfo, Sample, Samples
@@ -159,6 +160,15 @@ class Watched(Trainer):
 
 
 @dataclass
+class Resumed(Trainer):
+    def keep(self, state: Any) -> None:
+        pass
+
+    def resume(self, checkpoint: Path) -> None:
+        pass
+
+
+@dataclass
 class Publisher:
     version: int = -1
 
@@ -168,6 +178,11 @@ class Publisher:
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[None]:
         yield
+
+
+@dataclass
+class Weights(Publisher):
+    url: str = "file:///weights"
 
 
 class Vocabulary(Letters):
@@ -271,6 +286,14 @@ def training(methods: Callable[[Raises], Mapping[str, Any]], **options: Any) -> 
 
 def publishing(methods: Callable[[Raises], Mapping[str, Any]], **options: Any) -> Any:
     return lambda raises: trained(Trainer(), publisher=with_method(Publisher(), **methods(raises)), **options)
+
+
+def updating(methods: Callable[[Raises], Mapping[str, Any]]) -> Any:
+    def run(raises: Raises) -> Pipeline:
+        engines = [with_method(FakePolicy(), **methods(raises)), FakePolicy()]
+        return trained(Trainer(), publisher=EnginePublisher(Weights(), engines), sampling="pause")
+
+    return run
 
 
 def taught(methods: Callable[[Raises], Mapping[str, Any]]) -> Any:
@@ -420,9 +443,13 @@ PLACES: dict[str, Callable[[Raises], Pipeline | Run]] = {
     "trainer.step": training(lambda raises: {"step": raises}),
     "trainer.weights": lambda raises: trained(with_method(Trainer(), weights=raises), publisher=Publisher()),
     "trainer.save": lambda raises: trained(with_method(Trainer(), save=raises), checkpoints="absent"),
+    "trainer.keep": lambda raises: Run({"folder": "run"}, trained(with_method(Resumed(), keep=raises))),
     "trainer.watch": lambda raises: source(Silent()).then(Pack()).sink(SinkTrainer(Watched(raises=raises))),
     "publisher.publish": publishing(lambda raises: {"publish": raises.later}),
     "publisher.paused": publishing(lambda raises: {"paused": raises}, sampling="pause"),
+    "engine.update_weights": updating(lambda raises: {"update_weights": raises.later}),
+    "engine.pause": updating(lambda raises: {"pause": raises.later}),
+    "engine.resume": updating(lambda raises: {"resume": raises.later}),
     "samples.tokenizer": lambda raises: Run(
         {"trackers": [Tracker()]}, trained(Trainer(), samples=Samples(with_method(Letters(), decode=raises)))
     ),
@@ -463,7 +490,7 @@ async def outcome(make: Callable[[Raises], Pipeline | Run], raises: Raises) -> t
 
 NAMES = "|".join(sorted({type(each.kind(TEXT)).__name__ for each in EXITS.values()} | {"RuntimeError"}))
 
-TEXTS = rf"{TEXT}|Cancelled via cancel scope 7f|(?:coroutine|async generator) raised Stop(?:Async)?Iteration"
+TEXTS = rf"{TEXT}|Cancelled via cancel scope 7f|(?:coroutine|(?:async )?generator) raised Stop(?:Async)?Iteration"
 
 
 def without(text: str) -> str:
@@ -480,7 +507,10 @@ ordinary: dict[str, tuple[Any, ...]] = {}
 
 @pytest.mark.parametrize("exit_", EXITS)
 @pytest.mark.parametrize("place", PLACES)
-async def test_it_ends_a_run_as_an_ordinary_exception_does(place: str, exit_: str) -> None:
+async def test_it_ends_a_run_as_an_ordinary_exception_does(
+    place: str, exit_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     if place not in ordinary:
         ordinary[place] = await outcome(PLACES[place], ORDINARY)
         assert "EXCEPTION" in repr(ordinary[place]) or ordinary[place][-1] or place in UNNAMED
