@@ -160,12 +160,13 @@ class ReportedCounters(SharedCounters):
 def _check_counts(counts: list[int], before: list[int]) -> None:
     if len(counts) != len(before):
         raise ProtocolMismatch(f"expected a report of {len(before)} counts, got {len(counts)}")
-    # A worker has counts that never fall; it trains nothing; and it ends no more than it has admitted. No worker admits
-    # so many between two reports.
-    admitted, _, *ended = counts
+    # A worker has counts that never fall; it trains nothing; it ends no more than it has admitted, and a rollout that
+    # succeeds counts twice at most, when it ends and when it is sent. No worker admits so many between two reports.
+    admitted, succeeded, *ended = counts
     plausible = (
         all(count >= earlier for count, earlier in zip(counts, before, strict=True))
         and not ended[END_STATES.index("trained")]
+        and succeeded <= 2 * admitted
         and sum(ended) <= admitted <= before[0] + MOST_ADMITTED
     )
     if not plausible:
