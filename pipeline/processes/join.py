@@ -39,9 +39,13 @@ from ..channels.remote_sender import RemoteSender
 from ..channels.tcp_address import bracketed
 from ..channels.transports import connect
 from ..errors import (
+    DiskFull,
     InvalidConfig,
     InvalidPipeline,
     NobodyListens,
+    NotWritable,
+    OutOfFileDescriptors,
+    OutOfSharedMemory,
     PeerClosed,
     PeerLost,
     SenderRejected,
@@ -91,7 +95,11 @@ LOST_TOGETHER_S = 5.0
 """Seconds between the ends of two connections to one process that died, or less."""
 
 _UNREACHABLE = (NobodyListens, PeerClosed, PeerLost)
-_UNAVAILABLE = (*_UNREACHABLE, TooManySenders, OSError)
+_UNAVAILABLE = (*_UNREACHABLE, TooManySenders, socket.gaierror)
+"""What may change while a worker waits: no pipeline listens yet, or no resolver knows its name."""
+
+_OF_THIS_HOST = (OutOfFileDescriptors, OutOfSharedMemory, DiskFull, NotWritable)
+"""What a limit of this host causes, which other workers may not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +194,7 @@ async def join(
         WorkerRefused: the pipeline has no place for it.
         WorkerCutOff: this host does not reach what the stage needs, such as the weights; the pipeline goes on.
         NobodyListens, PeerClosed, PeerLost: there was no pipeline for an hour.
+        OutOfFileDescriptors, OutOfSharedMemory, DiskFull, NotWritable: a limit of this host is too low for it.
         SenderRejected: the pipeline disconnected this worker: what it sent was damaged, or it cannot be reached.
         Exception: what the stage raised; the pipeline has been told.
     """
@@ -294,12 +303,16 @@ class _Session:
             event = Left("it was stopped") if self._stopping.is_set() else Finished()
         except Exception as error:  # noqa: BLE001 (of the stage, which may raise anything)
             cause = single_exception(error)
-            # 1. The stage raised: so it would elsewhere, and the run ends. Or the pipeline has rejected this worker.
+            # 1. A limit of this host is too low, which others may not have: it leaves.
+            if isinstance(cause, _OF_THIS_HOST):
+                event = Left(cut(str(cause)))
+                raise cause from None
+            # 2. The stage raised: so it would elsewhere, and the run ends. Or the pipeline has rejected this worker.
             if isinstance(cause, SenderRejected) or not isinstance(cause, _UNREACHABLE):
                 event = Failed(description_of(cause), traceback_of(cause))
                 raise cause from None
-            # 2. The pipeline has died, and the stage has noticed it first, as by its weights: this worker joins again.
-            # 3. This host does not reach something that others may reach: it leaves.
+            # 3. The pipeline has died, and the stage has noticed it first, as by its weights: this worker joins again.
+            # 4. This host does not reach something that others may reach: it leaves.
             if not await self._pipeline_lost():
                 event = Left(cut(str(cause)))
                 raise WorkerCutOff(f"this host does not reach what its stage needs: {cause}") from cause

@@ -6,9 +6,14 @@ ZeroMQ ends the process that it cannot open its own descriptors in, so every num
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from tests.failsafe import FAILSAFE_S
 from tests.namespaces import printed_by
+from tests.processes import script_of_joined_workers
 
 NUMBERS = range(36)
 
@@ -40,6 +45,25 @@ def test_with_any_number_of_free_descriptors_it_opens_or_reports_too_few(what: s
         for outcome in outcomes[:first]
     )
     assert first > 0
+
+
+@pytest.mark.parametrize("most", [8, 16])
+def test_a_worker_of_another_host_with_too_few_descriptors_says_so_and_ends(most: int) -> None:
+    script = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most})); import sys\n"
+        "from penstock._cli.app import main; main()"
+    )
+    stage = Path(script_of_joined_workers.__file__)
+    command = [sys.executable, "-c", script, "worker", "--join", "tcp://127.0.0.1:1", f"{stage}:held"]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=FAILSAFE_S, check=False)
+
+    assert ended.returncode == 1
+    assert re.search(
+        r"^penstock: expected 17 more file descriptors for the sending end of a channel, got \d+ .*: "
+        r"raise the limit of open files \(ulimit -n\)$",
+        ended.stderr,
+    )
 
 
 def test_a_receiver_and_its_sender_have_room_in_a_process_of_40_descriptors() -> None:

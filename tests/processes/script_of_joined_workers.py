@@ -16,7 +16,7 @@ from tests.processes.worker_stages import Sample
 
 from penstock import ReceiveChannel, SendChannel, SourceEnv, StopReason, TrajectoryGroup, current
 from penstock.environments import RolloutResult
-from penstock.errors import NobodyListens
+from penstock.errors import NobodyListens, OutOfFileDescriptors
 from penstock.policies import Completion, NoOpPolicy
 from penstock.testing import group
 
@@ -157,6 +157,20 @@ class CutOff(Sample):
 
 def cut_off() -> CutOff:
     return CutOff(20)
+
+
+@dataclass(frozen=True)
+class Limited(Sample):
+    """Has too few file descriptors on its host, the first time."""
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        if first("limited"):
+            raise OutOfFileDescriptors("expected 17 more file descriptors, got 3")
+        await super().run(outbox)
+
+
+def limited() -> Limited:
+    return Limited(20)
 
 
 @dataclass(frozen=True)

@@ -521,6 +521,7 @@ async def test_a_worker_that_was_suspended_joins_again(
     [
         ("forging", "violated the protocol and was disconnected"),
         ("cut_off", "this host does not reach what its stage needs"),
+        ("limited", "expected 17 more file descriptors, got 3"),
     ],
 )
 async def test_a_worker_that_fails_alone_ends_with_status_1_and_the_run_goes_on(
