@@ -35,12 +35,15 @@ from penstock.policies import SamplingParams
 from penstock.torch import TorchPolicy, TorchTrainer
 from penstock.weights import WeightPublisher
 
-STEPS, TARGET, TIME_LIMIT_S = 250, 0.98, 100.0
+STEPS, TARGET, TIME_LIMIT_S, START_TIMEOUT_S = 250, 0.98, 100.0, 300.0
 REWARD = Path(__file__).parent / "arithmetic" / "reward.yaml"
 
 
 async def reinforce(run: Run) -> None:
-    """Train `run.model` until it solves enough held-out problems, or the steps or the time are used up."""
+    """Train `run.model` until it solves enough held-out problems, or the steps or the time are used up.
+
+    The time counts from the first step: on a busy machine the workers may take minutes to start.
+    """
     trainer = ExaminedTrainer(TorchTrainer(run.model, optimizer=partial(annealed_adamw, steps=STEPS)), run.model)
     async with WeightPublisher(run.model) as publisher:
         policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=run.seed)
@@ -48,14 +51,15 @@ async def reinforce(run: Run) -> None:
         sampling = SamplingParams(max_completion_tokens=LONGEST_ANSWER)
         env = SourceEnv(make_env, policy, TOKENIZER, sampling=sampling, concurrency=256, max_lag=2)
         run.pipeline = (
-            source(env, on=processes(2))
+            source(env, on=processes(2, start_timeout_s=START_TIMEOUT_S))
             .then(RewardBridge.from_yaml(REWARD, tokenizer=TOKENIZER))
             .then(AdvantageNormalizer("grpo"))
             .then(Batcher(max_tokens=8192, sequences=512, max_lag=4, drop_zero_variance=True))
             .sink(SinkTrainer(trainer, publisher, max_steps=STEPS))
         )
-        with anyio.move_on_after(TIME_LIMIT_S) as limit:
+        with anyio.CancelScope() as limit:
             run.stop_at(TARGET, limit)
+            run.stop_after(TIME_LIMIT_S, limit)
             await run.pipeline.run(metrics=run.metrics, view="auto")
             run.end("all steps done")
         run.end("out of time")
@@ -69,6 +73,8 @@ async def main(seed: int) -> None:
         run.warmed_up()
         print(f"reinforcement from {run.accuracy:.1%} of the held-out problems")
         await reinforce(run)
+    if not run.steps:
+        sys.exit("expected at least one optimizer step, got none: the policy is as it was after the warm-up")
 
 
 if __name__ == "__main__":

@@ -100,6 +100,15 @@ class Run:
 
         self.on_step(stop)
 
+    def stop_after(self, seconds: float, scope: anyio.CancelScope) -> None:
+        """Cancel `scope` so many seconds after the first optimizer step."""
+
+        def begin() -> None:
+            if len(self.steps) == 1:
+                scope.deadline = anyio.current_time() + seconds
+
+        self.on_step(begin)
+
     def warmed_up(self) -> None:
         """Record the accuracies after the warm-up."""
         self._warm_s = self.seconds

@@ -31,7 +31,7 @@ sys.argv, sys.path = ["arithmetic_grpo.py", *sys.argv[1:]], [{str(EXAMPLES)!r}, 
 from arithmetic.warm_up import warm_up
 warm_up.__defaults__ = ({warm_up},)
 source = Path({str(SCRIPT)!r}).read_text()
-for name, full, little in ("TIME_LIMIT_S = ", 250, {steps}), ("sequences=", 512, {sequences}):
+for name, full, little in ("START_TIMEOUT_S = ", 250, {steps}), ("sequences=", 512, {sequences}):
     assert f"{{name}}{{full}}," in source
     source = source.replace(f"{{name}}{{full}},", f"{{name}}{{little}},")
 exec(compile(source, {str(SCRIPT)!r}, "exec"), {{"__name__": "__main__", "__file__": {str(SCRIPT)!r}}})
@@ -158,7 +158,7 @@ def test_ctrl_c_ends_the_demo_and_leaves_nothing(moment: str, tmp_path: Path) ->
 
         rest = interrupted(demo)
 
-    assert "in flight when training ended" in rest
+    assert "kept in runs/" in rest
     assert kept(tmp_path)["stop_reason"] == "interrupted"
 
 
@@ -170,7 +170,7 @@ def test_ctrl_c_while_the_results_are_written_leaves_them_whole(tmp_path: Path) 
 
         rest = interrupted(demo)
 
-    assert "in flight when training ended" in rest
+    assert "kept in runs/" in rest
     assert kept(tmp_path)["stop_reason"] == "all steps done"
 
 
@@ -185,6 +185,16 @@ def test_a_second_ctrl_c_ends_the_demo_at_once(tmp_path: Path) -> None:
         rest = interrupted(demo)
 
     assert "SIGINT: ended at once" in rest
+
+
+def test_a_demo_without_a_step_fails_with_a_sentence(tmp_path: Path) -> None:
+    script = SHORTEST.replace("exec(", "source = source.replace('await reinforce(run)', 'pass'); exec(")
+    with started(tmp_path, "-c", script) as demo:
+        shown, _ = demo.communicate()
+
+    assert demo.returncode == 1
+    assert "expected at least one optimizer step, got none" in shown
+    assert kept(tmp_path)["steps"] == 0
 
 
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
