@@ -37,6 +37,7 @@ from .evaluation.evaluated_steps import EvaluatedSteps
 from .evaluation.evaluation import Evaluation
 from .samples.samples import Samples
 from .training.checkpoint import checkpoint_of, latest_checkpoint, remove_old_checkpoints, step_of
+from .training.learning_signal import LearningSignal
 
 T = TypeVar("T")
 
@@ -170,6 +171,8 @@ class SinkTrainer:
     cancel_timeout_s: float = CANCEL_TIMEOUT_S
     samples: Samples | None = None
     evaluation: Evaluation | None = None
+    _signal: LearningSignal = field(default_factory=LearningSignal, init=False, repr=False, compare=False)
+    """Warns of steps in a row that have nothing to learn from."""
     _gathered: tuple[Snapshot, ...] = field(default=(), repr=False)
     """Snapshots of every stage whose statistics a checkpoint contains."""
 
@@ -335,6 +338,7 @@ class SinkTrainer:
             await self._save(context.ledger, thread)
 
     def _step(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        self._signal.observe(batch, step)
         metrics = self.trainer.step(batch)
         if not isinstance(metrics, Mapping):
             raise TypeError(

@@ -80,7 +80,7 @@ class _Row:
     """Trajectories that were in flight when the row had `held_at`, and have not ended since."""
     held_at: int = 0
     reasons: Reasons = field(default_factory=dict)
-    """The reasons of all ends of the run, at the first look."""
+    """The reasons of all ends of the run, at the first look; empty before the first success."""
     warned: bool = False
 
 
@@ -172,14 +172,14 @@ class ProgressGuard:
         row, in_flight = self._row, self._ledger.in_flight_by_group()
         row.held = {group: left for group, mask in row.held.items() if (left := mask & in_flight.get(group, 0))}
         waiting = sum(mask.bit_count() for mask in row.held.values())
-        if not row.held_at:
+        if not row.held_at and self._untrained.successes:
             row.reasons = self._ledger.balance().reasons
         if in_a_row >= 2 * row.held_at:
             row.held, row.held_at = in_flight, in_a_row
         return waiting
 
     def _ends(self) -> Reasons:
-        """Return the ends since the first look, by state and reason; all of the run where that was just now."""
+        """Return the ends of the row since the first look, by state and reason; all where that was just now."""
         now = self._ledger.balance().reasons
         since = {state: dict(Counter(now[state]) - Counter(self._row.reasons.get(state, {}))) for state in now}
         return since if any(since.values()) else now

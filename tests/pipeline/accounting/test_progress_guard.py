@@ -114,7 +114,7 @@ def test_a_run_that_trains_none_of_1024_trajectories_warns_once_with_the_counts_
 
     (warning,) = events
     assert (warning["event"], warning["log_level"], warning["in_a_row"]) == ("nothing_trained", "warning", 1024)
-    assert warning["reasons"] == "512 filtered (512 × zero variance)"
+    assert warning["reasons"] == "1024 filtered (1024 × zero variance)"
     assert warning["ends_at"] == 10_240
 
 

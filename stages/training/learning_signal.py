@@ -1,0 +1,68 @@
+"""`LearningSignal`: warns of steps in a row without a gradient from rewards, and says which part is constant."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._pipeline.accounting.telemetry import get_logger
+from ..._schemas import TrainBatch
+
+log = get_logger("penstock.sink_trainer")
+
+STEPS_IN_A_ROW = 3
+"""Steps at which it warns: one or two may be chance."""
+
+
+class LearningSignal:
+    """Looks at one batch after another."""
+
+    def __init__(self) -> None:
+        self._without = 0
+        """Batches in a row without a signal."""
+
+    def observe(self, batch: TrainBatch, step: int) -> None:
+        """Look at the batch that step `step` trains; warn if it is the last of too many."""
+        constant = constant_part(batch)
+        self._without = self._without + 1 if constant else 0
+        if self._without == STEPS_IN_A_ROW:
+            log.warning("no_learning_signal", step=step, steps_in_a_row=self._without, constant=constant)
+
+
+def constant_part(batch: TrainBatch) -> str:
+    """Return the part of `batch` for which its rewards give no gradient; empty where they give one.
+
+    A batch without advantages, or with a teacher's candidates, has a loss of another kind.
+    """
+    if not batch.loss_mask.any():
+        return "the loss mask: no token trains"
+    if batch.advantages is None or batch.teacher_ids is not None or batch.advantages[batch.loss_mask].any():
+        return ""
+    if not _differs(batch.rewards):
+        return f"rewards: each is {batch.rewards[0]:g}{_parts(batch)}"
+    if not _differs(_within_groups(batch, batch.rewards)):
+        return f"rewards within every group{_parts(batch)}"
+    return "advantages: each is 0, although rewards differ within groups"
+
+
+def _parts(batch: TrainBatch) -> str:
+    """Return which reward parts are constant within every group: ` (constant: score; not: length_bounty)`."""
+    differ = {name: _differs(_within_groups(batch, part)) for name, part in batch.reward_parts.items()}
+    named = {
+        "constant": [name for name, differs in differ.items() if not differs],
+        "not": [name for name, differs in differ.items() if differs],
+    }
+    listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in named.items() if names)
+    return f" ({listed})" if listed else ""
+
+
+def _within_groups(batch: TrainBatch, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return [S] the values less that of the first sequence of their group."""
+    owners = batch.group_of_sequence()
+    _, first = np.unique(owners, return_index=True)
+    within: NDArray[np.float32] = values - values[first][owners]
+    return within
+
+
+def _differs(values: NDArray[np.float32]) -> bool:
+    return not np.allclose(values, values[0])
