@@ -33,10 +33,12 @@ async def within_vocabulary(record: TrajectoryGroup) -> TrajectoryGroup:
     return msgspec.structs.replace(record, tokens=record.tokens % 320)
 
 
-def run(folder: Path, model: Path, lora: LoRA | None, *, steps: int, allow_changes: bool = False) -> int:
+def run(
+    folder: Path, model: Path, lora: LoRA | None, *, steps: int, allow_changes: bool = False, lr: float = 1e-3
+) -> int:
     """Train steps of a model, or continue; return their number."""
     hf = HFModel.from_pretrained(model, lora=lora)
-    trainer = TorchTrainer(hf, optimizer=partial(adamw, lr=1e-3), loss=AdvantageWeighted())
+    trainer = TorchTrainer(hf, optimizer=partial(adamw, lr=lr), loss=AdvantageWeighted())
     pipeline = (
         source(Groups(9))
         .then(each(within_vocabulary))
@@ -77,6 +79,18 @@ def test_another_dropout_of_adapters_is_none_of_them(tmp_path: Path, model: Path
     run(tmp_path / "run", model, LORA, steps=1)
 
     assert run(tmp_path / "run", model, LoRA(rank=2, alpha=4, dropout=0.5, targets=("q_proj",)), steps=2) == 2
+
+
+def test_a_script_that_changes_the_rate_trains_with_it_and_says_so(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "run", model, LORA, steps=1)
+
+    run(tmp_path / "run", model, LORA, steps=2, lr=0.5)
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [msgspec.json.decode(line)["lr"] for line in lines] == [1e-3, 0.5]
+    assert "continued from step 1 with SinkTrainer.optimizer[0].lr: 0.001 → 0.5\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "all parameters"])

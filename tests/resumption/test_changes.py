@@ -38,9 +38,10 @@ async def run(
     **options: Any,
 ) -> Recorder:
     """Run until `steps` steps are done, or continue the run, and return its trainer."""
+    given: dict[str, Any] = {"group_size": GROUP_SIZE, "max_lag": 1} | options
     recorder = Recorder(NEVER)
     pipeline = (
-        source(SourceEnv(prompts, FakePolicy(), Letters(), **{"group_size": GROUP_SIZE, "max_lag": 1} | options))
+        source(SourceEnv(prompts, FakePolicy(), Letters(), **given))
         .then(RewardBridge(functions=[RewardFunction(answered, reads_text=False)]))
         .then(AdvantageNormalizer("none"))
         .then(Batcher(max_tokens=512, sequences=STEP_GROUPS * GROUP_SIZE))
