@@ -35,6 +35,10 @@ from .worker_stage import refuse_while_importing_main
 
 log = get_logger("penstock.pipeline")
 
+EXIT_TIMEOUT_S = 30.0
+"""Seconds that the process of a worker whose stage is done may take to exit. Its records are safe, and the exit of an
+interpreter that has imported torch takes seconds on a busy machine."""
+
 Feed: TypeAlias = Callable[[str, str, anyio.Event], Awaitable[str]]
 """Sends records to a middle stage's worker: (its name, the URL of its inbox, the event that it leaves).
 
@@ -218,12 +222,12 @@ class Supervisor:
     async def _enforce_exit_deadline(self, worker: WorkerHandle) -> None:
         """Kill a worker whose stage is done and whose process does not exit in time."""
         await worker.progress.done.wait()
-        await anyio.sleep(self._on.stop_timeout_s)
+        await anyio.sleep(EXIT_TIMEOUT_S)
         log.warning(
             "worker_exit_timeout",
             worker=worker.progress.name,
             pid=worker.progress.pid,
-            waited_s=self._on.stop_timeout_s,
+            waited_s=EXIT_TIMEOUT_S,
         )
         worker.kill()
 

@@ -8,6 +8,7 @@ parent. The kernel kills it when its parent dies. It ends on SIGTERM, and leaves
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import pickle
@@ -46,6 +47,7 @@ def main(encoded: str) -> None:
         if not isinstance(cause, Exception):
             raise
         sys.exit(1)
+    gc.freeze()  # the collections at the exit of the interpreter visit every object, for seconds with torch
     if stopped:
         _end_by_sigterm()
     _report(config, Finished())
