@@ -99,7 +99,7 @@ class Told:
     def observed(self, peer: Any, payload: bytes) -> None:
         pass
 
-    def lost(self, peer: Any, _: Exception) -> None:
+    def lost(self, peer: Any, error: Exception) -> None:  # noqa: ARG002 (see `PeerListener`)
         self.ended_s.setdefault(peer.name, time.monotonic())
 
     def closed(self, peer: Any) -> None:
