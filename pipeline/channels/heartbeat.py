@@ -17,7 +17,7 @@ DEFAULT_HEARTBEAT_TIMEOUT_S = 30.0
 """Bound on the time in which a peer is unresponsive: longer than a machine that swaps, or a debugger that inspects a
 process, takes."""
 
-PING_S = 3.0
+PING_S = 1.5
 """The longest time between two heartbeats over TCP: a receiver may have a shorter timeout than its senders."""
 
 PINGS_PER_TIMEOUT = 3
