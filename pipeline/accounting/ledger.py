@@ -66,8 +66,11 @@ class Balance(msgspec.Struct, frozen=True):
         return self.admitted == self.in_flight + sum(self.ended.values())
 
 
+_FAILED, _REJECTED = END_STATES.index("failed"), END_STATES.index("rejected")
+
+
 class Progress(NamedTuple):
-    """Counts that only grow, all workers included, for `ProgressGuard`. Ends are read before successes."""
+    """Counts that only grow, all workers included, for `ProgressGuard`."""
 
     failed: int
     rejected: int
@@ -126,6 +129,8 @@ class Ledger:
         """Called after trajectories have ended, here or in a worker."""
         self._succeeded = 0
         """Rollouts that succeeded in this process, or in a worker whose counters are detached."""
+        self.ended_here: int = 0
+        """Trajectories that ended in this ledger, in any state."""
         self._copies = 0
         """Copies of trajectories that are in flight here, or were trained."""
         self._restored = 0
@@ -343,14 +348,16 @@ class Ledger:
 
     def progress(self) -> Progress:
         """Return the counts of all processes that show whether the run makes progress."""
-        ended, workers = self._ended, self._worker_counters
-        failed = ended["failed"] + sum(counters.ended("failed") for counters in workers)
-        rejected = ended["rejected"] + sum(counters.ended("rejected") for counters in workers)
+        failed, rejected, ended = self._ended["failed"], self._ended["rejected"], self.ended_here
+        succeeded, trained = self._succeeded, self._ended["trained"]
+        for counters in self._worker_counters:
+            succeeded_there, *ended_there = counters.progress()
+            succeeded += succeeded_there
+            failed += ended_there[_FAILED]
+            rejected += ended_there[_REJECTED]
+            ended += sum(ended_there)
         replayed = min(self._copies, self._admitted - self._copies + self._restored)
-        untrained = sum(ended.values()) - ended["trained"] - replayed - self._evaluated
-        untrained += sum(counters.ended_in_all for counters in workers)
-        succeeded = self._succeeded + sum(counters.succeeded for counters in workers)
-        return Progress(failed, rejected, untrained, succeeded, ended["trained"])
+        return Progress(failed, rejected, ended - trained - replayed - self._evaluated, succeeded, trained)
 
     def in_flight_by_group(self) -> dict[GroupId, int]:
         """Return the repetitions in flight in this ledger of each group, as a bit mask. A copy, as of now."""
@@ -547,6 +554,7 @@ class Ledger:
     def _count(self, state: EndState, reason: str, count: int) -> None:
         if count:
             self._ended[state] += count
+            self.ended_here += count
             self._reasons[state, self._kept_reason(state, reason)] += count
 
     def _kept_reason(self, state: EndState, reason: str) -> str:

@@ -39,6 +39,9 @@ ENDED_AT_WARNINGS = 10
 ENDED_PER_WAITING = 2000
 """Ended trajectories for each that waits for the rest of its batch: with fewer, a step will come."""
 
+CHECK_EVERY = 16
+"""Trajectories that end here between two checks: one reads the counters of every worker."""
+
 LOOK_EVERY = 512
 """Ended trajectories between two looks at those that wait."""
 
@@ -98,6 +101,8 @@ class ProgressGuard:
         self._stated = per_step
         self._per_step = per_step
         self._delivered = delivered
+        self._checked_at = 0
+        """Trajectories that had ended here at the last check."""
         self._failed, self._untrained = Streak(), Streak()
         self._row = _Row()
 
@@ -108,6 +113,10 @@ class ProgressGuard:
             RolloutsFailed: `FAILURE_LIMIT` rollouts failed in a row.
             NothingTrained: too many trajectories ended in a row without a trained one, or no prompt may be sampled.
         """
+        ended = self._ledger.ended_here
+        if 0 < ended - self._checked_at < CHECK_EVERY:  # else a worker has reported, and nothing has ended here
+            return
+        self._checked_at = ended
         progress = self._ledger.progress()
         if (failed := self._failed.length(progress.failed, progress.succeeded)) >= FAILURE_LIMIT:
             raise RolloutsFailed(self._of_failures(failed, progress))

@@ -64,10 +64,9 @@ class SharedCounters:
         """Return the number of trajectories that ended in `state` within the worker."""
         return self._words[2 + END_STATES.index(state)]
 
-    @property
-    def ended_in_all(self) -> int:
-        """The number of trajectories that ended within the worker."""
-        return sum(self._words[2 : 2 + len(END_STATES)])
+    def progress(self) -> list[int]:
+        """Return the successful rollouts, and the trajectories that ended within the worker in each of END_STATES."""
+        return self._words[1 : 2 + len(END_STATES)].tolist()
 
     @property
     def step(self) -> int:
