@@ -19,8 +19,9 @@ from weakref import WeakSet
 
 import anyio
 from anyio.abc import TaskGroup
+from msgspec import structs
 
-from ..._schemas.control import Instruction, Reject
+from ..._schemas.control import Instruction, Reject, printable
 from ..accounting.ledger import Ledger
 from ..accounting.telemetry import get_logger
 from ..channels.heartbeat import UNRESPONSIVE
@@ -258,8 +259,10 @@ class JoinedWorkers(Supervisor):
         peer.control.shutdown_read()
 
     def _progress(self, peer: Peer, event: WorkerEvent) -> None:
+        """Have a worker's progress handle its event, without text that a terminal would not print."""
         if (worker := self._by_peer.get(peer)) is not None:
-            worker.progress.handle(event)
+            texts = {name: value for name, value in structs.asdict(event).items() if isinstance(value, str)}
+            worker.progress.handle(structs.replace(event, **{name: printable(text) for name, text in texts.items()}))
 
     async def start(self, name: str, worker: Worker) -> JoinedWorker:
         """Tell the worker that has this place, and account for it; see `Spawner`."""

@@ -27,6 +27,7 @@ from penstock._pipeline.processes.worker_messages import (
     Finished,
     Joins,
     Leaves,
+    Left,
     Refused,
     Serving,
     Wants,
@@ -287,6 +288,21 @@ async def test_a_report_that_this_worker_may_not_send_costs_its_connection(forge
         await finish(run.url)
 
     assert run.trained == list(range(20))
+
+
+async def test_texts_of_a_worker_are_escaped_in_logs_and_reports() -> None:
+    with capture_logs() as logs:
+        async with running(prompts(20)) as run:
+            async with member(run.url, name="forger") as forger:
+                await forger.join()
+                await forger.prompt()
+                forger.report(Connected("tcp", 1, "\x1b[2J", "\x1b[2J"))
+                forger.report(Left("\x1b[2J and a line\nforged"))
+            await finish(run.url)
+
+    assert any("\\x1b[2J" in str(entry) for entry in logs)
+    assert not any("\x1b" in str(value) for entry in logs for value in entry.values())
+    assert not any("\x1b" in reason for reason in run.balance.reasons["lost"])
 
 
 async def test_metrics_of_a_worker_may_grow_to_a_bound_only() -> None:

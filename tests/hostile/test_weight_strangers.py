@@ -10,6 +10,7 @@ from dataclasses import replace
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -200,6 +201,18 @@ async def test_an_invalid_message_of_a_mirror_ends_it_and_no_other(sent: Message
             await subscribe(one)
             one.send(encode(sent))
             assert reason in await refusal(one)
+            await until_ended(one)
+        assert await other.newer() == 1
+
+
+@pytest.mark.parametrize("version", [1, 2**63, 2**64 - 1, "7"])
+@pytest.mark.parametrize("index", [-1, 2**63 - 1, 2**64 - 1, 0.5])
+async def test_a_request_with_any_numbers_ends_that_mirror_and_no_other(version: object, index: object) -> None:
+    async with served() as address, WeightSubscriber(address) as other:
+        with key_holder(address.url) as one:
+            await subscribe(one)
+            one.send(msgspec.msgpack.encode(["ChunkRequest", version, index]))
+            await refusal(one)
             await until_ended(one)
         assert await other.newer() == 1
 
