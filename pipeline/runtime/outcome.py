@@ -35,9 +35,10 @@ def check_outcome(report: Report, ledger: Ledger, *, commits: bool) -> None:
             f"some: {names}. Is `await` missing before outbox.send(record)? A stage leaves a record out with "
             f"drop(record, 'filtered', reason), a sink records its use with current().ledger.end(record, 'trained')"
         )
-    ended_by_itself = report.stop_reason in {END_OF_STREAM, f"{report.statistics.stages[-1].name} returned"}
+    if report.stop_reason not in {END_OF_STREAM, f"{report.statistics.stages[-1].name} returned"}:
+        return  # it may have been stopped before it had a channel
     used = report.balance.ended["trained"] or (not commits and report.statistics.edges[-1].channel.received)
-    if ended_by_itself and not ledger.step and not used:
+    if not ledger.step and not used:
         raise NothingTrained(
             f"expected a run that ends by itself to train at least one trajectory, got none: {_ends(report)}"
         )
