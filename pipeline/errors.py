@@ -61,6 +61,10 @@ class NotWritable(PenstockError, OSError):
     """A folder cannot be written: its file system is read-only, or this user may not; the message names it."""
 
 
+class CheckpointDamaged(PenstockError, OSError):
+    """A file of a checkpoint is not as it was written; the message names it, and an earlier whole checkpoint."""
+
+
 class FileDamaged(PenstockError, OSError):
     """A file that is needed cannot be read back as it was written; the message has its path and a remedy."""
 

@@ -23,6 +23,7 @@ from .._pipeline.accounting.committed_prompts import CommittedPrompts
 from .._pipeline.accounting.ledger import Ledger
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel
+from .._pipeline.durability.checkpoint import checkpoint_of, latest_checkpoint, remove_old_checkpoints, step_of
 from .._pipeline.durability.resumption import ResumePoint, Snapshot, Stateful
 from .._pipeline.durability.run_changes import StageFacts, StatesFacts
 from .._pipeline.graph.context import current
@@ -36,7 +37,6 @@ from .._schemas.numbers import normalize_counts, normalize_numbers
 from .evaluation.evaluated_steps import EvaluatedSteps
 from .evaluation.evaluation import Evaluation
 from .samples.samples import Samples
-from .training.checkpoint import checkpoint_of, latest_checkpoint, remove_old_checkpoints, step_of
 from .training.learning_signal import LearningSignal
 
 T = TypeVar("T")
@@ -254,7 +254,7 @@ class SinkTrainer:
         thread = anyio.CapacityLimiter(1)
         self._restore(ledger)
         resumed_at = ledger.step
-        await _in_thread(self._evaluated.link_best, thread)
+        await _in_thread(partial(self._evaluated.resume_at, ledger.step), thread)
         await self._publish(ledger.step, thread)
         if ledger.step != self.max_steps:
             await self._evaluated.finished(ledger.step)

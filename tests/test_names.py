@@ -12,7 +12,7 @@ from tests.public_surface import public_modules, public_names
 from penstock import errors
 
 EXTRAS = (
-    *("torch", "safetensors", "xxhash", "aiohttp", "tokenizers", "starlette", "uvicorn", "httptools", "matplotlib"),
+    *("torch", "safetensors", "aiohttp", "tokenizers", "starlette", "uvicorn", "httptools", "matplotlib"),
     *("datasets", "pyarrow", "tensorboardX", "wandb", "trl", "verl", "transformers", "requests"),
 )
 """Packages that only extras install."""
@@ -75,7 +75,7 @@ except ImportError as error:
 
     installs = re.escape(f"pip install 'penstock[{NEEDS_EXTRA[name]}]'")
     assert re.fullmatch(
-        rf"MissingExtra {name} needs (torch|safetensors|xxhash), which is not installed: {installs}\n", printed
+        rf"MissingExtra {name} needs (torch|safetensors), which is not installed: {installs}\n", printed
     )
 
 

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 from ..._schemas.bounds import LONGEST_NAME, MOST_ENTRIES, MOST_NAMES, Measure, Name
 from ..._schemas.numbers import whole_number
 from ..util.appending import append_whole
+from ..util.json_file import set_aside
 from ..util.logger import get_logger as get_logger  # noqa: PLC0414 (modules above take it from here)
 from ..util.os_errors import explaining_os_errors
 from ..util.user_code import call_user
@@ -253,7 +254,7 @@ class JsonlMetrics:
         with self._writing():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if after_step is not None and self._path.exists():
-                os.truncate(self._path, bytes_until(self._path, after_step))
+                cut_lines(self._path, after_step)
 
     def __repr__(self) -> str:
         return f"JsonlMetrics({str(self._path)!r})"
@@ -272,12 +273,32 @@ class _Line(msgspec.Struct):
     step: int
 
 
-def bytes_until(path: Path, step: int) -> int:
+def cut_lines(path: Path, after_step: int) -> bool:
+    """Cut off the lines of later steps in the file at `path`, and an incomplete one; return whether there were any.
+
+    A file with a line that cannot be read, or with steps that are out of order, is set aside instead. Blocks.
+    """
+    try:
+        kept = _bytes_until(path, after_step)
+    except (msgspec.DecodeError, ValueError) as error:
+        set_aside(path, str(error), "it has the lines of earlier steps, and another file those that follow")
+        return True
+    if kept == path.stat().st_size:
+        return False
+    os.truncate(path, kept)
+    return True
+
+
+def _bytes_until(path: Path, step: int) -> int:
     """Return the bytes of the file at `path` up to the end of the line of `step`, or of the last one before it."""
-    kept = 0
+    kept, last = 0, 0
     with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n") or msgspec.json.decode(line, type=_Line).step > step:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
                 break
-            kept += len(line)
+            found = msgspec.json.decode(line, type=_Line).step
+            if found < last:
+                raise ValueError(f"step {found} after step {last} in line {number}")
+            last = found
+            kept += len(line) if found <= step else 0
     return kept

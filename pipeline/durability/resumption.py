@@ -29,6 +29,7 @@ from ..trackers.tracker import RunInfo
 from ..util.atomic_file import remove_unfinished
 from ..util.lock_file import LockFile, is_locked
 from ..util.os_errors import explaining_os_errors
+from .checkpoint import settle_checkpoints
 from .run_changes import RunPart
 
 CHECKPOINTS = "checkpoints"
@@ -112,7 +113,13 @@ class Snapshot:
 
 @contextmanager
 def with_checkpoints(
-    folder: Path, nodes: Sequence[StageNode], context: Context, config: Mapping[str, Any], *, allow_changes: bool
+    folder: Path,
+    nodes: Sequence[StageNode],
+    context: Context,
+    config: Mapping[str, Any],
+    *,
+    allow_changes: bool,
+    skip_damaged: bool,
 ) -> Iterator[tuple[StageNode, ...]]:
     """Lock `folder` for the run within the body; yield the resumed stages, to run instead of `nodes`. Blocks.
 
@@ -121,12 +128,14 @@ def with_checkpoints(
 
     Raises:
         InvalidPipeline: the sink writes no checkpoints.
+        CheckpointDamaged: the last checkpoint is not as it was written, and `skip_damaged` is false or none is whole.
         RunDiffers: the run in the folder has other data or another model, and `allow_changes` is false.
         RunInUse: another process runs in `folder`.
         DiskFull, NotWritable, OutOfFileDescriptors: the folder or its file of metrics cannot be written.
     """
     with _locked(folder):
         remove_unfinished(folder)
+        settle_checkpoints(folder / CHECKPOINTS, skip_damaged=skip_damaged)
         nodes, point = _opened(folder, nodes, config, allow_changes=allow_changes)
         if point.step:
             context.ledger.restore(point.committed, point.step)

@@ -163,6 +163,7 @@ class Pipeline:
         trackers: Sequence[Tracker] = (),
         config: Mapping[str, Any] | None = None,
         allow_changes: bool = False,
+        skip_damaged: bool = False,
         stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> Report:
         """Run until the sink has returned, which it does when the stream ends or when it needs no more records.
@@ -185,11 +186,13 @@ class Pipeline:
             config: hyper-parameters, as plain values; written to `config.json` in the folder too. A run that is
                 continued prints the values that have changed.
             allow_changes: continue the run in the folder also with other data, or another model.
+            skip_damaged: continue from the last checkpoint in `folder` that is whole, and set those after it aside.
             stop_timeout_s: seconds from the first signal to the end of the process; then it is ended by force.
 
         Raises:
             InvalidPipeline: `check` found something, or the sink keeps no checkpoints for `folder`.
             RunInUse: another process runs in `folder`.
+            CheckpointDamaged: a file of the last checkpoint in `folder` is not as it was written.
             RunDiffers: the run in `folder` has other data or another model, and `allow_changes` is false.
             RolloutsFailed: 64 rollouts failed in a row, in all workers together, without a success between them.
             RecordsSwallowed: the run ended by itself, and a stage had neither sent nor dropped some received records.
@@ -217,7 +220,12 @@ class Pipeline:
                     nodes: Sequence[StageNode] = self.nodes
                     if folder is not None:
                         opened = with_checkpoints(
-                            Path(folder), nodes, context, config or {}, allow_changes=allow_changes
+                            Path(folder),
+                            nodes,
+                            context,
+                            config or {},
+                            allow_changes=allow_changes,
+                            skip_damaged=skip_damaged,
                         )
                         nodes = await enter_in_thread(stack, opened)
                     if trackers:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ..accounting.sample import Sample
-from ..accounting.telemetry import JsonlMetrics, bytes_until
+from ..accounting.telemetry import JsonlMetrics, cut_lines
 from ..util.atomic_file import write_atomically
 from ..util.os_errors import explaining_os_errors
 from .rotated_lines import RotatedLines, files_of
@@ -79,7 +78,5 @@ class Jsonl:
 def _cut_samples(folder: Path, after_step: int) -> None:
     """Cut off the samples of later steps, which the run trains again."""
     for file in files_of(folder / SAMPLES):
-        kept = bytes_until(file, after_step)
-        if kept == file.stat().st_size:
-            return  # and so are all older files
-        os.truncate(file, kept)
+        if not cut_lines(file, after_step):
+            return  # nor are there any in older files

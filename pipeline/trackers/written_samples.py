@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ..accounting.sample import Sample
-from ..errors import NoSamples
+from ..errors import FileDamaged, NoSamples
 from .jsonl import SAMPLES
 from .rotated_lines import files_of
 
@@ -41,9 +41,16 @@ def written_samples(folder: Path, step: int | None = None) -> list[Sample]:
 def _samples_in(file: Path) -> Iterator[Sample]:
     """Yield the samples of a file; its last line may be half written."""
     with suppress(FileNotFoundError), file.open("rb") as lines:  # it may have been rotated
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             if line.endswith(b"\n"):
-                yield _decode(line)
+                yield _sample(line, file, number)
+
+
+def _sample(line: bytes, file: Path, number: int) -> Sample:
+    try:
+        return _decode(line)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise FileDamaged(f"{file}: expected a sample in line {number}, got {error}: remove the line") from error
 
 
 def _listed(steps: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._pipeline.errors import (
     ChannelFull,
+    CheckpointDamaged,
     ClusterLost,
     ClusterUnreachable,
     DiskFull,
@@ -79,6 +80,7 @@ from ._pipeline.errors import (
 
 __all__ = [
     "ChannelFull",
+    "CheckpointDamaged",
     "ClusterLost",
     "ClusterUnreachable",
     "DiskFull",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ._pipeline.durability.checkpoint import latest_checkpoint, verify_checkpoint, write_checkpoint
 from ._pipeline.durability.resumption import ResumePoint, Stateful
 from ._stages.evaluation.evaluation import Evaluation
 from ._stages.sink_trainer import Checkpointed, Resumable, Trainer, WeightedTrainer
-from ._stages.training.checkpoint import latest_checkpoint, write_checkpoint
 
 __all__ = [
     "Checkpointed",
@@ -16,5 +16,6 @@ __all__ = [
     "Trainer",
     "WeightedTrainer",
     "latest_checkpoint",
+    "verify_checkpoint",
     "write_checkpoint",
 ]

@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._pipeline.accounting.telemetry import get_logger
+from ..._pipeline.durability.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from ..._pipeline.errors import EngineRefused, PenstockError, ProtocolMismatch
 from ..._pipeline.graph.context import Worker, current
 from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.weights.shielded import shielded
-from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from .bounded_response import RequestFailed, bytes_of
 from .completion_stream import Events, StreamedCompletion
 from .gate import GenerationGate, Reason

@@ -20,6 +20,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
+from ..._pipeline.durability.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
+from ..._pipeline.durability.manifest import MANIFEST, Manifest
 from ..._pipeline.errors import (
     FileDamaged,
     NobodyListens,
@@ -38,10 +40,9 @@ from ..._pipeline.weights.weight_specs import FusedTensor, Tensor
 from ..._pipeline.weights.weight_subscriber import WeightSubscriber
 from ..._pipeline.weights.weight_views import MappedModel
 from ..._pipeline.weights.weights import NO_VERSION
-from ..training.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
-from .torch_weight_folder import MANIFEST, OWNER, WEIGHTS, Manifest, Owner, is_published_into
+from .torch_weight_folder import OWNER, VERSION, WEIGHTS, Owner, Version, is_published_into
 
-S = TypeVar("S", Manifest, Owner)
+S = TypeVar("S", Manifest, Owner, Version)
 
 CHUNK_BYTES = 4 * 2**20
 """Number of bytes that are read and hashed at once."""
@@ -213,23 +214,24 @@ class FolderSubscriber:
             WeightsDamaged: it is torn, absent or altered.
             StaleHandle: it is another publisher's.
         """
-        manifest, owner = _decoded(folder / MANIFEST, Manifest), self._opened()
-        if manifest.generation != owner.generation:
+        found, owner = _decoded(folder / VERSION, Version), self._opened()
+        if found.generation != owner.generation:
             raise StaleHandle(f"expected {folder} of {owner.name}, got another publisher's: subscribe again")
+        written = _decoded(folder / MANIFEST, Manifest).files[WEIGHTS]
         path, start = folder / WEIGHTS, len(self._layout.header)
         expected = start + self._layout.nbytes
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 memory = np.empty(min(size, expected), np.uint8)
-                found = _read_into(memory, file)
+                read = _read_into(memory, file)
         except OSError as error:
             raise WeightsDamaged(f"expected {path}, got none: {error.strerror}") from error
         if size != expected:
             raise WeightsDamaged(f"{path}: expected {expected} bytes, got {size}: it is torn")
-        if found != manifest.xxh3:
-            raise WeightsDamaged(f"{path}: expected xxh3 {manifest.xxh3}, got {found}: it was altered")
-        return manifest.version, TensorBuffer(self._layout, HostMemory(memory.data), start)
+        if read != written.xxh3:
+            raise WeightsDamaged(f"{path}: expected xxh3 {written.xxh3}, got {read}: it was altered")
+        return found.version, TensorBuffer(self._layout, HostMemory(memory.data), start)
 
     def _opened(self) -> Owner:
         if self._owner is None:

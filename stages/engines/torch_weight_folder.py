@@ -1,6 +1,6 @@
 """WeightFolder: weights for samplers that share no memory with the trainer, as versions in a folder on a shared disk.
 
-A version is a directory that is written atomically: a safetensors file, and a manifest with its publisher and its hash.
+A version is a directory that is written atomically: a safetensors file, its publisher, and a manifest with hashes.
 The publisher holds a lock while it lives, so that a reader can check whether it does. A version is read into memory and
 hashed; a model's tensors are views of that memory, so each process has one copy.
 
@@ -23,10 +23,11 @@ from typing import Self, TypeVar
 import anyio
 import anyio.to_thread
 import msgspec
-import xxhash
 from torch import nn
 
 from ..._pipeline.accounting.telemetry import get_logger
+from ..._pipeline.durability.checkpoint import FOLDER_SCHEME, remove_old_checkpoints, write_checkpoint
+from ..._pipeline.durability.manifest import MANIFEST
 from ..._pipeline.errors import WeightsInUse
 from ..._pipeline.util.atomic_file import UNFINISHED, remove_unfinished
 from ..._pipeline.util.json_file import write_json
@@ -37,7 +38,6 @@ from ..._pipeline.weights.tensor_layout import LENGTH, WritePlan
 from ..._pipeline.weights.weight_memory import bytes_of
 from ..._pipeline.weights.weight_specs import FusedTensor, Tensor, manifest_of
 from ..._pipeline.weights.weights import NO_VERSION
-from ..training.checkpoint import FOLDER_SCHEME, remove_old_checkpoints, write_checkpoint
 
 log = get_logger("penstock.weights")
 
@@ -45,7 +45,7 @@ E = TypeVar("E", bound=Syncable)
 
 LOCK = "lock"
 OWNER = "publisher.json"
-MANIFEST = "manifest.json"
+VERSION = "version.json"
 WEIGHTS = "weights.safetensors"
 
 KEPT = 2
@@ -64,13 +64,12 @@ class Owner(msgspec.Struct, frozen=True):
     """Whether it closed, so that no newer version follows."""
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """The manifest of a version."""
+class Version(msgspec.Struct, frozen=True):
+    """A version, in a file beside its weights."""
 
     version: int
     generation: int
-    xxh3: str
-    """Hash of the file of weights (128 bits, hexadecimal)."""
+    """That of its publisher."""
 
 
 class WeightFolder:
@@ -212,13 +211,10 @@ class WeightFolder:
         remove_old_checkpoints(self.folder, newest, KEPT)
 
     def _fill(self, into: Path, tensors: Mapping[str, Tensor], version: int) -> None:
-        digest = xxhash.xxh3_128()
         with (into / WEIGHTS).open("wb") as file:
             for content in self._contents(tensors):
-                digest.update(content)
                 file.write(content)
-        manifest = Manifest(version, self._owner.generation, digest.hexdigest())
-        (into / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        write_json(into / VERSION, Version(version, self._owner.generation))
 
     def _contents(self, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield self._plan.layout.header

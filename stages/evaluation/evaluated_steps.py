@@ -15,7 +15,7 @@ import anyio
 from ..._pipeline.accounting.evaluations import STEP
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.graph.context import current
-from ..training.best_checkpoint import best_checkpoint, link_best, record_evaluation
+from ..training.best_checkpoint import best_checkpoint, link_best, record_evaluation, rewind_best
 from .evaluation import Evaluation
 
 log = get_logger("penstock.evaluation")
@@ -64,6 +64,12 @@ class EvaluatedSteps(NamedTuple):
             return False
         best = best_checkpoint(self.folder)
         return (best is not None and step == best.step) or (self.due(step) and not self.is_recorded(step))
+
+    def resume_at(self, step: int) -> None:
+        """Forget evaluations of later steps than `step`, and link the best checkpoint. Blocks."""
+        if self.evaluation is not None and self.folder is not None:
+            rewind_best(self.folder, step)
+            link_best(self.folder)
 
     def link_best(self) -> None:
         """Link the best checkpoint, whose name changes if its step is saved again. Blocks."""

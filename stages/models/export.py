@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from pathlib import Path
 
+from ..._pipeline.durability.checkpoint import WEIGHTS, latest_checkpoint, verify_checkpoint, write_folder
+from ..._pipeline.durability.manifest import MANIFEST
 from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.util.atomic_file import UNFINISHED
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..engines.pretrained_tokenizer import copy_tokenizer
-from ..training.checkpoint import WEIGHTS, latest_checkpoint
 from ..training.torch_trainer import OPTIMIZER, STATE
 from ..training.torch_weights_file import write_weights
 from .hf_model import CONFIG, HFModel
@@ -26,18 +29,19 @@ def export(source: str | Path, into: str | Path, *, merge: bool = True) -> Path:
 
     Raises:
         InvalidConfig: `source` contains no such checkpoint, or `into` contains files.
+        CheckpointDamaged: a file of the model is not as it was written.
         MissingExtra: the checkpoint has adapters, and transformers or peft is not installed.
         DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written.
     """
     checkpoint, target = _checkpoint(Path(source)), Path(into).absolute()
     if target.exists() and any(target.iterdir()):
         raise InvalidConfig(f"{target}: expected an empty folder to write the model into, got one with files")
+    verify_checkpoint(checkpoint, _is_of_model)
+    write = _write_merged if merge and (checkpoint / ADAPTER_CONFIG).is_file() else _copy
     with explaining_os_errors("the exported model", target):
-        target.mkdir(parents=True, exist_ok=True)
-        if merge and (checkpoint / ADAPTER_CONFIG).is_file():
-            _write_merged(checkpoint, target)
-        else:
-            _copy(checkpoint, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}{UNFINISHED}")
+        write_folder(target, unfinished, lambda into: write(checkpoint, into))
     return target
 
 
@@ -62,5 +66,10 @@ def _write_merged(checkpoint: Path, target: Path) -> None:
 
 def _copy(checkpoint: Path, target: Path) -> None:
     for file in checkpoint.iterdir():
-        if file.name not in {OPTIMIZER, STATE}:
+        if _is_of_model(file.name) and file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
+
+
+def _is_of_model(name: str) -> bool:
+    """Return whether a file of a checkpoint belongs to the model; the others are the trainer's."""
+    return name not in {OPTIMIZER, STATE}

@@ -24,12 +24,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..._pipeline.accounting.telemetry import get_logger
+from ..._pipeline.durability.checkpoint import WEIGHTS, verify_checkpoint
+from ..._pipeline.durability.manifest import MANIFEST
 from ..._pipeline.errors import InvalidConfig
 from ..engines.engine_publisher import PublishedWeights
 from ..losses.tiles import Finish
 from ..training.attention import Attention
 from ..training.causal_model import CausalModel, Read
-from ..training.checkpoint import WEIGHTS
 from ..training.torch_weights_file import read_weights
 from . import hf_attention
 from . import lora as adapters_of
@@ -109,11 +110,14 @@ class HFModel(nn.Module):
             lora: adapters that train instead of the parameters.
 
         Raises:
+            CheckpointDamaged: weights of a checkpoint are not as they were written.
             InvalidConfig: the folder has no model or a broken one, or one that this kernel does not compute, or one
                 whose packed sequences influence each other; or adapters name no layer of it.
             MissingExtra: transformers or peft is not installed.
         """
         path, saved = Path(folder).absolute(), None
+        if (path / MANIFEST).is_file():  # a checkpoint, or an exported model
+            verify_checkpoint(path, lambda name: name.endswith(".safetensors"))
         if (path / ADAPTER_CONFIG).is_file():
             saved = path / ADAPTERS
             lora, path = adapters_of.lora_of(path)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
+from ..._pipeline.durability.checkpoint import INTACT, checkpoint_of
 from ..._pipeline.util.atomic_file import link_atomically
 from ..._pipeline.util.json_file import read_json_or_set_aside, write_json
 from ..._pipeline.util.os_errors import explaining_os_errors
-from .checkpoint import INTACT, checkpoint_of
 
 LINK, RECORD = "best", "best.json"
 
@@ -59,6 +59,19 @@ def record_evaluation(folder: Path, metric: str, step: int, value: float | None)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / RECORD, best)
         link_best(folder)
+
+
+def rewind_best(folder: Path, step: int) -> None:
+    """Forget the evaluations of steps after `step`, which a run that resumes there trains again. Blocks.
+
+    Raises: see `record_evaluation`.
+    """
+    best = best_checkpoint(folder)
+    if best is None or best.evaluated <= step:
+        return
+    known = best if best.step <= step else BestCheckpoint(metric=best.metric)
+    with explaining_os_errors("which checkpoint is the best", folder, or_else=INTACT):
+        write_json(folder / RECORD, msgspec.structs.replace(known, evaluated=step))
 
 
 def link_best(folder: Path) -> None:

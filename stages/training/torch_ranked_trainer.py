@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from ..._pipeline.durability.checkpoint import verify_checkpoint
 from ..._pipeline.durability.resumption import Stateful
 from ..._pipeline.durability.run_changes import StageFacts
 from ..._pipeline.errors import PeerLost
@@ -118,10 +119,11 @@ class RankedTrainer:
         self._trainer.keep(state)
 
     def resume(self, checkpoint: str | Path) -> None:
-        """Resume from a checkpoint, which every rank reads; see `TorchTrainer.resume`."""
+        """Resume from a checkpoint, which the leader verifies and every rank reads; see `TorchTrainer.resume`."""
+        verify_checkpoint(checkpoint)
         path = str(Path(checkpoint).absolute()).encode()
         with self._ranks.command(RESUME, [path] * (self._ranks.count - 1)):
-            self._trainer.resume(checkpoint)
+            self._trainer.restore(checkpoint)
 
     async def watch(self) -> None:
         """Wait until another rank is lost while the leader waits for a batch. SinkTrainer does so.
@@ -152,7 +154,7 @@ class RankedTrainer:
         elif command == SAVE:
             self._trainer.tensors()
         elif command == RESUME:
-            self._trainer.resume(payload.decode())
+            self._trainer.restore(payload.decode())
         else:
             raise PeerLost(payload.decode() or f"rank 0 of {self._ranks.count} ended with an error: see its output")
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..._pipeline.accounting.committed_prompts import CommittedPrompts, CommittedState
+from ..._pipeline.durability.checkpoint import WEIGHTS, verify_checkpoint, write_checkpoint
 from ..._pipeline.durability.resumption import Stateful
 from ..._pipeline.durability.run_changes import StageFacts, text_of
 from ..._pipeline.weights.weight_specs import check_weights, specs_of
@@ -43,7 +44,6 @@ from ..losses.policy import PPOClip
 from ..losses.scored import Scored
 from ..losses.terms import Loss, LossValue
 from .causal_model import CausalModel, IdentifiedModel, SavedModel
-from .checkpoint import WEIGHTS, write_checkpoint
 from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .scoring import TEMPERATURE, check_temperature, own_temperatures, read_distributions, reads
@@ -407,11 +407,17 @@ class TorchTrainer:
         same batches are bit for bit those of an uninterrupted run, on the same machine with the same number of threads.
 
         Raises:
+            CheckpointDamaged: a file is not as it was written; the trainer stays as it is.
             WeightsMismatch: the checkpoint is of another model; lists every difference.
             TokenizersDiffer: it is of a model with another tokenizer.
             ValueError: it contains other state than this trainer, or a prompt twice.
             OSError: it cannot be read.
         """
+        verify_checkpoint(checkpoint)
+        self.restore(checkpoint)
+
+    def restore(self, checkpoint: str | Path) -> None:
+        """Restore what a verified checkpoint contains; see `resume`."""
         folder = Path(checkpoint)
         device = self._parameters[0].device
         kept = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)

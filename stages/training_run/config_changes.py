@@ -10,9 +10,9 @@ from typing import Any
 
 from msgspec import structs
 
+from ..._pipeline.durability.checkpoint import latest_checkpoint, step_of
 from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.durability.run_changes import changes_between, config_before, plain, refuse, without_facts
-from ..training.checkpoint import latest_checkpoint, step_of
 from .key_classes import class_of
 from .run_config import RunConfig
 
@@ -45,7 +45,7 @@ def values_of(config: RunConfig) -> dict[str, Any]:
 
 def _own_values(config: RunConfig) -> dict[str, Any]:
     """Return the values; a change is allowed once, and is then the state of the run."""
-    values: dict[str, Any] = plain(structs.replace(config, allow_changes=False))
+    values: dict[str, Any] = plain(structs.replace(config, allow_changes=False, skip_damaged=False))
     return values
 
 

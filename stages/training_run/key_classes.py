@@ -97,6 +97,7 @@ checkpoint_every
 keep_checkpoints
 prepare
 allow_changes
+skip_damaged
 """
 
 REFUSED = """

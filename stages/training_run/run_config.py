@@ -296,6 +296,8 @@ class RunConfig(Config, frozen=True):
     """Steps between checkpoints; one is also written at the end."""
     keep_checkpoints: Count = 2
     """Checkpoints that are kept."""
+    skip_damaged: bool = False
+    """Continue the run in the folder from its last checkpoint that is whole, where a later one is damaged."""
     seed: Natural = 0
     """Seed of prompts, sampling and new parameters."""
     prepare: FunctionName | None = None

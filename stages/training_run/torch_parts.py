@@ -361,7 +361,8 @@ def _policy_term(algorithm: AlgorithmConfig) -> Term:
 
 def digest_of(config: RunConfig) -> str:
     """Return the digest of what all processes of a run must agree on: the configuration without places and folder."""
-    agreed = structs.replace(config, placement=PlacementConfig(), folder="", trackers=(), allow_changes=False)
+    free = {"allow_changes": False, "skip_damaged": False}
+    agreed = structs.replace(config, placement=PlacementConfig(), folder="", trackers=(), **free)
     return hashlib.sha256(msgspec.json.encode(agreed, order="deterministic")).hexdigest()
 
 

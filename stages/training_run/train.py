@@ -28,6 +28,7 @@ from ..._pipeline.accounting.evaluations import EvaluationPart
 from ..._pipeline.accounting.telemetry import Metrics
 from ..._pipeline.channels.keys import SECRET_BYTES, ChannelKey
 from ..._pipeline.channels.tcp_address import bracketed
+from ..._pipeline.durability.checkpoint import checkpoint_of
 from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.graph.context import Context, Worker
 from ..._pipeline.graph.statistics import Report
@@ -47,7 +48,6 @@ from ..evaluation.evaluation import Evaluation
 from ..evaluation.evaluator import Evaluator
 from ..sink_trainer import WeightSink
 from ..training.best_checkpoint import best_checkpoint
-from ..training.checkpoint import checkpoint_of
 from .config_changes import refuse_changes, values_of
 from .run_config import PlacementConfig, RunConfig
 
@@ -128,7 +128,12 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
         try:
             values = await anyio.to_thread.run_sync(values_of, config)
             await pipeline.run(
-                folder=folder, view=view, trackers=parts.trackers, config=values, allow_changes=config.allow_changes
+                folder=folder,
+                view=view,
+                trackers=parts.trackers,
+                config=values,
+                allow_changes=config.allow_changes,
+                skip_damaged=config.skip_damaged,
             )
         finally:
             if pipeline.report is not None:

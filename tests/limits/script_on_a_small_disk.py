@@ -8,6 +8,7 @@ FOLDER is a disk of its own. Prints lines `key: text`.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from pathlib import Path
 import anyio
 import msgspec
 import torch
+from tests.resumption import small_run
 from tests.tiny_model import TinyModel
 
 from penstock import Batcher, Pipeline, ReceiveChannel, SendChannel, SinkTrainer, SourceChannel, TrajectoryGroup, source
@@ -29,6 +31,9 @@ from penstock.testing import group
 from penstock.torch import FolderSubscriber, TorchTrainer, WeightFolder
 
 torch.set_num_threads(1)  # a second one spins beside other tests, and gains nothing with tensors this small
+
+ROOMS = (0, 2**14, 2**15, 2**16, 2**18)
+"""Bytes that the disk has left for a run that is continued: from none to more than it needs."""
 
 model = partial(TinyModel, vocabulary=1000, width=64)
 """Its weights take 750 KB, and Adam's state twice that."""
@@ -173,7 +178,29 @@ def small_files(disk: Path) -> None:
     report("left of them", names(folder))
 
 
+def whole_runs(disk: Path) -> None:
+    """Continue a run of which every file meets the full disk at some moment, and continue it again with room."""
+    small_run.trained(disk / "before", small_run.BEFORE)
+    shutil.copytree(disk / "before", disk / "whole", symlinks=True)
+    expected = small_run.trained(disk / "whole", small_run.STEPS)
+    outcomes: list[str] = []
+    for room in ROOMS:
+        shutil.copytree(disk / "before", folder := disk / f"room {room}", symlinks=True)
+        with full_but_for(disk, room):
+            try:
+                small_run.trained(folder, small_run.STEPS)
+            except (DiskFull, StageFailed) as error:
+                outcomes.append("DiskFull" if "No space left on device" in str(error) else str(error))
+            else:
+                outcomes.append("trained")
+        if small_run.trained(folder, small_run.STEPS) != expected:
+            outcomes.append(f"other weights with {room} bytes")
+        shutil.rmtree(folder)
+    report("outcomes", sorted(set(outcomes)))
+
+
 def main(disk: Path) -> None:
+    whole_runs(disk)
     small_files(disk)
     checkpoints(disk)
     metrics(disk)

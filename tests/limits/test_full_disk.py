@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.namespaces import printed_by, read_only, small_disk
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all that the script does
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all that the script does
 
 FULL = "got none (No space left on device): make room there"
 
@@ -37,6 +37,12 @@ def test_a_checkpoint_for_which_the_disk_has_no_room_ends_the_run_and_leaves_the
 def test_a_run_goes_on_from_the_checkpoint_before_when_its_disk_has_room_again(printed: dict[str, str]) -> None:
     assert printed["resumed"] == "2"
     assert printed["steps"] == "[1, 2]"
+
+
+def test_a_run_that_met_a_full_disk_at_any_moment_ends_with_the_weights_of_one_that_did_not(
+    printed: dict[str, str],
+) -> None:
+    assert printed["outcomes"] == "['DiskFull', 'trained']"
 
 
 def test_metrics_for_which_the_disk_has_no_room_end_the_run_so_that_no_step_is_absent(

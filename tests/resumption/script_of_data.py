@@ -32,6 +32,7 @@ from penstock import (
 from penstock.accounting import CommittedPrompts
 from penstock.data import PromptDataset
 from penstock.rewards import RewardFunction, RewardInput
+from penstock.training import write_checkpoint
 
 ROWS = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(60)]
 EPOCHS = 2
@@ -59,11 +60,8 @@ class Recorder:
         return {}
 
     def save(self, folder: Path, committed: CommittedPrompts) -> Path:
-        checkpoint = folder / f"step-{self.steps:08d}"
-        checkpoint.mkdir(parents=True, exist_ok=True)
         kept = {"steps": self.steps, "trained": self.trained, "committed": committed.state_dict()}
-        (checkpoint / "kept.json").write_text(json.dumps(kept))
-        return checkpoint
+        return write_checkpoint(folder, self.steps, lambda into: _write(into / "kept.json", json.dumps(kept)))
 
     def keep(self, state: Mapping[str, Any]) -> None:
         """Keep nothing else."""
@@ -72,6 +70,10 @@ class Recorder:
         kept = json.loads((checkpoint / "kept.json").read_text())
         self.steps, self.trained = kept["steps"], kept["trained"]
         self.committed = CommittedPrompts.of_state(kept["committed"])
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
 
 
 def answered(completion: RewardInput) -> float:

@@ -10,10 +10,10 @@ import zmq
 from .. import __version__
 from .findings import Finding
 
-BASE = ("anyio", "msgspec", "numpy", "pyzmq", "structlog")
+BASE = ("anyio", "msgspec", "numpy", "pyzmq", "structlog", "xxhash")
 
 EXTRAS = {
-    "torch": ("torch", "safetensors", "xxhash"),
+    "torch": ("torch", "safetensors"),
     "http": ("aiohttp",),
     "tokenizers": ("tokenizers",),
     "train": ("datasets", "jinja2", "peft", "transformers"),

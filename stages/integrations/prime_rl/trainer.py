@@ -19,11 +19,11 @@ import msgspec
 from torch import Tensor
 
 from ...._pipeline.accounting.committed_prompts import CommittedPrompts, CommittedState
+from ...._pipeline.durability.checkpoint import verify_checkpoint, write_checkpoint
 from ...._pipeline.durability.resumption import Stateful
 from ...._pipeline.errors import PeerLost, StepsOfAnotherRun, TrainerSilent
 from ...._schemas import GroupId, TrainBatch
 from ...._schemas.numbers import finite_number, whole_number
-from ...training.checkpoint import write_checkpoint
 from ...training.torch_weights_file import read_folder
 from .micro_batches import pack_for_ranks
 from .transports import ROLLOUTS, FileTransport, Transport, ZmqTransport, stop_if_cancelled
@@ -206,9 +206,11 @@ class PrimeRLTrainer:
         Its trainer must resume from its own checkpoint of the same step.
 
         Raises:
+            CheckpointDamaged: a file is not as it was written.
             ValueError: the checkpoint contains the state of other objects.
             OSError: it cannot be read, or a later step not be removed.
         """
+        verify_checkpoint(checkpoint)
         kept = msgspec.json.decode((checkpoint / STATE).read_bytes(), type=_State)
         if kept.state.keys() != self._state.keys():
             raise ValueError(f"expected a checkpoint with state {sorted(self._state)}, got {sorted(kept.state)}")

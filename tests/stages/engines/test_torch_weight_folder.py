@@ -131,8 +131,9 @@ def altered(file: Path) -> None:
 
 
 def forged(file: Path) -> None:
-    manifest = msgspec.json.decode(file.read_bytes())
-    file.write_bytes(msgspec.json.encode(manifest | {"xxh3": "0" * 32}))
+    files = msgspec.json.decode(file.read_bytes())["files"]
+    files["weights.safetensors"]["xxh3"] = "0" * 32
+    file.write_bytes(msgspec.json.encode({"files": files}))
 
 
 @pytest.mark.parametrize(

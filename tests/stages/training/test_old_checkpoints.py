@@ -52,6 +52,7 @@ def test_of_several_checkpoints_of_a_step_that_a_kill_left_the_last_is_the_lates
     for number in range(1, 13):
         path = tmp_path / ("step-00000001" if number == 1 else f"step-00000001.{number}")
         path.mkdir()
+        (path / "file").touch()
 
     assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001.12"
     train(tmp_path, 2, keep=2)

@@ -188,6 +188,7 @@ CHANGED: dict[str, Any] = {
     "seed": 7,
     "prepare": "m:p",
     "allow_changes": True,
+    "skip_damaged": True,
 }
 """Another value for every key."""
 
@@ -274,7 +275,7 @@ def test_a_changed_key_is_found_and_refused_or_not_by_its_class(key: str, tmp_pa
 
     found = [change for change in changes_between(values_of(before), values_of(now)) if change.key not in BESIDE]
 
-    if key not in {"folder", "allow_changes"}:  # a moved folder is that of the run; a permission is no property of it
+    if key not in {"folder", "allow_changes", "skip_damaged"}:  # a moved folder is the run's; permissions are not
         assert any(f"{change.key}.".startswith((f"{key}.", f"{key}[")) for change in found) or key in BESIDE
     if class_of(key) != "refused":
         refuse_changes(now)
