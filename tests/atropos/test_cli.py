@@ -26,7 +26,6 @@ OF_EXTRAS = (
     "tokenizers",
     "torch",
     "uvicorn",
-    "xxhash",
 )
 """Packages that only extras install."""
 

@@ -88,7 +88,7 @@ def _deaths_are_noticed_late() -> None:
 
 MUTANTS: dict[Callable[[], None], tuple[Cell, str]] = {
     _nothing_is_recovered: (Cell("producer", "SIGKILL", "published"), "assert count =="),
-    _all_is_recovered_again: (Cell("producer", "SIGKILL", "idle"), "was trained before"),
+    _all_is_recovered_again: (Cell("producer", "SIGKILL", "idle"), "violated the protocol"),
     _a_bit_flips_in_transit: (Cell("consumer", "SIGKILL", "reading"), "differs from what was sent"),
     _a_death_is_taken_for_a_close: (Cell("producer", "_exit", "idle"), "in history.noticed"),
     _records_of_a_dead_worker_are_not_settled: (Cell("middle", "SIGKILL", "reading"), "RecordsSwallowed"),
