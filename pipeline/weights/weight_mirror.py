@@ -54,7 +54,6 @@ from ..channels.tcp_control import TcpControl, connected
 from ..errors import PeerClosed, PeerLost, PenstockError, StaleHandle
 from ..util.blocking import enter_in_thread
 from ..util.exception_groups import unwrap_single
-from ..util.extras import extra
 from ..util.file_descriptors import available
 from ..util.retry_pace import LAST_RETRY_S, RetryPace
 from ..util.waiting import Waiters
@@ -336,11 +335,8 @@ async def run_mirror(address: WeightAddress, *, task_status: TaskStatus[Path]) -
         OutOfSharedMemory: this host has no room for the weights, twice.
         OutOfFileDescriptors: this process has too few left.
         ValueError: the address is one that no host can connect to.
-        MissingExtra: xxhash is not installed.
     """
     address.check_reachable()
-    with extra("torch", "weights over tcp"):
-        import xxhash  # noqa: F401, PLC0415 (chunks are compared with their hashes)
     async with AsyncExitStack() as stack:
         directory, owned = await enter_in_thread(stack, shared_directory(address.mirror))
         if not owned:

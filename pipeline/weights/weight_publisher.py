@@ -215,7 +215,6 @@ class WeightPublisher:
                 device.
             OSError: the port is in use, or no address belongs to this machine.
             InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
-            MissingExtra: xxhash is not installed.
             anyio.ClosedResourceError: the publisher is not open.
         """
         timeout_s = finite_number("heartbeat_timeout_s", heartbeat_timeout_s)

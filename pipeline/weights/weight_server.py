@@ -57,7 +57,6 @@ from ..channels.tcp_handshakes import (
 )
 from ..channels.transport import HANDSHAKE_S, MAX_HANDSHAKES, router
 from ..channels.unread import FRAMING_BYTES, BlockedLoopWatch, Inflow
-from ..util.extras import extra
 from ..util.file_descriptors import available
 from ..util.host import host_identity
 from .event_socket import EventSocket
@@ -489,8 +488,6 @@ async def serving(
             f"{writer.handle.device}: publish with device='cpu'"
         )
     available(DESCRIPTORS, "weights over tcp")
-    with extra("torch", "weights over tcp"):
-        import xxhash  # noqa: F401, PLC0415 (chunks are hashed with it)
     place = await anyio.to_thread.run_sync(resolved, url, key)
     host = await anyio.to_thread.run_sync(host_identity)
     socket = router()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import xxhash
+
 from ..._schemas.control import CHUNK_BYTES, Chunk
 
 WINDOW = 16
@@ -34,8 +36,6 @@ def span(index: int, nbytes: int) -> tuple[int, int]:
 
 def digest(content: bytes) -> bytes:
     """Return the hash of a chunk."""
-    import xxhash  # noqa: PLC0415 (only a process that sends weights to another host, or receives them, needs it)
-
     return xxhash.xxh3_128_digest(content)
 
 

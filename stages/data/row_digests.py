@@ -6,7 +6,6 @@ other rows by their values. docs/resuming.md has the speed. Knows no order and n
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from .rows import Rows, Source
 
@@ -48,7 +48,7 @@ def digest_of(source: Source) -> str:
 @lru_cache(maxsize=16)
 def _digest_of_files(files: tuple[tuple[Path, tuple[int, ...]], ...]) -> str:
     """Return the digest of files, each with its version: training and evaluation often have the same ones."""
-    digest = _new_digest()
+    digest = xxhash.xxh3_128()
     for path, _ in files:
         with path.open("rb", buffering=0) as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -57,7 +57,7 @@ def _digest_of_files(files: tuple[tuple[Path, tuple[int, ...]], ...]) -> str:
 
 
 def _digest_of_rows(rows: Rows) -> str:
-    digest = _new_digest()
+    digest = xxhash.xxh3_128()
     for batch in _batches(rows):
         digest.update(_encode(batch))
     return f"{digest.name.lower()}:{digest.hexdigest()}"
@@ -94,11 +94,3 @@ _encode = msgspec.json.Encoder(enc_hook=_plain).encode
 def _version(path: Path) -> tuple[int, ...]:
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _new_digest() -> Any:
-    try:
-        import xxhash  # noqa: PLC0415 (the extra `torch` has it; a run without it does not need it)
-    except ImportError:
-        return hashlib.sha256()
-    return xxhash.xxh3_128()
