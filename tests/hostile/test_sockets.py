@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import zmq
-from tests.ports import free_port
+from tests.ports import two_free_ports
 
 from penstock import TrajectoryGroup
 from penstock._stages.integrations.prime_rl.transports import ZmqTransport
@@ -46,10 +46,12 @@ async def weights() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def prime_rl() -> AsyncIterator[None]:
-    transport = ZmqTransport(f"tcp://127.0.0.1:{free_port()}", ranks=0)
-    transport.send(0, [], timeout_s=0)
-    yield
-    transport.close()
+    transport = ZmqTransport(f"tcp://127.0.0.1:{two_free_ports()}", ranks=0)
+    try:
+        transport.send(0, [], timeout_s=0)
+        yield
+    finally:
+        transport.close()
 
 
 OPENED: dict[str, Callable[[], AbstractAsyncContextManager[None]]] = {

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.failsafe import FAILSAFE_S
-from tests.ports import free_port
+from tests.ports import two_free_ports
 from tests.prime_rl.outside_trainer import FIELDS
 from tests.prime_rl.test_trainer import by_tokens, scored, sequences, sequences_of
 from tests.trl_real.letters import flow_of, publisher_of, write_model
@@ -78,7 +78,7 @@ def test_the_fields_are_those_of_prime_rl() -> None:
 def test_its_loader_makes_the_tensors_that_its_own_packing_leads_to(
     kind: str, ranks: int, model: Path, tmp_path: Path
 ) -> None:
-    batch, port = scored(), free_port()
+    batch, port = scored(), two_free_ports()
     transport = {"type": kind} | ({"host": "127.0.0.1", "port": port} if kind == "zmq" else {})
     to = f"tcp://127.0.0.1:{port}" if kind == "zmq" else tmp_path
 
@@ -127,7 +127,7 @@ def test_the_reward_rises_and_the_balance_closes(model: Path, tmp_path: Path) ->
 
 
 def test_a_rank_that_has_gone_is_named(model: Path, tmp_path: Path) -> None:
-    port = free_port()
+    port = two_free_ports()
     transport = {"type": "zmq", "host": "127.0.0.1", "port": port}
     trainer = PrimeRLTrainer(f"tcp://127.0.0.1:{port}", 1, seq_len=SEQ_LEN, output=tmp_path, step_timeout_s=FAILSAFE_S)
 
