@@ -111,6 +111,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "TorchTeacher": partial(PUBLIC.TorchTeacher, TinyModel, None),
     "TorchTrainer": partial(PUBLIC.TorchTrainer, TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.1)),
     "WeightPublisher": partial(PUBLIC.WeightPublisher, {"bias": torch.zeros(1)}),
+    "host_lock": partial(PUBLIC.host_lock, "a purpose"),
     "connect": partial(PUBLIC.connect, "shm:///nowhere", TrajectoryGroup),
     "each": partial(PUBLIC.each, judge),
     "tcp_ready": PUBLIC.tcp_ready,

@@ -296,10 +296,11 @@ class WorkerAccounting:
         self._settle(worker, known)
 
     def close(self, state: EndState, reason: str) -> None:
-        """End the accounting, for the run is over: what a worker holds that has not ended itself ends as `state`."""
+        """End the accounting, for the run is over: what a worker holds ends as `state`, unless the worker has died."""
         for worker, known in list(self._workers.items()):
-            if not known.reason:
-                known.state, known.reason = state, reason
+            # 1. It runs. 2. Its stage has returned, and the run ended before all that it had sent was received.
+            if not known.reason or (known.unaccounted_by and not known.drained):
+                known.state, known.reason, known.unaccounted_by = state, reason, ""
             known.drained = True
             self._settle(worker, known)
 

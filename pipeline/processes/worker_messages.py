@@ -76,7 +76,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Descriptor of the page for the ledger's counters."""
     events: SmallCount
     """Descriptor of the pipe to the parent."""
-    watched: int
+    watched: SmallCount
     """Descriptor of the file for the watch on its event loop."""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from ..._schemas.numbers import finite_number
 from ..errors import LockTimedOut, UnsafeLock
 from .lock_file import LockFile
 from .logger import get_logger
@@ -56,11 +57,12 @@ def host_lock(purpose: str, *, timeout_s: float = TIMEOUT_S) -> HostLock:
         timeout_s: bound on the wait.
 
     Raises:
+        InvalidConfig: `timeout_s` is not above 0 and finite.
         LockTimedOut: on entering: another process, or another task of this one, has held it for `timeout_s`.
         UnsafeLock: on entering: its folder belongs to another user or is open to others, or its file is no file.
         NotWritable, DiskFull, OutOfFileDescriptors: on entering: the file cannot be made; the message names its folder.
     """
-    return HostLock(purpose, timeout_s)
+    return HostLock(purpose, finite_number("timeout_s", timeout_s))
 
 
 class HostLock:

@@ -19,6 +19,7 @@ from tests.tiny_model import TinyModel
 from torch import Tensor, nn
 
 from penstock import AdvantageNormalizer, GroupId, TrainBatch
+from penstock._pipeline.durability.manifest import write_manifest
 from penstock.errors import InvalidRecord, TokenizersDiffer, WeightsMismatch
 from penstock.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, Loss, Mean, PPOClip, Scored
 from penstock.testing import batch, drive, group
@@ -738,6 +739,8 @@ def test_nothing_in_a_checkpoint_runs_when_it_is_loaded(tmp_path: Path) -> None:
 
     checkpoint = fresh().save(tmp_path, {})
     torch.save({"optimizer": Trap()}, checkpoint / "optimizer.pt")
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint)  # as someone who can write the folder can
 
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         fresh().resume(checkpoint)
