@@ -140,6 +140,17 @@ def test_the_reasons_of_ends_in_a_worker_are_those_that_it_has_reported(source: 
     assert balance.balanced
 
 
+@pytest.mark.parametrize(("returned", "end"), [(True, "unfinished"), (False, "lost")])
+def test_a_run_that_ends_before_all_was_received_did_not_need_it(source: Source, *, returned: bool, end: str) -> None:
+    source.account.admit(8)
+    source.accounting.ended(WORKER, "it ended", unaccounted_by=WORKER if returned else "")
+
+    source.accounting.close("unfinished", "the run ended")
+
+    assert source.ledger.balance().ended[end] == 8
+    assert not source.ledger.unaccounted
+
+
 def test_reasons_outlive_their_worker(source: Source) -> None:
     source.account.admit(2)
     source.account.end("failed", 2)
