@@ -321,4 +321,6 @@ async def test_an_ordinary_member_is_not_disconnected() -> None:
         async with running(prompts(20)) as run:
             await finish(run.url)
 
-    assert not any(entry["event"] == "peer_rejected" for entry in logs)
+    rejected = [entry["reason"] for entry in logs if entry["event"] == "peer_rejected"]
+    # ZeroMQ may begin another connection for the member, which has left then; it has no name yet.
+    assert [reason for reason in rejected if "(pid" in reason] == []
