@@ -143,7 +143,8 @@ async def test_a_mirror_continues_a_transfer_that_was_interrupted(fault: Any) ->
             assert await anyio.to_thread.run_sync(subscriber.refresh) == 1
 
     assert (model["weight"] == 1).all()
-    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["weights_reconnect"]
+    events = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
+    assert events.count("weights_reconnect") == 1  # the publisher may have noticed the silence too, before or after
 
 
 async def test_a_sender_that_closes_waits_while_its_records_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
