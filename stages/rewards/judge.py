@@ -21,6 +21,7 @@ import msgspec
 
 from ..._pipeline.errors import InvalidConfig, MissingColumn, ProtocolMismatch, UnreadableScore
 from ..._pipeline.graph.context import current
+from ..._pipeline.processes.call_process import Callee, CallProcesses
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import check_url, nearest
 from ..._schemas.numbers import normalize_counts
@@ -28,7 +29,6 @@ from ..engines.bounded_response import bytes_of
 from ..engines.retry import Backoff, jitter
 from ..threads import Threads
 from . import pattern_process
-from .call_process import Callee, CallProcesses
 from .pattern_process import Found, last_match
 from .reward_functions import RewardComponent
 from .reward_input import Messages, RewardInput

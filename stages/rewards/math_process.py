@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from .reply_loop import reply_to
+from ..._pipeline.processes.reply_loop import reply_to
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     """The verdict about one text."""
 
     correct: bool | None = None
-    """Whether the text contains the answer; None if the answer itself cannot be read."""
+    """True if the text contains the answer; None if the answer itself cannot be read."""
     error: str = ""
     """The exception that math-verify raised instead."""
 

@@ -15,10 +15,10 @@ from functools import partial
 import msgspec
 
 from ..._pipeline.errors import MissingColumn
+from ..._pipeline.processes.call_process import Callee, CallProcesses
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import nearest
 from . import math_process
-from .call_process import Callee, CallProcesses
 from .math_process import Reply
 from .reward_functions import RewardComponent
 from .reward_input import RewardInput

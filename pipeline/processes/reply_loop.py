@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..._pipeline.processes.worker import die_with
+from .worker import die_with
 
 
 def reply_to(parent: str, prepare: Callable[[], object], reply: Callable[[bytes], msgspec.Struct]) -> None:

@@ -18,8 +18,8 @@ import msgspec
 from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from ..._pipeline.errors import RewardProcessDied
-from ..._pipeline.processes.worker_payload import interpreter_command
+from ..errors import RewardProcessDied
+from .worker_payload import interpreter_command
 
 START_TIMEOUT_S = 60.0
 """Bound on the start of a process: its imports take seconds on a busy machine."""
@@ -30,7 +30,7 @@ LONGEST_REPLY = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """What runs in a process."""
+    """The program of a process."""
 
     module: str
     """The main module."""
