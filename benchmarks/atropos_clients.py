@@ -58,7 +58,7 @@ class Load:
     tokens: int
     """Tokens of each sequence."""
     distilled: bool = False
-    """Whether with candidates of a teacher."""
+    """True if rows have candidates of a teacher."""
 
     def __str__(self) -> str:
         return f"{GROUP} × {self.tokens:,} tokens{', distillation' if self.distilled else ''}"

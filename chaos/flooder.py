@@ -14,7 +14,7 @@ from penstock.channels import ChannelKey
 __all__ = ["flood"]
 
 FLOOD_S = 0.5
-"""How long it sends."""
+"""Seconds for which it sends."""
 
 MESSAGES = (b"", b"\xc1", bytes(33), bytes(1000), b"\x91\xadCreditRequest")
 """No message; bytes that are none; short and long ones; and one of a sender that has joined."""

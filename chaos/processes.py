@@ -112,7 +112,7 @@ class RoundProcesses:
     holders: list[Actor] = field(default_factory=list)
     """Processes that hold network namespaces, and flooders."""
     wire: Wire | None = None
-    """What can be disturbed between the processes."""
+    """The wire between the processes, which can be disturbed."""
     injected: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 

@@ -331,7 +331,7 @@ class Packer:
         self._starts: list[int] = []
         """Tokens before each group."""
         self._by_token: list[bool] = []
-        """Whether each group has a policy version a token."""
+        """True if each group has a policy version a token."""
         self._groups: list[PackedGroup] = []
         self._tokens = 0
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 T = TypeVar("T")
 
 LARGEST = 2**63 - 1
-"""What a signed word of 64 bits holds."""
+"""The largest integer in a signed word of 64 bits."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 """A number of things, of bytes or of an optimizer step; or a random number of 63 bits."""

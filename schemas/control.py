@@ -113,9 +113,9 @@ class Accept(_Named, frozen=True):
     slot_bytes: Count
     """Bytes of a slot (shm)."""
     checksum: bool = False
-    """Whether bundles must come with a checksum."""
+    """True if bundles must come with a checksum."""
     counts_members: bool = False
-    """Whether the receiver counts senders by name, and waits until each is done."""
+    """True if the receiver counts senders by name, and waits until each is done."""
 
 
 class Reject(_Message, frozen=True):
@@ -195,7 +195,7 @@ class Outcomes(_Message, frozen=True):
 
 
 class Instruction(_Message, frozen=True):
-    """What the pipeline tells a worker that has joined it: an encoded `worker_messages.WorkerInstruction`."""
+    """A message of the pipeline to a worker that has joined it: an encoded `worker_messages.WorkerInstruction`."""
 
     payload: Payload
 

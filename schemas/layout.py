@@ -194,7 +194,7 @@ class ColumnLayout:
         self.shaped: tuple[str, ...] = tuple(name for name, _, axes in columns if len(axes) > 1)
         """Columns with more than one axis."""
         self.versions_by_token: bool = ("policy_versions", "N") in [(name, axes) for name, _, axes in columns]
-        """Whether weights changed mid-rollout."""
+        """True if weights changed mid-rollout."""
         self.axes: tuple[int, ...] = tuple(AXES.index(axes) for _, _, axes in columns)
         """The axes of each column, as an index into `AXES`."""
         self._offsets = next((place for place, (_, _, axes) in enumerate(columns) if axes == "F"), -1)

@@ -50,7 +50,7 @@ class PromptRejected(Exception):
         self.epoch = epoch
         """The number of prompts of an epoch; 0 where it is not known."""
         self.none_fits = none_fits
-        """Whether every prompt of the epoch was looked at, and may not be sampled either."""
+        """True if every prompt of the epoch was looked at, and may not be sampled either."""
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -64,7 +64,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     turn_rewards: Sequence[float] | None = None
     """Reward of each Completion, where known; `reward` is their sum."""
     scored: bool = True
-    """Whether the environment gave the reward; else it is 0, and a later stage gives one."""
+    """True if the environment gave the reward; else it is 0, and a later stage gives one."""
     meta: Mapping[str, Any] = {}
     """Facts about the prompt, for the `meta` of the group, which takes those of its first rollout; values that JSON
     can hold."""

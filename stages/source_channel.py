@@ -180,7 +180,7 @@ class _Unsaved:
         self.on_disconnect: Callable[[], None] = _nothing
         """Called when a sender closed or was lost, and all its records were received and passed on."""
         self.ended = False
-        """Whether the stream has ended: a new record belongs to the next run, and its sender keeps it."""
+        """True if the stream has ended: a new record belongs to the next run, and its sender keeps it."""
 
     @property
     def empty(self) -> bool:

@@ -90,7 +90,7 @@ class SourceEnv:
     trained: bytes = b""
     """Prompts that are skipped, one bit each, from number 0 on; `resume_from` marks those trained by an earlier run."""
     turn_rewards: bool = False
-    """Whether groups have `token_rewards` too: the reward of each turn, on its last token. `rewards` stay the sums, so
+    """True if groups have `token_rewards` too: the reward of each turn, on its last token. `rewards` stay the sums, so
     AdvantageNormalizer must use one of the two (`rewards="token"`), not both."""
     seed: int = 0
     """Prompt i of a step-wise environment begins with `reset(seed=seed + i)`."""

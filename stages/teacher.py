@@ -142,7 +142,7 @@ class _TeacherRequest:
     outstanding: int
     """Sequences without a response."""
     failed: bool = False
-    """Whether a sequence failed for good."""
+    """True if a sequence failed for good."""
 
     @classmethod
     def of(cls, group: TrajectoryGroup, width: int, outstanding: int) -> _TeacherRequest:

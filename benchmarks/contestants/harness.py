@@ -112,7 +112,7 @@ class Case:
     interval_s: float = 0.0
     """Seconds between two groups of one producer; 0 for full speed."""
     one_at_a_time: bool = False
-    """Whether a group is sent after the previous one was received."""
+    """True if a group is sent after the previous one was received."""
 
     def pinging(self) -> Case:
         """Return the case with one producer and one record in flight."""

@@ -16,7 +16,7 @@ class Epoch(msgspec.Struct, frozen=True, array_like=True):
     trajectories: Count = 0
     """Those of all prompts; 0 where no prompt was rejected, or their number is not known."""
     none_fits: bool = False
-    """Whether every prompt was looked at, and each is rejected."""
+    """True if every prompt was looked at, and each is rejected."""
 
     @classmethod
     def of_all(cls, epochs: Collection[Self]) -> Self:

@@ -138,7 +138,7 @@ class Ledger:
         self._evaluated = 0
         """Ended trajectories that were sampled for an evaluation."""
         self.epoch: Epoch = UNKNOWN
-        """What the source knows of an epoch of its prompts, as far as this process was notified."""
+        """Progress of the source in an epoch of its prompts, as far as this process was notified."""
         self._on_step: list[Callable[[int], None]] = []
         """Called after an optimizer step was committed here."""
         self.step: int = 0

@@ -55,7 +55,7 @@ REMEDIES: dict[str, str] = {
     "failed": "Fix what fails; the first traceback of each error is in the log",
     "lost": "See how the workers died",
 }
-"""What to do about a run in which most trajectories end so."""
+"""Remedy of a run in which most trajectories end so."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Streak:
     successes: int = 0
     """Successes at the last check."""
     before: int = 0
-    """How often it had happened at the last check that found more successes."""
+    """Count at the last check that found more successes."""
 
     def length(self, happened: int, successes: int) -> int:
         """Return how often it happened in a row. `happened` must have been read before `successes`."""
@@ -76,7 +76,7 @@ class Streak:
 
 @dataclass(slots=True)
 class _Row:
-    """What is known of the trajectories that ended since the last success."""
+    """Counts of the trajectories that ended since the last success."""
 
     next_look: int = LOOK_EVERY
     held: dict[GroupId, int] = field(default_factory=dict)

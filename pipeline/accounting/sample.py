@@ -16,7 +16,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """The optimizer step."""
     kind: Kind
-    """Whether it is among the best or among the worst of the step, by reward."""
+    """Its place in the step by reward: among the best, or among the worst."""
     rank: int
     """1 for the best of the best, and for the worst of the worst."""
     env: str

@@ -3,7 +3,7 @@
     manifest.json   {"files": {"model.safetensors": {"nbytes": 988097824, "xxh3": "…"}, …}, "checksum": "crc32:…"}
 
 It is written last, so a folder without one was never completed. The hash is XXH3 (128 bits), which finds damage by
-disks and people; it does not authenticate: whoever can write the folder can write a fitting manifest.
+disks and people; it does not authenticate: a user who can write the folder can write a fitting manifest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK_BYTES = 2**22
 
 
 class FileSum(msgspec.Struct, frozen=True):
-    """What identifies the content of a file."""
+    """Length and hash of a file's content."""
 
     nbytes: int
     xxh3: str

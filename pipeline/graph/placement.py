@@ -136,7 +136,7 @@ class Joining:
     expected: int
     """Workers that share the work of a source that cannot tell them which prompts to sample; more wait for a place."""
     url: str = JOIN_URL
-    """Where the pipeline listens for them."""
+    """Address at which the pipeline listens for them."""
     key: str = ""
     """Path of the key file; empty for this user's key."""
     weights: WeightAddress | None = None

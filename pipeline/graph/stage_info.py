@@ -57,7 +57,7 @@ class StageInfo:
     max_steps: int | None = None
     """The optimizer step at which a sink ends the run; None where it has no such step."""
     commits: bool = False
-    """Whether a sink commits what is trained; one that does not may do anything with what it receives."""
+    """True if a sink commits what is trained; one that does not may do anything with what it receives."""
     keeps_groups: int = 0
     """The number of groups that it holds, not copied, before it sends any."""
     sees_everything: bool = False

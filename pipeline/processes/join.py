@@ -96,15 +96,15 @@ LOST_TOGETHER_S = 5.0
 
 _UNREACHABLE = (NobodyListens, PeerClosed, PeerLost)
 _UNAVAILABLE = (*_UNREACHABLE, TooManySenders, socket.gaierror)
-"""What may change while a worker waits: no pipeline listens yet, or no resolver knows its name."""
+"""Errors that may pass while a worker waits: no pipeline listens yet, or no resolver knows its name."""
 
 _OF_THIS_HOST = (OutOfFileDescriptors, OutOfSharedMemory, DiskFull, NotWritable)
-"""What a limit of this host causes, which other workers may not have."""
+"""Errors by a limit of this host, which other workers may not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What a worker runs."""
+    """The program of a worker."""
 
     make_stage: MakeStage
     digest: str

@@ -60,9 +60,9 @@ class RayWorker:
         self._killed_because = ""
         """The reason for which it was killed and must be replaced."""
         self._death = "ended"
-        """How Ray says that it died."""
+        """The cause of its death, as Ray gives it."""
         self.misplaced: bool = False
-        """Whether it never ran, because its node had died."""
+        """True if it never ran, because its node had died."""
 
     @property
     def running(self) -> bool:

@@ -1,4 +1,4 @@
-"""How often a worker may be restarted: a number of times within any hour, so that a long run survives rare deaths."""
+"""Bound the restarts of a worker: a number of times within any hour, so that a long run survives rare deaths."""
 
 from __future__ import annotations
 

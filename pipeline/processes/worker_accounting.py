@@ -62,7 +62,7 @@ class _Worker:
     reason: str = ""
     """The reason of the process' exit; empty while it runs."""
     epoch: Epoch = UNKNOWN
-    """What it knows of an epoch of its prompts."""
+    """Its progress in an epoch of its prompts."""
     state: EndState = "lost"
     """The end of trajectories that it holds when it has exited."""
     unaccounted_by: str = ""
@@ -72,7 +72,7 @@ class _Worker:
     version: int | None = None
     """The newest weights with which its last record was sampled."""
     connected: bool = False
-    """Whether it has reported that its stage begins."""
+    """True if it has reported that its stage begins."""
     place: Worker | None = None
     """Its place, where it has joined."""
     metrics: set[str] = field(default_factory=set)

@@ -45,7 +45,7 @@ class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
     host: Name = ""
     """`host_identity` of the parent."""
     assigned: bool = False
-    """Whether the workers of a source are told which prompts to sample."""
+    """True if the workers of a source are told which prompts to sample."""
 
     @property
     def held_by_parent(self) -> bool:
@@ -179,7 +179,7 @@ class NoneLeft(msgspec.Struct, frozen=True, tag=True):
 
 
 WorkerInstruction = Joined | Refused | Assigned | NoneLeft
-"""What the pipeline tells a worker that was started elsewhere."""
+"""Messages of the pipeline to a worker that was started elsewhere."""
 
 encode_instruction = msgspec.msgpack.Encoder().encode
 
@@ -219,7 +219,7 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     epoch: Epoch = UNKNOWN
     """From a source's worker: what it knows of an epoch of its prompts."""
     alone: bool = False
-    """Whether the event is all that it contains."""
+    """True if the event is all that it contains."""
 
     @classmethod
     def of(cls, event: WorkerEvent) -> WorkerReport:

@@ -249,7 +249,7 @@ class Run:
 
     @property
     def commits(self) -> bool:
-        """Whether the sink states that it commits what it trains."""
+        """True if the sink states that it commits what it trains."""
         return info_of(self._tasks[-1].node.stage).commits
 
     def _record_failure(self, task: _StageTask, error: Exception) -> None:

@@ -71,7 +71,7 @@ class Estimator:
     gamma: float
     gae_lambda: float
     whitens: bool
-    """Whether advantages of tokens are whitened over the stack."""
+    """True if advantages of tokens are whitened over the stack."""
     preset: Preset
 
     def estimate(self, stack: GroupStack, seen: RunningStatistics) -> Estimate:

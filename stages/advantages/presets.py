@@ -32,11 +32,11 @@ class Preset:
     token_epsilon_of_variance: float = 1e-8
     """Added to σ² where tokens are whitened."""
     separates_noise: bool = False
-    """Whether rewards that differ by no more than their noise count as equal."""
+    """True if rewards that differ by no more than their noise count as equal."""
     least_deviation: float = 0.0
     """With a σ up to this value, the advantages are 0."""
     masked_count: bool = True
-    """Whether sequences without a token that trains enter the statistics, and tokens that do not train the reward of
+    """True if sequences without a token that trains enter the statistics, and tokens that do not train the reward of
     their sequence; and whether groups in which nothing differs enter those of reinforce++-baseline."""
     modes_keeping_lone_rewards: tuple[Mode, ...] = ()
     """Modes in which a group of one has μ = 0 and σ = 1, so that its advantage is its reward."""
@@ -45,9 +45,9 @@ class Preset:
     gae: Observations
     """Treatment of tokens that do not train, in gae."""
     gae_is_whitened: bool = True
-    """Whether gae always whitens."""
+    """True if gae always whitens."""
     batch_deviation_only: bool = False
-    """Whether mode batch takes μ over the group, and only σ over the batch."""
+    """True if mode batch takes μ over the group, and only σ over the batch."""
 
 
 OURS = Preset(

@@ -58,7 +58,7 @@ class PromptDataset:
     seed: int = 0
     """Of the order; each epoch has another one."""
     shuffle: bool = True
-    """Whether the order is random; else it is that of the source."""
+    """True if the order is random; else it is that of the source."""
     chat: PromptFormat | None = None
     """Converts messages to tokens; text becomes a message of the user. Without it the text itself is the prompt."""
     system: str = ""

@@ -109,7 +109,7 @@ class StreamedCompletion:
         self._max_completion_tokens = max_completion_tokens
         """Bound of the request."""
         self.done = False
-        """Whether the finish_reason has arrived."""
+        """True if the finish_reason has arrived."""
         self._tokens: list[int] = []
         self._logprobs: list[float | None] | None = []
         """None once a chunk came without them."""

@@ -39,7 +39,7 @@ class HttpPolicy:
     backoff: Backoff = field(default_factory=Backoff)
     """Number of attempts after temporary failures, and the pauses between them."""
     tempered_logprobs: bool | None = None
-    """Whether the server's log-probabilities are those of the tempered distribution; by default as the
+    """True if the server's log-probabilities are those of the tempered distribution; by default as the
     server does by default: SGLang yes, vLLM no (started with `--logprobs-mode processed_logprobs`: yes), others no."""
     versions: Literal["engine", "server"] = "engine"
     """Source of the version of the server's weights: `engine`, its own `update_weights`; or `server`, a request before

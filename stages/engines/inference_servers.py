@@ -59,7 +59,7 @@ class ServerRequests:
     `SamplingParams` do. A server would otherwise take top_p, top_k and penalties from the model's generation
     configuration."""
     tempered_logprobs: bool = False
-    """Whether log-probabilities are those of the tempered distribution; else they are the model's own."""
+    """True if log-probabilities are those of the tempered distribution; else they are the model's own."""
     raw_logprobs_include: frozenset[Alteration] = _EVERY
     """Alterations that the server's log-probabilities include where they are not tempered."""
     tempered_logprobs_include: frozenset[Alteration] = _EVERY
@@ -75,7 +75,7 @@ class ServerRequests:
     settings: str | None = None
     """Path of the settings with vLLM's `enable_sleep_mode`, without which a sleeping server keeps its memory."""
     keeps_weights_asleep: bool = True
-    """Whether a server keeps its weights while it sleeps."""
+    """True if a server keeps its weights while it sleeps."""
     version: str | None = None
     """Path of the version of its weights, in the field `weight_version`."""
     set_version: Callable[[int], ServerCall] | None = None

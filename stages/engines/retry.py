@@ -65,9 +65,9 @@ class RetryDecision:
     error: Exception
     """Raised if there is no further attempt."""
     retryable: bool = True
-    """Whether another attempt may succeed."""
+    """True if another attempt may succeed."""
     unreachable: bool = False
-    """Whether the peer could not be reached: retried until a timeout, and not counted as an attempt."""
+    """True if the peer could not be reached: retried until a timeout, and not counted as an attempt."""
     retry_after_s: float = 0.0
     """Pause that the peer requested; respected up to the longest pause of the backoff."""
 

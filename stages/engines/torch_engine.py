@@ -44,7 +44,7 @@ ATTEMPTS = 3
 """Attempts for a row; more than one only if the publisher overwrites its weights after a timeout."""
 
 ADMITTED_PARTS = 8
-"""Where more rows wait than fit, they are admitted when one of so many parts of the rows is free: those of a group
+"""Number of parts of the rows. If more rows wait than fit, they are admitted when one part is free: those of a group
 together, so that their prompt is read once."""
 
 
@@ -80,7 +80,7 @@ class TorchEngine:
         """Runs the task that holds the subscription."""
         self._weights: Subscriber | None = None
         self._follows = False
-        """Whether every batch loads newer weights by itself; else `update_weights` does."""
+        """True if every batch loads newer weights by itself; else `update_weights` does."""
         self._eos_id = eos_id
         self._seed = seed
         self._seeded_for: int | None = None

@@ -48,9 +48,9 @@ class SampledRow:
     versions: list[int] = field(default_factory=list, init=False)
     """Of the weights that sampled each token."""
     ended: bool = field(default=False, init=False)
-    """Whether the last token is the end-of-sequence token, or completes a stop string."""
+    """True if the last token is the end-of-sequence token, or completes a stop string."""
     done: bool = field(default=False, init=False)
-    """Whether no token follows."""
+    """True if no token follows."""
 
     def __post_init__(self) -> None:
         self.stop = None if self.request.stop is None else self.request.stop()

@@ -61,7 +61,7 @@ class Owner(msgspec.Struct, frozen=True):
     header: msgspec.Raw
     """The header of each version's file."""
     closed: bool = False
-    """Whether it closed, so that no newer version follows."""
+    """True if it closed, so that no newer version follows."""
 
 
 class Version(msgspec.Struct, frozen=True):

@@ -50,7 +50,7 @@ class Distributions:
     temperature: float | Tensor = 1.0
     """Logits are divided by it; [T, 1] where tokens have temperatures of their own."""
     adds_to_grad: bool = False
-    """Whether a backward pass may add the gradient of `weight` to its `grad` itself, without a tensor of its size in
+    """True if a backward pass may add the gradient of `weight` to its `grad` itself, without a tensor of its size in
     between. Then `torch.autograd.grad` does not return it."""
 
     def __len__(self) -> int:

@@ -73,9 +73,9 @@ class HFModel(nn.Module):
         """The model itself, of transformers."""
         self._config = _json(folder / CONFIG)
         self._one_row = module.config._attn_implementation.startswith("flash")  # noqa: SLF001 (there is no public name)
-        """Whether several rows are passed as one, which its kernel for packed sequences needs."""
+        """True if several rows are passed as one, which its kernel for packed sequences needs."""
         self._masked_here = module.config._attn_implementation == "sdpa" and hf_attention.install(module)  # noqa: SLF001 (as above)
-        """Whether its layers make their masks of `sight`, instead of transformers."""
+        """True if its layers make their masks of `sight`, instead of transformers."""
         self._window = hf_attention.window_of(module)
         """Keys that a token of a layer with a sliding window sees, if there are such layers."""
         if lora is not None:
@@ -84,7 +84,7 @@ class HFModel(nn.Module):
         self._finish = _finish_of(module)
         """Function of the products of the head."""
         self._passes_hidden = _is_head_of(module, self._finish)
-        """Whether logits are this function of the product of hidden states and the weights of the head."""
+        """True if logits are this function of the product of hidden states and the weights of the head."""
 
     @classmethod
     def from_pretrained(

@@ -49,9 +49,9 @@ class RewardComponent(ABC):
     failed, with the name and the error as reason; the rest of its group goes on. "raise": the pipeline fails. A number:
     that is the value, and the failure is counted."""
     batched: bool = False
-    """Whether a call judges all completions of a group: it takes a list, and returns as many values."""
+    """True if a call judges all completions of a group: it takes a list, and returns as many values."""
     reads_text: bool = True
-    """Whether it reads the text of completions; if no component does, no token is decoded."""
+    """True if it reads the text of completions; if no component does, no token is decoded."""
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -47,7 +47,7 @@ class FormatMarker(Config, frozen=True):
     reward: float
     """Reward of one occurrence; negative to discourage it."""
     counted: Literal["once", "each"] = "once"
-    """Whether only the first occurrence counts, or each."""
+    """True if only the first occurrence counts; else each does."""
     closing: Text | None = None
     """Text that must follow for an occurrence to count, for example `</answer>`. Each closing closes one marker."""
 
@@ -123,7 +123,7 @@ class RewardConfig(Config, frozen=True):
 
     format_markers: tuple[FormatMarker, ...] = ()
     ordered: bool = False
-    """Whether markers count only in the order listed: an occurrence counts if it begins after the first counted one of
+    """True if markers count only in the order listed: an occurrence counts if it begins after the first counted one of
     every marker listed before it. A missing marker does not affect those after it."""
     length_bounty: LengthBounty | None = None
     overlong: OverlongPenalty | None = None

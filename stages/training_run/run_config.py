@@ -220,9 +220,9 @@ class JoiningConfig(Config, frozen=True):
     """Workers that join from other hosts; see `joining`."""
 
     url: Text = JOIN_URL
-    """Where the run listens for them."""
+    """Address at which the run listens for them."""
     weights: Text = "tcp://0.0.0.0:5556"
-    """Where they get the weights."""
+    """Address from which they get the weights."""
     key: str = ""
     """Path of the key file, which is created if it does not exist; by default the key of this user."""
     absence_timeout_s: Positive = ABSENCE_TIMEOUT_S

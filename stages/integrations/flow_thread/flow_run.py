@@ -58,7 +58,7 @@ class Drop(NamedTuple):
     state: EndState
     reason: str
     evaluated: bool = False
-    """Whether they were sampled for an evaluation."""
+    """True if they were sampled for an evaluation."""
 
 
 class FlowRun:
@@ -98,10 +98,10 @@ class FlowRun:
         self._room = Waiters()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._progress: tuple[int, float] = 0, time.monotonic()
-        """What had been sent, and when that was first seen."""
+        """Count of groups that had been sent, and the time at which it was first seen."""
         self._cancel: Callable[[], None] = _nothing
         self._over = False
-        """Whether the pipeline has ended: its ledger has counted the end of what was in flight."""
+        """True if the pipeline has ended: its ledger has counted the end of what was in flight."""
         self._late: list[TrajectoryId] = []
         """Trained after that."""
         self._stateful = {
@@ -114,7 +114,7 @@ class FlowRun:
         self.failure: BaseException | None = None
         """The error that ended the flow."""
         self.ended = False
-        """Whether the flow has sent its last group."""
+        """True if the flow has sent its last group."""
         self.sent = 0
         """Samples, or groups, that were put into the queue."""
 

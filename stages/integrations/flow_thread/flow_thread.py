@@ -37,7 +37,7 @@ class FlowThread:
 
     @property
     def running(self) -> bool:
-        """Whether the flow was not stopped. One that failed or ended by itself runs until `stop`."""
+        """True if the flow was not stopped. One that failed or ended by itself runs until `stop`."""
         return self._portal is not None
 
     def call(self, function: Callable[[], T]) -> T:

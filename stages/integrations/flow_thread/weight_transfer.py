@@ -27,7 +27,7 @@ class WeightTransfer:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was opened, and not closed."""
+        """True if it was opened, and not closed."""
         return self._open is not None
 
     def open(self) -> None:

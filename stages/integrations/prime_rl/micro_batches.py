@@ -21,7 +21,7 @@ COMMIT = "559b44772e471d1538537b8805cc77f3824a5e64"
 
 
 class MicroBatch(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """What one rank computes at once; the order of the fields is that of the message."""
+    """Rows that one rank computes at once; the order of the fields is that of the message."""
 
     input_ids: list[int]
     """[N] tokens of all sequences."""

@@ -84,7 +84,7 @@ class FlowEnvManager:
         self._pad_id: int = tokenizer.pad_token_id
         size = worker_config.group_size
         self._leads = env_config["env_id"] % size == 0
-        """Whether this is the first environment of its group."""
+        """True if this is the first environment of its group."""
         self._env_ids = range(env_config["env_id"], env_config["env_id"] + size)
         self._queue = GroupQueue(output_queue, env_config["group_id"], self._env_ids)
         self._running = False

@@ -31,7 +31,7 @@ class _Queued(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What has left ROLL's queue since the last step."""
+    """Episodes that have left ROLL's queue since the last step."""
 
     trained: list[TrajectoryId]
     dropped: list[TrajectoryId]

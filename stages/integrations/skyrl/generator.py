@@ -62,7 +62,7 @@ REFUSED = {
     "step_wise_trajectories": "rows for each step",
     "vision_language_generator": "images",
 }
-"""What a GeneratorConfig can ask for, and penstock does not have."""
+"""Options of a GeneratorConfig that penstock does not have."""
 
 
 class PenstockGenerator:

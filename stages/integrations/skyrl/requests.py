@@ -69,7 +69,7 @@ class Request:
     repetitions: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     meta: dict[str, Any] = field(default_factory=dict)
-    """What a reward reads: the `meta` of its group."""
+    """Input of rewards: the `meta` of its group."""
     rows: dict[int, Row | None] = field(default_factory=dict)
     """The repetitions that have arrived, and None for those that were given up."""
     resampled: int = 0

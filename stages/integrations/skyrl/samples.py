@@ -28,7 +28,7 @@ UNTRAINED_REASON = StopReason.ERROR
 
 
 class Rules(NamedTuple):
-    """What SkyRL's configuration asks of its generator."""
+    """Requirements of SkyRL's configuration for its generator."""
 
     logprobs: bool = True
     """`sampling_params.logprobs` is not None."""

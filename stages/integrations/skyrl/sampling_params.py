@@ -15,7 +15,7 @@ SAME = {"temperature", "top_p", "min_p", "repetition_penalty", "seed"}
 """Parameters that have one name and one meaning."""
 
 IGNORED = {"skip_special_tokens", "include_stop_str_in_output", "logprobs"}
-"""How vLLM returns what is returned in any case."""
+"""Options of vLLM's output that change no token and no log-probability here."""
 
 NAMES = {"max_tokens": "max_completion_tokens", "top_k": "top_k", "stop": "stop"}
 """Parameters with another name or another type."""

@@ -48,7 +48,7 @@ class Configuration:
             advantages=config.algorithm.adv_estimator == ESTIMATOR,
         )
         self.keeps_groups: bool = self._mode != "sync"
-        """Whether checkpoints have the groups in TransferQueue (`_save_checkpoint`, trainer_base.py:1022)."""
+        """True if checkpoints have the groups in TransferQueue (`_save_checkpoint`, trainer_base.py:1022)."""
         self.limits: Limits = self._limits()
 
     @property

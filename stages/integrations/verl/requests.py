@@ -60,7 +60,7 @@ class _Group:
 
 
 class Cleared(NamedTuple):
-    """What verl did with groups when it removed keys."""
+    """Ends of groups whose keys verl removed."""
 
     trained: list[TrajectoryId]
     dropped: list[tuple[list[TrajectoryId], Drop]]

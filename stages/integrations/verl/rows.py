@@ -27,7 +27,7 @@ class Row(NamedTuple):
     values: dict[str, Any]
     """Fields that are no tensors."""
     tag: dict[str, Any]
-    """What verl's replay buffer and its metrics read without the tensors."""
+    """Values that verl's replay buffer and its metrics read without the tensors."""
 
 
 class Needs(NamedTuple):
@@ -36,9 +36,9 @@ class Needs(NamedTuple):
     temperature: float | None = None
     """That of the trainer; None where it is unknown."""
     logprobs: bool = True
-    """Whether the trainer reads log-probabilities of the sampling."""
+    """True if the trainer reads log-probabilities of the sampling."""
     advantages: bool = False
-    """Whether the trainer takes the flow's advantages."""
+    """True if the trainer takes the flow's advantages."""
 
 
 def rows_of(group: TrajectoryGroup, needs: Needs) -> list[Row]:
