@@ -13,6 +13,7 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
+from tests.fixed_limits import set_limits
 
 from penstock import TrajectoryGroup
 from penstock.channels import RemoteReceiver, connect, serve
@@ -86,14 +87,16 @@ async def test_a_frame_that_no_sender_would_send_is_not_taken_in() -> None:
         assert inbox.rejected == 1
 
 
-async def test_silent_connections_keep_no_sender_out_and_the_oldest_of_too_many_are_closed() -> None:
+async def test_silent_connections_keep_no_sender_out_and_the_oldest_of_too_many_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_limits(monkeypatch, HANDSHAKE_S=FAILSAFE_S)  # they are closed for their number
     async with serve("shm://", TrajectoryGroup, max_senders=1) as inbox:
         with ExitStack() as strangers:
             silent = [strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(67)]
             for one in silent:
                 one.connect(control_socket_of(inbox.url))
                 one.setblocking(False)
-            await still_works(inbox)
 
             await until_rejected(inbox, 2)  # 64 beyond the senders may be under way
             for oldest in silent[:2]:
@@ -101,6 +104,8 @@ async def test_silent_connections_keep_no_sender_out_and_the_oldest_of_too_many_
                 assert b"too many connections" in oldest.recv(2**10)
             with pytest.raises(BlockingIOError):
                 silent[2].recv(1)
+
+            await still_works(inbox)
 
 
 async def test_unrequested_file_descriptors_are_closed() -> None:
