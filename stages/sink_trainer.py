@@ -23,7 +23,7 @@ from .._pipeline.accounting.committed_prompts import CommittedPrompts
 from .._pipeline.accounting.ledger import Ledger
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel
-from .._pipeline.durability.checkpoint import checkpoint_of, latest_checkpoint, remove_old_checkpoints, step_of
+from .._pipeline.durability.checkpoint import checkpoint_of, latest_checkpoint, remove_old_checkpoints
 from .._pipeline.durability.resumption import ResumePoint, Snapshot, Stateful
 from .._pipeline.durability.run_changes import StageFacts, StatesFacts
 from .._pipeline.graph.context import current
@@ -94,6 +94,15 @@ class Resumable(Checkpointed, Protocol):
 
     def resume(self, checkpoint: Path, /) -> None:
         """Resume from a checkpoint that `save` wrote, and restore the objects given to `keep`. May block."""
+        ...
+
+
+@runtime_checkable
+class ResumesVerified(Resumable, Protocol):
+    """A trainer whose `resume` verifies the checkpoint first, as a run in a folder has done already."""
+
+    def resume_verified(self, checkpoint: Path, /) -> None:
+        """Resume from a checkpoint whose files are known to be as they were written. May block."""
         ...
 
 
@@ -201,11 +210,6 @@ class SinkTrainer:
         """Return the facts that the trainer states; see `StatesFacts`."""
         return self.trainer.facts() if isinstance(self.trainer, StatesFacts) else StageFacts()
 
-    def resumes_at(self, folder: Path) -> int:
-        """Return the step of the last checkpoint in `folder`, 0 for none."""
-        latest = latest_checkpoint(folder)
-        return 0 if latest is None else step_of(latest)
-
     def with_checkpoints(self, folder: Path, gathering: Mapping[str, Stateful]) -> tuple[SinkTrainer, ResumePoint]:
         """Return the same sink with checkpoints in `folder`, resumed from the last one, and its ResumePoint.
 
@@ -224,7 +228,8 @@ class SinkTrainer:
         gathered = {name: Snapshot(stage) for name, stage in gathering.items()}
         trainer.keep(gathered)
         if (latest := latest_checkpoint(folder)) is not None:
-            trainer.resume(latest)
+            resume = trainer.resume_verified if isinstance(trainer, ResumesVerified) else trainer.resume
+            resume(latest)
         resumed = replace(self, checkpoints=folder, _gathered=tuple(gathered.values()))
         return resumed, ResumePoint(trainer.steps, trainer.committed)
 

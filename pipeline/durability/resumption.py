@@ -29,7 +29,7 @@ from ..trackers.tracker import RunInfo
 from ..util.atomic_file import remove_unfinished
 from ..util.lock_file import LockFile, is_locked
 from ..util.os_errors import explaining_os_errors
-from .checkpoint import settle_checkpoints
+from .checkpoint import latest_checkpoint, settle_checkpoints, step_of
 from .run_changes import RunPart
 
 CHECKPOINTS = "checkpoints"
@@ -67,15 +67,11 @@ class Stateful(Protocol):
 class WithCheckpoints(Protocol):
     """A sink that a run in a folder can be resumed with."""
 
-    def resumes_at(self, folder: Path, /) -> int:
-        """Return the step of the checkpoint in `folder` that `with_checkpoints` resumes from; 0 for none."""
-        ...
-
     def with_checkpoints(self, folder: Path, gathering: Mapping[str, Stateful], /) -> tuple[Any, ResumePoint]:
         """Return the same sink with checkpoints in `folder`, resumed from the last one, and the progress of that one.
 
         Args:
-            folder: holds the checkpoints.
+            folder: holds the checkpoints, of which the run has verified the last one.
             gathering: stages whose state checkpoints are to hold, by name.
         """
         ...
@@ -187,7 +183,8 @@ def _opened(
         )
     gathering = {node.name: node.stage for node in before if not node.remote and isinstance(node.stage, Stateful)}
     part = RunPart(config, nodes)
-    part.compare(folder, last.stage.resumes_at(folder / CHECKPOINTS), allow_changes=allow_changes)
+    latest = latest_checkpoint(folder / CHECKPOINTS)
+    part.compare(folder, 0 if latest is None else step_of(latest), allow_changes=allow_changes)
     sink, point = last.stage.with_checkpoints(folder / CHECKPOINTS, gathering)
     with explaining_os_errors("the configuration of a run", folder):
         part.write(folder, point.step)

@@ -121,9 +121,13 @@ class RankedTrainer:
     def resume(self, checkpoint: str | Path) -> None:
         """Resume from a checkpoint, which the leader verifies and every rank reads; see `TorchTrainer.resume`."""
         verify_checkpoint(checkpoint)
+        self.resume_verified(checkpoint)
+
+    def resume_verified(self, checkpoint: str | Path) -> None:
+        """Resume on every rank from a checkpoint that `verify_checkpoint` has accepted; see `resume`."""
         path = str(Path(checkpoint).absolute()).encode()
         with self._ranks.command(RESUME, [path] * (self._ranks.count - 1)):
-            self._trainer.restore(checkpoint)
+            self._trainer.resume_verified(checkpoint)
 
     async def watch(self) -> None:
         """Wait until another rank is lost while the leader waits for a batch. SinkTrainer does so.
@@ -154,7 +158,7 @@ class RankedTrainer:
         elif command == SAVE:
             self._trainer.tensors()
         elif command == RESUME:
-            self._trainer.restore(payload.decode())
+            self._trainer.resume_verified(payload.decode())
         else:
             raise PeerLost(payload.decode() or f"rank 0 of {self._ranks.count} ended with an error: see its output")
 

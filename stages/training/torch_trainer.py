@@ -414,10 +414,10 @@ class TorchTrainer:
             OSError: it cannot be read.
         """
         verify_checkpoint(checkpoint)
-        self.restore(checkpoint)
+        self.resume_verified(checkpoint)
 
-    def restore(self, checkpoint: str | Path) -> None:
-        """Restore what a verified checkpoint contains; see `resume`."""
+    def resume_verified(self, checkpoint: str | Path) -> None:
+        """Resume from a checkpoint that `verify_checkpoint` has accepted; see `resume`."""
         folder = Path(checkpoint)
         device = self._parameters[0].device
         kept = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,6 +13,7 @@ from tests.resumption.damaged_files import DAMAGE, damaged_copies, one_bit
 from tests.resumption.small_run import BEFORE, STEPS, trained
 from tests.tiny_model import TinyModel
 
+from penstock._pipeline.durability import manifest
 from penstock._stages.training.best_checkpoint import best_checkpoint
 from penstock.errors import CheckpointDamaged
 from penstock.torch import TorchTrainer
@@ -66,6 +68,26 @@ def test_a_run_with_a_damaged_file_ends_with_the_same_weights_or_an_error_that_n
     newest = {path.name for path in (folder / "checkpoints" / NEWEST).iterdir()}
     found = newest - {"manifest.json"} if kind == "absent" else newest  # one without a manifest was never completed
     assert refused == {f"checkpoints/{NEWEST}/{name}" for name in found}
+
+
+def test_each_file_of_a_checkpoint_is_hashed_once_when_a_run_resumes(
+    folder: Path, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "run", symlinks=True)
+    hashed = list[Path]()
+
+    def counted(path: Path, sum_of: Callable[[Path], manifest.FileSum] = manifest.sum_of) -> manifest.FileSum:
+        hashed.append(path)
+        return sum_of(path)
+
+    monkeypatch.setattr(manifest, "sum_of", counted)
+
+    assert trained(copy, STEPS) == weights
+
+    newest = copy / "checkpoints" / NEWEST
+    assert sorted(path for path in hashed if path.parent == newest) == sorted(
+        path for path in newest.iterdir() if path.name != manifest.MANIFEST
+    )
 
 
 def test_a_damaged_checkpoint_without_an_earlier_one_that_is_whole_is_an_error_in_any_case(

@@ -42,9 +42,6 @@ async def test_two_folders_for_checkpoints_are_one_too_many(tmp_path: Path) -> N
 
 async def test_a_folder_keeps_one_run_at_a_time(tmp_path: Path) -> None:
     class Keeping(Collect):
-        def resumes_at(self, folder: Path) -> int:  # noqa: ARG002 (the hook's)
-            return 0
-
         def with_checkpoints(self, folder: Path, gathering: object) -> tuple[object, ResumePoint]:  # noqa: ARG002 (the hook's)
             return self, ResumePoint(0, {})
 
