@@ -348,16 +348,16 @@ class Ledger:
 
     def progress(self) -> Progress:
         """Return the counts of all processes that show whether the run makes progress."""
-        failed, rejected, ended = self._ended["failed"], self._ended["rejected"], self.ended_here
-        succeeded, trained = self._succeeded, self._ended["trained"]
-        for counters in self._worker_counters:
-            succeeded_there, *ended_there = counters.progress()
-            succeeded += succeeded_there
-            failed += ended_there[_FAILED]
-            rejected += ended_there[_REJECTED]
-            ended += sum(ended_there)
+        succeeded, *ended = SharedCounters.added_up(self._worker_counters)
+        trained = self._ended["trained"]
         replayed = min(self._copies, self._admitted - self._copies + self._restored)
-        return Progress(failed, rejected, ended - trained - replayed - self._evaluated, succeeded, trained)
+        return Progress(
+            failed=self._ended["failed"] + ended[_FAILED],
+            rejected=self._ended["rejected"] + ended[_REJECTED],
+            untrained=self.ended_here + sum(ended) - trained - replayed - self._evaluated,
+            succeeded=self._succeeded + succeeded,
+            trained=trained,
+        )
 
     def in_flight_by_group(self) -> dict[GroupId, int]:
         """Return the repetitions in flight in this ledger of each group, as a bit mask. A copy, as of now."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
+
+import numpy as np
 
 from ..._schemas.errors import ProtocolMismatch
 
@@ -64,9 +66,12 @@ class SharedCounters:
         """Return the number of trajectories that ended in `state` within the worker."""
         return self._words[2 + END_STATES.index(state)]
 
-    def progress(self) -> list[int]:
-        """Return the successful rollouts, and the trajectories that ended within the worker in each of END_STATES."""
-        return self._words[1 : 2 + len(END_STATES)].tolist()
+    @staticmethod
+    def added_up(all_counters: Sequence[SharedCounters]) -> list[int]:
+        """Return the successful rollouts of all workers, and the trajectories that ended in them by END_STATES."""
+        pages = b"".join([counters._words for counters in all_counters])  # noqa: SLF001 (of its own class)
+        added: list[int] = np.frombuffer(pages, np.int64).reshape(-1, COUNTS + 1)[:, 1:COUNTS].sum(axis=0).tolist()
+        return added
 
     @property
     def step(self) -> int:
