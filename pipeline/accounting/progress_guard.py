@@ -153,15 +153,17 @@ class ProgressGuard:
 
     def _look(self, in_a_row: int) -> None:
         """Warn, or end the run, where the row is too long for the trajectories that wait to be trained."""
-        row, waiting = self._row, self._waiting(in_a_row)
+        row, looked_at = self._row, self._row.held_at
+        waiting = self._waiting(in_a_row)
         least = max(LEAST_WARNED_AT, WARNED_AT_STEPS * self._per_step)
         limit = max(ENDED_AT_WARNINGS * least, ENDED_PER_WAITING * waiting, self._ledger.epoch.trajectories)
-        if in_a_row >= limit:
+        # Of those in flight at the first look past the limit, the next look shows which wait for others.
+        if in_a_row >= limit and (looked_at >= limit or not self._hold(in_a_row)):
             raise NothingTrained(
                 f"expected at least one of {limit:,} trajectories in a row to be trained, got {in_a_row:,} that ended "
                 f"otherwise: {self._reasons()}. {self._remedy()}"
             )
-        row.next_look = min(in_a_row + LOOK_EVERY, limit)
+        row.next_look = in_a_row + LOOK_EVERY if in_a_row >= limit else min(in_a_row + LOOK_EVERY, limit)
         if in_a_row >= max(least, WARNED_AT_STEPS * waiting) and not row.warned:
             row.warned = True
             log.warning(
@@ -184,8 +186,13 @@ class ProgressGuard:
         if not row.held_at and self._untrained.successes:
             row.reasons = self._ledger.balance().reasons
         if in_a_row >= 2 * row.held_at:
-            row.held, row.held_at = in_flight, in_a_row
+            self._hold(in_a_row)
         return waiting
+
+    def _hold(self, in_a_row: int) -> bool:
+        """Note what is in flight, for later looks; return whether anything is."""
+        self._row.held, self._row.held_at = self._ledger.in_flight_by_group(), in_a_row
+        return bool(self._row.held)
 
     def _ends(self) -> Reasons:
         """Return the ends of the row since the first look, by state and reason; all where that was just now."""

@@ -11,7 +11,7 @@ import structlog
 
 from penstock import GroupId, TrajectoryId
 from penstock._pipeline.accounting.epoch import Epoch
-from penstock._pipeline.accounting.progress_guard import FAILURE_LIMIT, ProgressGuard
+from penstock._pipeline.accounting.progress_guard import FAILURE_LIMIT, LOOK_EVERY, ProgressGuard
 from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
 from penstock.accounting import Ledger
 from penstock.errors import NothingTrained, RolloutsFailed
@@ -23,22 +23,23 @@ GROUP = 8
 class Rollouts:
     """A ledger whose groups end at once, and a guard that checks it after every end."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, size: int = GROUP, **options: Any) -> None:
         self.ledger = Ledger()
+        self.size = size
         self.guard = ProgressGuard(self.ledger, **options)
         self.ended = 0
         self._begun = 0
 
     def begin(self) -> list[TrajectoryId]:
         self._begun += 1
-        self.ledger.admit(GroupId("test", str(self._begun)), range(GROUP))
-        return [TrajectoryId("test", str(self._begun), repetition) for repetition in range(GROUP)]
+        self.ledger.admit(GroupId("test", str(self._begun)), range(self.size))
+        return [TrajectoryId("test", str(self._begun), repetition) for repetition in range(self.size)]
 
     def end(self, groups: int, state: EndState = "filtered", reason: str = "zero variance") -> None:
         for _ in range(groups):
             self.ledger.end(self.begin(), state, reason)
             self.guard.check()
-            self.ended += GROUP
+            self.ended += self.size
 
     def train(self, groups: int = 1) -> None:
         self.commit([self.begin() for _ in range(groups)])
@@ -163,13 +164,39 @@ def test_the_bounds_are_ten_and_a_hundred_steps_where_these_are_more() -> None:
     assert [event["in_a_row"] for event in events] == [5120, 5120]
 
 
-def test_one_trained_group_of_500_goes_on() -> None:
-    run = Rollouts()
+STEP_GROUPS = [(size, groups) for size in (1, 8, 20) for groups in (1, 2, 6)] + [(size, 5) for size in (24, 64)]
+"""Sizes of groups up to 20 with any step, and larger ones with steps of five groups."""
+
+
+@pytest.mark.parametrize(("size", "groups"), STEP_GROUPS)
+def test_one_trained_group_of_500_goes_on(size: int, groups: int) -> None:
+    run = Rollouts(size, per_step=size * groups)
 
     with structlog.testing.capture_logs():
-        for _ in range(20):
-            run.end(499)
-            run.train()
+        for _ in range(2):
+            batch = list[list[TrajectoryId]]()
+            while len(batch) < groups:
+                run.end(499)
+                batch.append(run.begin())
+            run.commit(batch)
+
+    assert run.ledger.step == 2
+
+
+def test_groups_in_flight_that_do_not_wait_postpone_the_end_by_one_look() -> None:
+    run = Rollouts()
+
+    def sample(groups: int) -> None:
+        for _ in range(groups):
+            sampled = run.begin()
+            run.end(4)
+            run.ledger.end(sampled, "filtered", "zero variance")
+            run.ended += GROUP
+
+    with structlog.testing.capture_logs(), pytest.raises(NothingTrained):
+        sample(10**4)
+
+    assert run.ended + GROUP <= 10_240 + 2 * LOOK_EVERY
 
 
 def test_groups_that_wait_for_the_rest_of_their_batch_go_on_however_rare_they_are() -> None:
