@@ -13,6 +13,7 @@ MODULES = {
     "CANCELLED_RESUME_TIMEOUT_S": ["_stages.engines.http_engine"],
     "CANCEL_TIMEOUT_S": ["_pipeline.weights.engine_sync"],
     "CHECK_INTERVAL_S": ["_pipeline.channels.tcp_acceptor", "_pipeline.weights.weight_server"],
+    "CHECK_S": ["_pipeline.processes.loop_watch"],
     "CLOSE_TIMEOUT_S": ["_pipeline.channels.remote_sender"],
     "HANDSHAKE_S": [
         "_pipeline.channels.shm_acceptor",
@@ -23,6 +24,7 @@ MODULES = {
     "MAX_HANDSHAKES": ["_pipeline.channels.tcp_acceptor", "_pipeline.weights.weight_server"],
     "MOST_REQUESTS": ["_pipeline.weights.weight_server"],
     "MOST_UNREAD_BYTES": ["_pipeline.weights.weight_server"],
+    "NAMED_S": ["_pipeline.processes.loop_watch"],
     "POLL_S": ["_stages.engines.torch_folder_subscriber"],
     "POLLS": ["_stages.integrations.atropos.client"],
     "RECONNECT_TIMEOUT_S": ["_pipeline.weights.weight_mirror", "_pipeline.weights.weight_subscriber"],

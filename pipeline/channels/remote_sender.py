@@ -7,6 +7,7 @@ gave. All clones of a sender share it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -55,6 +56,8 @@ FLUSH_AT = 64
 
 CLOSE_TIMEOUT_S = 10.0
 """Bound on the wait of a closing sender for a receiver that is connected but does not answer."""
+
+LAST_POLL_MS = 100
 
 DELIVERING_BYTES = 2**16
 """Bytes that reach the receiver's host in that time while records are still on their way, over a slow link: more than
@@ -290,6 +293,15 @@ class SenderConnection:
             self._close_sent = how
             self.send(Close(self.sent, how))
 
+    def send_last(self, message: Message) -> None:
+        """Send `message` and Close, and wait until the receiver has them; see `RemoteSender.send_last`."""
+        self.send(message)
+        self.send_close("failed")
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._can_send and not self.close_acknowledged and time.monotonic() < deadline_s:
+            self._socket.poll(LAST_POLL_MS)
+            self.drain()
+
     async def wait_close_acknowledged(self) -> bool:
         """Wait until the receiver has acknowledged the Close, or disconnected; return whether it acknowledged."""
         await self._close_done.wait()
@@ -382,6 +394,13 @@ class RemoteSender(AsyncCloseable, Generic[R]):
         """Send encoded telemetry of this process; it arrives after all that was sent before."""
         if not self._closed:
             self._connection.send(Telemetry(payload))
+
+    def send_last(self, payload: bytes) -> None:
+        """Send encoded telemetry as the last message of this process, and wait until the receiver has it.
+
+        For a thread, while the event loop is blocked: it uses the socket of the loop, so this process must end next.
+        """
+        self._connection.send_last(Telemetry(payload))
 
     def on_ended(self, listener: Origin) -> None:
         """Have `listener` called with the outcomes of trajectories that were sent here."""

@@ -8,10 +8,10 @@ handled. Knows neither keys nor messages.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
+from ..util.watch_thread import WatchThread
 from .heartbeat import PING_S
 
 FRAMING_BYTES = 35
@@ -58,33 +58,27 @@ class Inflow:
 
 
 class BlockedLoopWatch:
-    """Calls `sweep` in a thread, again and again, while the event loop that should call `beat` is blocked.
-
-    Needs the interpreter's lock: while code in C holds that, nothing is called.
-    """
+    """Calls `sweep` in a thread, again and again, while the event loop that should call `beat` is blocked."""
 
     def __init__(self, late_s: float, sweep: Callable[[], None]) -> None:
         """Prepare; `late_s` is the time without `beat` after which the loop is blocked."""
         self._late_s = late_s
-        self._sweep: Callable[[], None] | None = sweep
+        self._sweep = sweep
         self._beat_s = time.monotonic()
+        self._thread = WatchThread("penstock unread watch", WATCH_S, self._check)
 
     def start(self) -> None:
         """Start the thread. Blocks until it runs."""
-        threading.Thread(target=self._run, name="penstock unread watch", daemon=True).start()
+        self._thread.start()
 
     def beat(self) -> None:
         """Record that the event loop runs."""
         self._beat_s = time.monotonic()
 
-    def _run(self) -> None:
-        while self._sweep is not None:
-            time.sleep(WATCH_S)
-            sweep = self._sweep
-            if sweep is not None and time.monotonic() - self._beat_s > self._late_s:
-                sweep()
-            del sweep  # else this thread would keep the owner alive while it sleeps
+    def _check(self) -> None:
+        if time.monotonic() - self._beat_s > self._late_s:
+            self._sweep()
 
     def close(self) -> None:
-        """End the thread, within `WATCH_S`. Closing twice is fine."""
-        self._sweep = None
+        """End the thread. Closing twice is fine."""
+        self._thread.close()

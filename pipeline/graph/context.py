@@ -110,8 +110,8 @@ class Context:
     nothing_on_the_way: Callable[[], bool] = _always
     """Returns whether every trajectory in flight is in this stage or downstream of it."""
     watch_loop: Callable[[float], AbstractContextManager[None]] = _unwatched
-    """Returns the watch on the event loop of a worker, which ends where the loop does not run for longer than so many
-    seconds, the bound of the stage on its calls. Nothing is watched in the trainer's process."""
+    """Limits the time without the event loop to so many seconds, the bound of the stage on its calls. A worker is ended
+    at the limit; in the process of the pipeline the loop is named in a warning. See `loop_watch`."""
     on_sink_returned: list[Callable[[], None]] = field(default_factory=list)
     """Called when the sink has returned; a stage that has any is not cancelled then."""
 

@@ -138,7 +138,14 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     reason: Text
 
 
-WorkerEvent = Starting | Connected | Serving | Finished | Failed | Joins | Wants | Leaves | Left
+class Dies(msgspec.Struct, frozen=True, tag=True):
+    """The worker ends its process, for the reason."""
+
+    reason: Text
+    """`did not run its event loop for 310 s, it was at …`."""
+
+
+WorkerEvent = Starting | Connected | Serving | Finished | Failed | Joins | Wants | Leaves | Left | Dies
 """The events that a worker sends to its parent: on a pipe, each as a line of JSON, or with its records."""
 
 

@@ -23,7 +23,7 @@ from ..accounting.telemetry import get_logger
 from ..channels.shared_memory import scratch
 from ..channels.socket_directory import sweep
 from ..graph.context import Worker
-from .loop_watch import blocked_at, loop_blocked
+from .loop_watch import loop_over_limit
 from .subreaper_process import describe_exit
 from .worker_accounting import WorkerAccounting
 from .worker_messages import ProcessConfig, StageConfig, WorkerChannels, decode_events
@@ -86,9 +86,7 @@ class WorkerProcess:
 
     async def _limit_blocking(self) -> None:
         """Kill it when its event loop does not run for longer than its stage allows."""
-        limit_s = await loop_blocked(self._watched)
-        place = await blocked_at(self._watched, self.signal)
-        self.kill(f"did not run its event loop for {limit_s:g} s, it was at {place}")
+        self.kill(await loop_over_limit(self._watched, self.progress.name, self.signal))
 
     def _read(self) -> bool:
         """Handle the events that have arrived; return whether more may arrive."""

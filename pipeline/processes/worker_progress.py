@@ -7,7 +7,7 @@ import anyio
 from ..accounting.telemetry import get_logger
 from ..graph.context import Worker
 from ..graph.statistics import WorkerState, WorkerStatistics
-from .worker_messages import Connected, Failed, Finished, Leaves, Left, Serving, Starting, WorkerEvent
+from .worker_messages import Connected, Dies, Failed, Finished, Leaves, Left, Serving, Starting, WorkerEvent
 
 log = get_logger("penstock.pipeline")
 
@@ -36,6 +36,8 @@ class WorkerProgress:
         """Set when it takes nothing more, for it is about to end."""
         self.left = ""
         """The reason for which it left before its stage was done."""
+        self.dies = ""
+        """The reason for which it ends its process, where it has reported one."""
         self.url = ""
         """The URL to which records may be sent, once a middle stage has started; empty before."""
         self.pid: int | None = None
@@ -65,6 +67,8 @@ class WorkerProgress:
                 self.leaving.set()
             case Left(reason):
                 self.left = reason
+            case Dies(reason):
+                self.dies = reason
             case Finished():
                 self.finished = True
                 self.done.set()
@@ -98,8 +102,8 @@ class WorkerProgress:
         # 3. It left before its stage was done.
         if self.left:
             return f"{self.label} left: {self.left}"
-        # 4. It died.
-        return f"{self.label} {death}"
+        # 4. It died, for a reason that it has reported, or not.
+        return f"{self.label} {self.dies or death}"
 
     def statistics(self, name: str, lag: int | None) -> WorkerStatistics:
         """Return its state now, under the name that it has in all its starts, with its lag."""

@@ -10,10 +10,10 @@ import os
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import anyio
 import msgspec
@@ -33,12 +33,13 @@ from ..graph.context import Assignments, Context, current, entered
 from ..graph.edge import CountingSendChannel, EdgeCounter
 from ..util.exception_groups import consists_of
 from ..util.user_code import await_user, raised_text
-from .loop_watch import LoopWatch
+from .loop_watch import LoopWatch, checked_in_thread, counted_in
 from .numa import bind_to_node
 from .worker_messages import (
     RECORDS,
     WORKER_END_STATES,
     Connected,
+    Dies,
     Ending,
     Serving,
     StageConfig,
@@ -73,7 +74,7 @@ class Link(NamedTuple):
     report: Report | None
     """Reports its events; None where they travel with the records, and its counts too."""
     watched: int | None = None
-    """Descriptor of the file for the watch on its event loop; None where the parent does not watch it."""
+    """Descriptor of the file for the watch on its event loop; None where a thread here checks it."""
 
 
 class _ReportingLedger(Ledger):
@@ -191,11 +192,12 @@ async def run_connected(
         Exception: what the stage raised.
     """
     ledger = _ReportingLedger() if config.channels.held_by_parent else Ledger(counters)
-    context = Context(ledger, Metrics(), config.worker, assignments=assignments)
-    if link.watched is not None:
-        context = replace(context, watch_loop=LoopWatch(link.watched).within)
-    with entered(context):
-        reports = _ReportSender(sender, context, counters if link.report is None else None)
+    metrics = Metrics()
+    reports = _ReportSender(sender, ledger, metrics, counters if link.report is None else None)
+    with (
+        _watched(config, link, reports) as watch,
+        entered(Context(ledger, metrics, config.worker, assignments=assignments, watch_loop=watch.within)) as context,
+    ):
         report = link.report or reports.send_event
         numa = bind_to_node(config.worker.on_host)
         report(Connected(link.outbox_url.partition("://")[0], os.getpid(), link.node, numa))
@@ -218,6 +220,22 @@ async def run_connected(
             await outbox.close_all()
     if isinstance(sender.failure, SenderRejected):  # its stage ended with the channel, and not with its work
         raise sender.failure
+
+
+def _watched(config: StageConfig, link: Link, reports: _ReportSender) -> AbstractContextManager[LoopWatch]:
+    """Return the watch on the event loop of this worker."""
+    if link.watched is not None:
+        return counted_in(link.watched)
+    return checked_in_thread(config.name, partial(_die, config.name, reports))
+
+
+def _die(name: str, reports: _ReportSender, why: str) -> NoReturn:
+    """End this process, whose event loop is blocked, once the pipeline has the reason."""
+    try:
+        reports.send_last(Dies(cut(why)))
+    finally:
+        os.write(2, f"{name} {why}\n".encode())  # not by a log, whose lock the blocked thread may have
+        os._exit(1)
 
 
 async def _run_stage(
@@ -274,9 +292,12 @@ async def _cancel_when_closed(sender: RemoteSender[Any], scope: anyio.CancelScop
 class _ReportSender:
     """Sends reports of the stage's observations, and of the trajectories that ended in it."""
 
-    def __init__(self, sender: RemoteSender[Any], context: Context, counters: SharedCounters | None) -> None:
+    def __init__(
+        self, sender: RemoteSender[Any], ledger: Ledger, metrics: Metrics, counters: SharedCounters | None
+    ) -> None:
         self._sender = sender
-        self._context = context
+        self._ledger = ledger
+        self._metrics = metrics
         self._counters = counters
         """The counts to report; None where the parent reads them itself."""
         self._counts: list[int] = []
@@ -316,7 +337,7 @@ class _ReportSender:
 
     def flush(self) -> None:
         """Send a report of everything since the last one, if there is anything."""
-        metrics, ledger = self._context.metrics, self._context.ledger
+        metrics, ledger = self._metrics, self._ledger
         endings: list[Ending] = []
         reasons: dict[WorkerEndState, dict[str, int]] = {}
         if isinstance(ledger, _ReportingLedger):
@@ -335,7 +356,14 @@ class _ReportSender:
 
     def send_event(self, event: WorkerEvent) -> None:
         """Send an event, where nothing else reports it."""
-        self._send(WorkerReport(None, (), self._reasons, self._count(), event, epoch=self._epoch))
+        self._send(self._report_of(event))
+
+    def send_last(self, event: WorkerEvent) -> None:
+        """Send an event, and wait until the parent has it; see `RemoteSender.send_last`."""
+        self._sender.send_last(msgspec.msgpack.encode(self._report_of(event)))
+
+    def _report_of(self, event: WorkerEvent) -> WorkerReport:
+        return WorkerReport(None, (), self._reasons, self._count(), event, epoch=self._epoch)
 
     def _count(self) -> list[int]:
         return self._counters.counts() if self._counters is not None else []

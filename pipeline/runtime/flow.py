@@ -29,6 +29,7 @@ from ..graph.stage import Sink, Source, Stage
 from ..graph.stage_info import StageInfo, info_of
 from ..graph.stage_node import StageNode, name_of, named, sent_along
 from ..graph.statistics import PipelineStatistics, Report
+from ..processes.loop_watch import checked_in_thread
 from ..processes.worker_stage import refuse_while_importing_main
 from ..trackers.background import require_trackers, tracking
 from ..trackers.tracker import RunInfo, Tracker
@@ -212,8 +213,12 @@ class Pipeline:
         call_user(self.check)
         if self._running:
             raise RuntimeError("expected one run at a time, got a second one while the first is running")
-        context = Context(Ledger() if ledger is None else ledger, Metrics() if metrics is None else metrics)
-        with stop_request(stop_timeout_s) as stop:
+        with stop_request(stop_timeout_s) as stop, checked_in_thread("the pipeline's process") as watch:
+            context = Context(
+                Ledger() if ledger is None else ledger,
+                Metrics() if metrics is None else metrics,
+                watch_loop=watch.within,
+            )
             self._running, self.report = True, None
             try:
                 async with AsyncExitStack() as stack:

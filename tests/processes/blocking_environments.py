@@ -6,14 +6,17 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import anyio
 import numpy as np
 from tests.fake_policy import completion_of
 
-from penstock import current
+from penstock import SendChannel, TrajectoryGroup, current
 from penstock.environments import RolloutResult
+from penstock.testing import group
 
 
 def spin() -> None:
@@ -49,6 +52,24 @@ class Blocking:
             self.block()
             await anyio.sleep_forever()
         return RolloutResult(turns=[np.array([1], np.int32), completion_of("x")], reward=1.0)
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A source that sends one group once the file at `path` exists, and does not yield before."""
+
+    path: Path
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        spin_until(self.path)
+        await outbox.send(group())
+
+
+def spin_until(path: Path) -> None:
+    while True:
+        with suppress(FileNotFoundError):
+            os.stat(path)  # noqa: PTH116 (a frame of pathlib would be the place)
+            return
 
 
 async def blocking() -> Blocking:

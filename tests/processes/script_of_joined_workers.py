@@ -12,6 +12,7 @@ import anyio
 import numpy as np
 from msgspec.structs import replace
 from tests import wire
+from tests.processes.blocking_environments import Blocking, spin, wait_for_the_kernel
 from tests.processes.worker_stages import Sample
 
 from penstock import ReceiveChannel, SendChannel, SourceEnv, StopReason, TrajectoryGroup, current
@@ -201,6 +202,15 @@ class Forge(Sample):
 
 def forging() -> Forge:
     return Forge(20)
+
+
+def blocking() -> SourceEnv:
+    """Sample 20 prompts; the first workers block their event loops, each in another way."""
+
+    def make_env() -> Blocking:
+        return Blocking(next((way for way in (spin, wait_for_the_kernel) if first(way.__name__)), None))
+
+    return SourceEnv(make_env, NoOpPolicy(), group_size=1, groups=20, concurrency=1, rollout_timeout_s=1)
 
 
 def two() -> SourceEnv:

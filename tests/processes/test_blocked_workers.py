@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import anyio
+import pytest
+from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
-from tests.processes.blocking_environments import WAYS, blocking, closing
+from tests.fixed_limits import set_limits
+from tests.processes.blocking_environments import WAYS, Blocked, blocking, closing
 from tests.processes.worker_sinks import Commit
 
 from penstock import SourceEnv, processes, source
@@ -32,6 +36,24 @@ async def test_a_worker_whose_event_loop_is_blocked_is_replaced_and_its_place_is
     assert places == {way.__name__ for way in WAYS}
     assert report.balance.balanced
     assert report.balance.ended["trained"] >= 30 - len(WAYS)
+
+
+async def test_a_worker_whose_stage_has_no_bound_is_named_with_its_place_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_limits(monkeypatch, NAMED_S=6.0)  # the worker counts within 4 s
+    pipeline = source(Blocked(tmp_path / "go"), on=processes(1)).sink(Commit())
+
+    with capture_logs() as log, anyio.fail_after(FAILSAFE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pipeline.run)
+            while not any(entry.get("at", "").endswith(" in spin_until") for entry in log):  # noqa: ASYNC110 (a log)
+                await anyio.sleep(0.01)
+            (tmp_path / "go").touch()
+
+    assert pipeline.report is not None
+    (stage, _) = pipeline.report.statistics.stages
+    assert [(worker.state, worker.restarts) for worker in stage.workers] == [("finished", 0)]
 
 
 async def test_a_worker_that_closes_its_file_descriptors_is_replaced_by_name() -> None:

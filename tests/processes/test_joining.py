@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -358,6 +359,26 @@ async def test_a_worker_that_is_asked_to_stop_completes_what_it_has_begun(
     assert balance.ended["lost"] == 0
     assert balance.ended["trained"] == 20 * script.GROUP_SIZE
     assert sorted(map(int, sink.received)) == list(range(20))
+
+
+async def test_a_worker_whose_event_loop_is_blocked_ends_and_its_place_is_in_the_ledger(
+    url: str, workers: Workers
+) -> None:
+    pipeline = source(script.blocking(), on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
+
+    async with running(pipeline):
+        blocked = [await workers.start("blocking") for _ in range(2)]
+        codes = [await each.wait() for each in blocked]
+        codes.append(await (await workers.start("blocking")).wait())
+
+    balance = report_of(pipeline).balance
+    places = {
+        re.search(r"run its event loop for 11 s, it was at .*:\d+ in (\w+)", each) for each in balance.reasons["lost"]
+    }
+    assert {each[1] for each in places if each} == {"spin", "wait_for_the_kernel"}
+    assert codes == [1, 1, 0]
+    assert balance.ended["trained"] >= 20 - 2
+    assert balance.balanced
 
 
 async def test_a_run_ends_when_the_last_worker_leaves_with_the_last_prompts(url: str, workers: Workers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,18 +25,22 @@ from safetensors.torch import load_file
 from tests import configured_run
 from tests.failsafe import FAILSAFE_S
 from tests.pages import program
+from tests.processes.blocking_environments import WAYS, blocking
 from tests.processes.worker_sinks import Attentive, Commit
 from tests.processes.worker_stages import Double, ReadWhatOneMakes, Sample, SampleAndDie, attempts_in
 from tests.ray_real import stages
 from tests.ray_real.conftest import AddNode, OwnHead
 
-from penstock import ReceiveChannel, Report, TrajectoryGroup, current, ray, source
+from penstock import ReceiveChannel, Report, SourceEnv, TrajectoryGroup, current, ray, source
 from penstock.accounting import WorkerStatistics
 from penstock.errors import ClusterUnreachable, InvalidPipeline, PlacementTimedOut, WorkerFailed
+from penstock.policies import NoOpPolicy
 from penstock.runs import load_run_config, train
 
 ray_itself: Any = import_module("ray")
 import_module("ray.util.placement_group")
+
+BLOCKED = r"did not run its event loop for 11 s, it was at .*/blocking_environments.py:\d+ in (\w+)"
 
 pytestmark = pytest.mark.anyio
 
@@ -295,6 +300,18 @@ async def until(condition: Any) -> None:
     with anyio.fail_after(FAILSAFE_S):
         while not condition():  # noqa: ASYNC110 (no event tells of it)
             await anyio.sleep(0.05)
+
+
+async def test_an_actor_whose_event_loop_is_blocked_is_replaced_and_its_place_is_in_the_ledger(on: Any) -> None:
+    make_env: Any = blocking
+    env = SourceEnv(make_env, NoOpPolicy(), group_size=1, concurrency=1, groups=30, rollout_timeout_s=1)
+
+    report = await source(env, on=on(workers=2)).sink(Commit()).run()
+
+    places = [re.search(BLOCKED, reason) for reason in report.balance.reasons["lost"]]
+    assert {place[1] for place in places if place} == {way.__name__ for way in WAYS[:2]}
+    assert report.balance.balanced
+    assert report.balance.ended["trained"] >= 30 - 2
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
