@@ -248,9 +248,9 @@ class Pipeline:
                     self.report = await self._run_once(run, context.ledger, folder, stop)
             finally:
                 self._running = False
-            if stop.by is not None:
-                print_line(stop_message(self.report))
-                raise await stop.error()
+        if stop.by is not None:  # after the handlers are restored: from here on none is called
+            print_line(stop_message(self.report))
+            raise await stop.error()
         return self.report
 
     async def _run_once(self, run: Run, ledger: Ledger, folder: str | Path | None, stop: StopRequest) -> Report:

@@ -2,9 +2,9 @@
 
 Handlers are installed where a run is in the main thread of a script, for signals for which the script has no handler of
 its own, and are restored when the last run has ended without a signal. One that the process was started to ignore, as
-by nohup, stays ignored. From the first signal on the process has
-`stop_timeout_s` to end. A thread enforces that: a stage may block the event loop, and a step the interpreter's exit.
-Knows no stage.
+by nohup, stays ignored. `stoppable` extends this to the code that prepares a run and evaluates its result. From the
+first signal on the process has `stop_timeout_s` to end. A thread enforces that: a stage may block the event loop, and a
+step the interpreter's exit. Knows no stage.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
@@ -45,6 +45,8 @@ class StopRequest:
         """The signal that was received; None until then."""
         self.ended = anyio.Event()
         """Set when the run has ended."""
+        self.lent = False
+        """True once the code that prepares a run has begun it."""
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._stop: Callable[[str], None] | None = None
@@ -54,6 +56,15 @@ class StopRequest:
         self._stop = stop
         if self.by is not None:
             stop(self.by.name)
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        """Leave the request to the run in the body, with a call of its own."""
+        self.lent, stop = True, self._stop
+        try:
+            yield
+        finally:
+            self._stop = stop
 
     def post(self, by: signal.Signals) -> None:
         """Record signal `by`, and have the event loop stop the run. For a signal handler."""
@@ -89,15 +100,15 @@ class _Handlers:
         self._replaced: dict[signal.Signals, Any] = {}
 
     def add(self, request: StopRequest) -> None:
-        if not self.requests and self._by is None:
+        self.requests.append(request)  # first: a handler may be called as soon as it is installed
+        if len(self.requests) == 1 and self._by is None:
             self._install()
-        self.requests.append(request)
 
     def remove(self, request: StopRequest) -> None:
         request.ended.set()
-        self.requests.remove(request)
-        if not self.requests and self._by is None:
+        if len(self.requests) == 1 and self._by is None:
             self._restore()
+        self.requests.remove(request)  # last: until all are restored, one may be called
 
     def _install(self) -> None:
         for number in STOP_SIGNALS:
@@ -130,12 +141,39 @@ _handlers = _Handlers()
 
 _within_run: ContextVar[bool] = ContextVar("penstock run", default=False)
 
+_prepared: ContextVar[StopRequest | None] = ContextVar("penstock prepared run", default=None)
+"""The request of the code that prepares a run, until the run begins."""
+
+
+@asynccontextmanager
+async def stoppable(stop_timeout_s: float = STOP_TIMEOUT_S) -> AsyncGenerator[None]:
+    """Make the body part of the run that it prepares, awaits and evaluates: before and after it, a signal cancels it.
+
+    Raises:
+        RunStopped: a signal has stopped the run, or cancelled the body; alone, or in an exception group.
+    """
+    with stop_request(stop_timeout_s) as stop, anyio.CancelScope() as scope:
+        stop.call(lambda _: scope.cancel())
+        token = _prepared.set(stop)
+        try:
+            yield
+        finally:
+            _prepared.reset(token)
+    if stop.by is not None:
+        moment = "after its last step" if stop.lent else "before its first step"
+        print_line(f"the run was stopped by {stop.by.name} {moment}")
+        raise await stop.error()
+
 
 @contextmanager
 def stop_request(stop_timeout_s: float) -> Iterator[StopRequest]:
     """Make a signal a request to stop within the body; see the module for exceptions. A run in a run gets none."""
     if not stop_timeout_s > 0:
         raise ValueError(f"stop_timeout_s: expected a positive number of seconds, got {stop_timeout_s}")
+    if (prepared := _prepared.get()) is not None:
+        with _taken(prepared):
+            yield prepared
+        return
     request = StopRequest(stop_timeout_s)
     if _within_run.get() or not _may_install():
         yield request
@@ -147,6 +185,17 @@ def stop_request(stop_timeout_s: float) -> Iterator[StopRequest]:
     finally:
         _handlers.remove(request)
         _within_run.reset(token)
+
+
+@contextmanager
+def _taken(prepared: StopRequest) -> Iterator[None]:
+    """Take a request for the run in the body; a run in that run gets none."""
+    token = _prepared.set(None)
+    try:
+        with prepared.lend():
+            yield
+    finally:
+        _prepared.reset(token)
 
 
 def _may_install() -> bool:

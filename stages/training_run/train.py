@@ -34,6 +34,7 @@ from ..._pipeline.graph.context import Context, Worker
 from ..._pipeline.graph.statistics import Report
 from ..._pipeline.processes.join import Program, key_of
 from ..._pipeline.processes.ray_worker import node_address
+from ..._pipeline.runtime.stop_signals import stoppable
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.host_lock import host_lock
 from ..._pipeline.util.json_file import read_json_or_set_aside, write_json
@@ -100,6 +101,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 async def train(config: RunConfig, *, view: View | None = None) -> Summary:
     """Train as configured, or continue the run in `config.folder`; return its summary.
 
+    SIGTERM, Ctrl-C and SIGHUP stop it at any moment, as they do `Pipeline.run`; before the first step and after the
+    last one, they cancel the preparation or the evaluation.
+
     Args:
         config: see `load_run_config`.
         view: see `Pipeline.run`.
@@ -110,6 +114,11 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
         MissingExtra: the extra `train` is not installed.
         PenstockError: see `Pipeline.run`.
     """
+    async with stoppable():
+        return await _train(config, view)
+
+
+async def _train(config: RunConfig, view: View | None) -> Summary:
     began = time.monotonic()
     await anyio.to_thread.run_sync(refuse_changes, config)
     await anyio.to_thread.run_sync(_prepare, config)

@@ -286,3 +286,16 @@ def test_a_call_that_does_not_return_is_abandoned_at_the_deadline(moment: str, t
     assert running.returncode == 143, errors
     assert "SIGTERM: the run has not stopped within stop_timeout_s=1" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("moment", "printed"), [("installing", "the run was stopped by SIGTERM"), ("restoring", "ended: end of stream")]
+)
+def test_a_signal_while_the_handlers_change_ends_the_script_like_any_other(moment: str, printed: str) -> None:
+    command = [sys.executable, "-m", "tests.processes.script_of_a_signal", moment]
+
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 143, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert f"penstock: {printed}\n" in ended.stderr

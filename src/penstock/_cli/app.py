@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import typer
@@ -37,3 +38,11 @@ def main() -> None:
         commands()
     except (PenstockError, OSError) as error:
         sys.exit(f"penstock: {error}")
+    finally:
+        _leave_ctrl_c_to_the_kernel()
+
+
+def _leave_ctrl_c_to_the_kernel() -> None:
+    """Have Ctrl-C end this process, which has nothing left to do but to exit, without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

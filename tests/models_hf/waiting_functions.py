@@ -1,0 +1,37 @@
+"""Functions of a configured run that print the moment at which they are called, and wait in the one of `MOMENT`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import anyio
+
+from penstock.runs import RunConfig
+
+MOMENT = "PENSTOCK_TEST_MOMENT"
+
+
+def reached(moment: str) -> bool:
+    if os.environ[MOMENT] != moment:
+        return False
+    os.write(1, f"{moment}\n".encode())
+    return True
+
+
+def prepare(_: RunConfig) -> None:
+    if reached("preparation"):
+        sys.stdin.readline()
+
+
+def evaluation() -> str:
+    """Return which evaluation it is, if it is one: a run has a summary once training has ended."""
+    return "second evaluation" if Path("run/summary.json").exists() else "first evaluation"
+
+
+async def letters_e(completions: list[str], **_: object) -> list[float]:
+    """Return the number of letters e in each completion."""
+    if reached(evaluation()):
+        await anyio.sleep_forever()
+    return [float(completion.count("e")) for completion in completions]
