@@ -20,6 +20,7 @@ from ..._pipeline.durability.run_changes import StageFacts
 from ..._pipeline.errors import PeerLost
 from ..._pipeline.util.exception_groups import single_exception
 from ..._pipeline.util.signals import STOP_SIGNALS
+from ..._pipeline.util.user_code import call_user
 from ..._schemas import GroupId, TokenizerIdentity, TrainBatch
 from .shares import decode_share, encode_share, shares
 from .torch_trainer import TorchTrainer
@@ -144,11 +145,13 @@ class RankedTrainer:
 
         Raises:
             PeerLost: the leader died, or ended with an error; or another rank died.
+            UserCodeExited: the model, the loss or the optimizer raised an exception that is no error, as SystemExit.
+            Exception: see `TorchTrainer.step`.
         """
         with _ignored(*STOP_SIGNALS):
             while (command := self._ranks.receive_command())[0] != END:
                 with self._ranks.connected():
-                    self._execute(*command)
+                    call_user(self._execute, *command)
 
     def _execute(self, command: int, payload: bytes) -> None:
         if command == STEP:

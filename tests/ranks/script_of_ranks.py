@@ -16,6 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.processes.exiting_stages import EXITS
 from tests.tiny_model import ReadModel
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -41,6 +43,9 @@ TRAINED = {GroupId("test", "0"): 0b111}
 
 GROUPS = {"a": [3, 37, 5], "b": [2], "c": [20, 20], "d": [9, 1, 1, 1], "e": [4]}
 """Lengths of the completions of each group; every sequence has two more tokens, those of its prompt."""
+
+RAISED = {**EXITS, "StopIteration": StopIteration}
+"""What a loss raises, by name: an ordinary exception, and those that would end a task, a thread or a process."""
 
 COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs")
 
@@ -187,6 +192,34 @@ def die(rank: int, folder: Path, kind: str) -> None:
         os._exit(0)  # a remaining rank cannot leave the process group
 
 
+@dataclass(frozen=True)
+class Exits(PPOClip):
+    """A loss that raises on the second rank."""
+
+    raises: str = ""
+
+    def per_token(self, scored: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise RAISED[self.raises]("in a loss")
+        return super().per_token(scored)
+
+
+def leave(raised: str, folder: Path, kind: str) -> None:
+    """Train with a loss that raises on the second rank; both write their errors to files."""
+    raw = TorchTrainer(ddp(), optimizer=partial(torch.optim.SGD, lr=0.3), loss=Exits(raises=raised))
+    ended = "returned"
+    try:
+        with RankedTrainer(raw) as ranked:
+            if ranked.leads:
+                ranked.step(made(0))
+            else:
+                ranked.follow()
+    except BaseException as error:  # noqa: BLE001 (whatever it is)
+        ended = f"{type(error).__name__}: {error}"
+    (folder / f"{kind}-{dist.get_rank()}").write_text(ended)
+    os._exit(0)  # as above
+
+
 class Silent:
     """Sends nothing."""
 
@@ -289,6 +322,7 @@ def main(folder: Path) -> None:
         "stopped": stop,
         "divided": divide,
     }
+    kinds |= {raised: partial(leave, raised) for raised in RAISED}
     pids = {(kind, rank): start(folder, kind, rank, 2, work) for kind, work in kinds.items() for rank in range(2)}
     pids |= {("third", rank): start(folder, "third", rank, 3, lose) for rank in range(3)}
     codes = {who: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for who, pid in pids.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.ranks.script_of_ranks import GROUPS, STEPS
+from tests.ranks.script_of_ranks import GROUPS, RAISED, STEPS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -93,6 +93,16 @@ def test_when_a_rank_dies_while_the_leader_waits_for_a_batch_all_others_end_and_
 
     assert "rank 2 of 3 died" in leader
     assert follower.startswith("PeerLost: rank 2 of 3 died")
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_what_a_loss_raises_on_another_rank_is_an_error_there_and_the_leader_names_the_rank(
+    folder: Path, name: str
+) -> None:
+    leader, follower = ((folder / f"{name}-{rank}").read_text() for rank in range(2))
+
+    assert follower == (f"{name}: in a loss" if name == "RuntimeError" else f"UserCodeExited: {name}: in a loss")
+    assert leader.startswith("PeerLost: rank 1 of 2 died")
 
 
 def test_ranks_that_all_get_sigterm_finish_the_step_write_a_checkpoint_and_end(folder: Path) -> None:
