@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import anyio
 import numpy as np
 from msgspec.structs import replace
 from tests import wire
-from tests.processes.blocking_environments import Blocking, spin, wait_for_the_kernel
+from tests.processes.blocking_environments import Blocking, close_descriptors, spin, wait_for_the_kernel
 from tests.processes.worker_stages import Sample
 
 from penstock import ReceiveChannel, SendChannel, SourceEnv, StopReason, TrajectoryGroup, current
@@ -206,9 +207,19 @@ def forging() -> Forge:
 
 def blocking() -> SourceEnv:
     """Sample 20 prompts; the first workers block their event loops, each in another way."""
+    return after(spin, wait_for_the_kernel)
+
+
+def closing() -> SourceEnv:
+    """Sample 20 prompts; the first worker closes its file descriptors."""
+    return after(close_descriptors)
+
+
+def after(*ways: Callable[[], None]) -> SourceEnv:
+    """Sample 20 prompts after each of `ways` was taken by a worker."""
 
     def make_env() -> Blocking:
-        return Blocking(next((way for way in (spin, wait_for_the_kernel) if first(way.__name__)), None))
+        return Blocking(next((way for way in ways if first(way.__name__)), None))
 
     return SourceEnv(make_env, NoOpPolicy(), group_size=1, groups=20, concurrency=1, rollout_timeout_s=1)
 

@@ -381,6 +381,19 @@ async def test_a_worker_whose_event_loop_is_blocked_ends_and_its_place_is_in_the
     assert balance.balanced
 
 
+async def test_a_worker_that_closes_its_file_descriptors_ends_and_is_replaced(url: str, workers: Workers) -> None:
+    pipeline = source(script.closing(), on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
+
+    async with running(pipeline):
+        codes = [await (await workers.start("closing")).wait() for _ in range(2)]
+
+    balance = report_of(pipeline).balance
+    assert codes[0] != 0
+    assert codes[1] == 0
+    assert balance.ended["trained"] >= 20 - 2
+    assert balance.balanced
+
+
 async def test_a_run_ends_when_the_last_worker_leaves_with_the_last_prompts(url: str, workers: Workers) -> None:
     pipeline = source(script.two(), on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
 
