@@ -124,7 +124,7 @@ def _is_error(checkpoint: Path, whole: Path | None, *, skip_damaged: bool) -> bo
 
 
 def _explained(checkpoint: Path, damage: str, whole: Path | None) -> str:
-    remedy = "restore it from a copy"
+    remedy = f"restore it from a copy (or remove {MANIFEST} if the file was changed on purpose)"
     if whole is not None:
         remedy = f"{whole.name} before it is whole: continue from that with skip_damaged=true, or {remedy}"
     return f"{checkpoint}: expected the files that were written, got damage: {damage}: {remedy}"

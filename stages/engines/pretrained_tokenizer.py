@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from ..._pipeline.durability.checkpoint import verify_checkpoint
+from ..._pipeline.durability.manifest import MANIFEST
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.util.extras import extra
 
@@ -37,6 +39,7 @@ class PretrainedTokenizer:
         """Read the folder.
 
         Raises:
+            CheckpointDamaged: a file of a checkpoint or of an exported model is not as it was written.
             InvalidConfig: it contains no tokenizer, or a broken one, or one without the token that ends a completion.
         """
         self.name_or_path: str = str(folder)
@@ -44,6 +47,8 @@ class PretrainedTokenizer:
         path = Path(folder).absolute()
         self.revision: str | None = path.name if path.parent.name == "snapshots" else None
         """The commit, if the folder is in the cache of Hugging Face's hub."""
+        if (path / MANIFEST).is_file():
+            verify_checkpoint(path, lambda name: name in FILES)
         self._tokenizer = _loaded(path / "tokenizer.json")
         config = _config(path / "tokenizer_config.json")
         self.eos_id: int = self._end(config.get("eos_token"), path)

@@ -15,8 +15,8 @@ from ..._pipeline.util.os_errors import explaining_os_errors
 from ..engines.pretrained_tokenizer import copy_tokenizer
 from ..training.torch_trainer import OPTIMIZER, STATE
 from ..training.torch_weights_file import write_weights
-from .hf_model import CONFIG, HFModel
-from .lora import ADAPTER_CONFIG
+from .hf_model import HFModel
+from .model_files import ADAPTER_CONFIG, CONFIG
 
 
 def export(source: str | Path, into: str | Path, *, merge: bool = True) -> Path:

@@ -24,8 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..._pipeline.accounting.telemetry import get_logger
-from ..._pipeline.durability.checkpoint import WEIGHTS, verify_checkpoint
-from ..._pipeline.durability.manifest import MANIFEST
+from ..._pipeline.durability.checkpoint import WEIGHTS
 from ..._pipeline.errors import InvalidConfig
 from ..engines.engine_publisher import PublishedWeights
 from ..losses.tiles import Finish
@@ -35,14 +34,12 @@ from ..training.torch_weights_file import read_weights
 from . import hf_attention
 from . import lora as adapters_of
 from .hf_cache import HFCache, cache_of
-from .lora import ADAPTER_CONFIG
 from .lora_config import LoRA
+from .model_files import ADAPTER_CONFIG, CONFIG, GENERATION, check_configurations, check_model_files, json_object
 from .model_identity import model_identity
 from .transformers_import import import_transformers, quiet_transformers
 
 log = get_logger("penstock.models")
-
-CONFIG, GENERATION = "config.json", "generation_config.json"
 
 ADAPTERS = "adapter_model.safetensors"
 """The file of adapters, as peft names it."""
@@ -71,7 +68,7 @@ class HFModel(nn.Module):
         """Its adapters, if it has any."""
         self.module = module
         """The model itself, of transformers."""
-        self._config = _json(folder / CONFIG)
+        self._config = json_object(folder / CONFIG)
         self._one_row = module.config._attn_implementation.startswith("flash")  # noqa: SLF001 (there is no public name)
         """True if several rows are passed as one, which its kernel for packed sequences needs."""
         self._masked_here = module.config._attn_implementation == "sdpa" and hf_attention.install(module)  # noqa: SLF001 (as above)
@@ -110,17 +107,17 @@ class HFModel(nn.Module):
             lora: adapters that train instead of the parameters.
 
         Raises:
-            CheckpointDamaged: weights of a checkpoint are not as they were written.
+            CheckpointDamaged: a file of a checkpoint or of an exported model is not as it was written.
             InvalidConfig: the folder has no model or a broken one, or one that this kernel does not compute, or one
                 whose packed sequences influence each other; or adapters name no layer of it.
             MissingExtra: transformers or peft is not installed.
         """
         path, saved = Path(folder).absolute(), None
-        if (path / MANIFEST).is_file():  # a checkpoint, or an exported model
-            verify_checkpoint(path, lambda name: name.endswith(".safetensors"))
+        check_model_files(path)
         if (path / ADAPTER_CONFIG).is_file():
             saved = path / ADAPTERS
             lora, path = adapters_of.lora_of(path)
+            check_model_files(path)
         _check(path, attention)
         with quiet_transformers("HFModel") as transformers, _refusals_of(path):
             module, loaded = transformers.AutoModelForCausalLM.from_pretrained(
@@ -151,10 +148,12 @@ class HFModel(nn.Module):
         """Make a model without weights, on the meta device, for a sampler whose weights come from a publisher.
 
         Raises:
+            CheckpointDamaged: a configuration of a checkpoint or of an exported model is not as it was written.
             InvalidConfig: the folder has no model or a broken one, or one that this kernel does not compute.
             MissingExtra: transformers is not installed.
         """
         path = Path(folder).absolute()
+        check_configurations(path)
         _check(path, attention)
         transformers = import_transformers("HFModel")
         with torch.device("meta"), _refusals_of(path):
@@ -500,7 +499,7 @@ def _check(folder: Path, attention: str) -> None:
             f"{folder}: expected a model as transformers' save_pretrained(folder) writes it, got no {CONFIG}: give the "
             f"path of a folder (no model is downloaded)"
         )
-    if attention == "sdpa" and _json(folder / CONFIG).get("attn_logit_softcapping") is not None:
+    if attention == "sdpa" and json_object(folder / CONFIG).get("attn_logit_softcapping") is not None:
         raise InvalidConfig(
             f'{folder}: expected a model that attention="sdpa" computes, got one that bounds its attention scores '
             f'(attn_logit_softcapping): give attention="eager", or "flex_attention"'
@@ -514,13 +513,6 @@ def _refusals_of(folder: Path) -> Iterator[None]:
         yield
     except (ImportError, RuntimeError, SafetensorError, ValueError) as error:
         raise InvalidConfig(f"{folder}: expected a model that transformers can make here, got: {error}") from error
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"{path}: expected a JSON object, got {error}: save it again") from error
 
 
 def _checkpoint_activations(module: Any) -> None:

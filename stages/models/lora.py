@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +16,7 @@ from ..._pipeline.errors import InvalidConfig, WeightsMismatch
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import nearest
 from .lora_config import LoRA
-
-ADAPTER_CONFIG = "adapter_config.json"
+from .model_files import ADAPTER_CONFIG, json_object
 
 PREFIX = "base_model.model."
 """Begins each name in peft's files."""
@@ -113,7 +111,7 @@ def write_config(module: nn.Module, folder: Path, base: Path) -> None:
 
 def lora_of(folder: Path) -> tuple[LoRA, Path]:
     """Return the adapters that `adapter_config.json` in `folder` describes, and the folder of their model."""
-    found = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=dict[str, Any])
+    found = json_object(folder / ADAPTER_CONFIG)
     targets = found["target_modules"]
     lora = LoRA(
         rank=found["r"],
