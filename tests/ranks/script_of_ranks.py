@@ -309,6 +309,11 @@ def start(folder: Path, kind: str, rank: int, count: int, work: Callable[[Path, 
     return pid
 
 
+def ended_ranks(pids: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], int]:
+    """Wait until all ranks have ended; return their exit codes."""
+    return {who: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for who, pid in pids.items()}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
@@ -325,7 +330,7 @@ def main(folder: Path) -> None:
     kinds |= {raised: partial(leave, raised) for raised in RAISED}
     pids = {(kind, rank): start(folder, kind, rank, 2, work) for kind, work in kinds.items() for rank in range(2)}
     pids |= {("third", rank): start(folder, "third", rank, 3, lose) for rank in range(3)}
-    codes = {who: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for who, pid in pids.items()}
+    codes = ended_ranks(pids)
     killed = {("leader", 0), ("follower", 1), ("third", 2)}
     assert codes == {who: -signal.SIGKILL if who in killed else 0 for who in codes}, codes
 
