@@ -7,6 +7,10 @@
 Counted where ends are counted, by counters of the ledger that only grow, of all workers together. So it needs no order
 between processes: while no success is added, all that ended since the last check ended in a row. Trajectories in flight
 do not count, so a first step may take any time.
+
+Two bounds on failures are not among its cases, for the ledger does not count what they count. A reward function that
+fails may give its trajectories a number, with which they are trained: `RewardFunctionFailed` counts its calls. The
+plug-in for SkyRL answers a repetition that failed three times with a row that does not train, and counts those.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from penstock import (
     processes,
     source,
 )
-from penstock.accounting import Ledger
 from penstock.data import PromptDataset
 from penstock.errors import NothingTrained
 from penstock.policies import NoOpPolicy, SamplingParams
@@ -84,12 +83,14 @@ async def test_a_run_whose_groups_are_all_filtered_warns_and_ends(
     assert 10_240 <= balance_of(pipeline).ended["filtered"] < 11_000
 
 
-async def test_a_run_whose_groups_are_all_stale_ends() -> None:
-    ledger = Ledger()
-    ledger.restore({}, step=9)  # the environment's rollouts have version 0
+@pytest.mark.parametrize("on", [HERE, processes(2)], ids=["here", "processes"])
+async def test_a_run_whose_samplers_never_get_the_weights_ends_when_all_groups_are_stale(on: Any) -> None:
+    pipeline = run_of(environments.all_different, on=on, max_lag=2, sequences=64)  # all rollouts have version 0
 
     with structlog.testing.capture_logs(), pytest.raises(NothingTrained, match=r"stale \(.*lag over 2.*max_lag"):
-        await run_of(environments.all_different, max_lag=2, sequences=64).run(ledger=ledger)
+        await pipeline.run()
+
+    assert balance_of(pipeline).ended["trained"] >= 3 * 64
 
 
 async def test_one_trained_group_of_500_goes_on() -> None:
