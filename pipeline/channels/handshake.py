@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import anyio
 
@@ -24,6 +24,7 @@ from ..errors import (
     TooManySenders,
 )
 from .connection import Conversation
+from .members import DEFAULT_ABSENCE_TIMEOUT_S
 
 REJECTIONS: dict[str, type[PenstockError]] = {
     error.__name__: error
@@ -42,7 +43,12 @@ REJECTIONS: dict[str, type[PenstockError]] = {
 """The error that a rejection raises at the sender, by the name that `Reject` carries."""
 
 
+ANSWER_TIMEOUT_S = DEFAULT_ABSENCE_TIMEOUT_S
+"""Bound on the wait for a receiver whose ZeroMQ answers and whose event loop does not: it would wait as long for a
+sender. If its process is stopped, heartbeats end the connection before."""
+
 EVENT_LOOP_BLOCKED = "is its process stopped, or its event loop blocked? Raise heartbeat_timeout_s where that is usual"
+NOT_SERVED = "its ZeroMQ answers, so its event loop is blocked"
 
 
 @contextmanager
@@ -59,6 +65,12 @@ def handshake_timeout(heartbeat_timeout_s: float | None, url: str, cause: str = 
         raise NobodyListens(
             f"expected the receiver at {url} to answer, got no answer for {heartbeat_timeout_s} s: {cause}"
         ) from None
+
+
+def answer_timeout(heartbeat_timeout_s: float | None, url: str, cause: str) -> AbstractContextManager[None]:
+    """Bound the time in which a receiver whose ZeroMQ has answered may do so in the body; see `handshake_timeout`."""
+    bound_s = None if heartbeat_timeout_s is None else max(heartbeat_timeout_s, ANSWER_TIMEOUT_S)
+    return handshake_timeout(bound_s, url, cause)
 
 
 def connect_message(

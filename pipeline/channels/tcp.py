@@ -34,7 +34,14 @@ from ..._schemas.layout import (
 )
 from ..errors import RecordTooLarge, StaleDescriptor
 from .checksum import CHECKSUM_BYTES, checked, with_checksum
-from .handshake import complete_handshake, connect_message, handshake_timeout, request_session
+from .handshake import (
+    NOT_SERVED,
+    answer_timeout,
+    complete_handshake,
+    connect_message,
+    handshake_timeout,
+    request_session,
+)
 from .heartbeat import ping_interval_s
 from .keys import ChannelKey
 from .remote_receiver import ReceiverConfig, RemoteReceiver
@@ -48,7 +55,6 @@ MOST_CONTROL = 1024
 """Messages beside its records that a sender may have sent and the event loop has not handled, as long as it runs."""
 
 NO_ADDRESS = "is its name right, and does the resolver answer?"
-EVENT_LOOP_BLOCKED = "its ZeroMQ answers, so its event loop is blocked. Raise heartbeat_timeout_s where that is usual"
 
 
 class FrameWriter:
@@ -223,7 +229,7 @@ async def connect_tcp(
     async with AsyncExitStack() as stack:
         control = await connected(url, place, request.identity, heartbeat_timeout_s)
         stack.push_async_callback(control.aclose)
-        with handshake_timeout(heartbeat_timeout_s, url, EVENT_LOOP_BLOCKED):
+        with answer_timeout(heartbeat_timeout_s, url, NOT_SERVED):
             accepted = await request_session(control, request)
             await complete_handshake(control, control.send(Ready()))
         writer = FrameWriter(

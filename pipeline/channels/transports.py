@@ -130,7 +130,7 @@ def connect(
             must be the same after every restart. At most 128 printable characters.
         key: the key that the receiver has too, over tcp; on loopback this user's key by default.
         heartbeat_timeout_s: a receiver whose process is stopped, or whose host hangs, for this time is lost; a busy one
-            is not, except during the handshake. None waits for it as long as its process exists.
+            is not, except in the handshake of shm. None waits for it as long as its process exists.
         tokenizer: the tokenizer that made the token ids, or its `TokenizerIdentity`, for a receiver that knows its own.
 
     Raises:

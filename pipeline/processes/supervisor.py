@@ -27,6 +27,7 @@ from ..graph.context import Worker
 from ..graph.placement import Processes, Remote
 from ..graph.statistics import WorkerStatistics
 from ..util.exception_groups import first_exception
+from ..util.waiting import happens_within
 from .restart_budget import RestartBudget
 from .worker_accounting import WorkerAccounting
 from .worker_messages import WorkerEvent
@@ -214,9 +215,7 @@ class Supervisor:
     async def _limit_start(self, worker: WorkerHandle) -> None:
         """Kill a worker whose stage does not begin in time."""
         limit_s = self._on.start_timeout_s
-        with anyio.move_on_after(limit_s) as deadline:
-            await worker.progress.started.wait()
-        if deadline.cancelled_caught:
+        if not await happens_within(worker.progress.started, limit_s):
             worker.kill(f"did not start within start_timeout_s={limit_s:g}, it was {worker.progress.phase}")
 
     async def _enforce_exit_deadline(self, worker: WorkerHandle) -> None:

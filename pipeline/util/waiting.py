@@ -11,6 +11,25 @@ import time
 from collections import deque
 from typing import Self
 
+import anyio
+
+STEP_S = 1.0
+"""Seconds that the wait for a process takes at a time."""
+
+
+async def happens_within(event: anyio.Event, running_s: float) -> bool:
+    """Wait for `event`, up to `running_s` in which the event loop runs, and return whether it is set.
+
+    While code holds the loop, nothing that arrives is handled: that time is not the other side's.
+    """
+    while running_s > 0 and not event.is_set():
+        step_s, begun_s = min(STEP_S, running_s), time.monotonic()
+        with anyio.move_on_after(step_s):
+            await event.wait()
+        if time.monotonic() - begun_s < 2 * step_s:
+            running_s -= step_s
+    return event.is_set()
+
 
 class Waiters:
     """Tasks that wait for one condition, woken in the order they came. Each must check the condition again."""

@@ -38,7 +38,6 @@ from ..._schemas.control import (
     check_name,
 )
 from ..channels.control_connection import BACKLOG_RETRY_S, ControlConnection
-from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..channels.socket_directory import sweep_after
 from ..errors import NobodyListens, PeerClosed, PeerLost, PenstockError
 from ..util.file_descriptors import available
@@ -151,14 +150,14 @@ class WeightSubscriber:
         while True:
             connection = await self._connection()
             try:
-                with anyio.fail_after(DEFAULT_HEARTBEAT_TIMEOUT_S):
+                with anyio.fail_after(RECONNECT_TIMEOUT_S):
                     await connection.send(Subscribe(PROTOCOL_VERSION, self.name, os.getpid()))
                     return connection, await self._handshake(connection)
             except TimeoutError:
                 await connection.aclose()
                 raise NobodyListens(
                     f"expected the publisher at {self.url} to answer, got no answer for "
-                    f"{DEFAULT_HEARTBEAT_TIMEOUT_S:g} s: is its process stopped, or its event loop blocked?"
+                    f"{RECONNECT_TIMEOUT_S:g} s: is its process stopped, or its event loop blocked?"
                 ) from None
             except (anyio.EndOfStream, anyio.BrokenResourceError):
                 await connection.aclose()

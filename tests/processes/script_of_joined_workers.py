@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -123,6 +124,22 @@ class Double:
 
 def doubling() -> Double:
     return Double()
+
+
+@dataclass(frozen=True)
+class Busy(Double):
+    """Holds the event loop before the first record, and at it."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        held_s = float(os.environ["HELD_S"])
+        time.sleep(held_s)  # noqa: ASYNC251 (the event loop is held)
+        await outbox.send(await inbox.receive())
+        time.sleep(held_s)  # noqa: ASYNC251
+        await super().run(inbox, outbox)
+
+
+def busy() -> Busy:
+    return Busy()
 
 
 def interrupted() -> Double:

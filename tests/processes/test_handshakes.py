@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from anyio.abc import UNIXSocketStream
 from tests.failsafe import FAILSAFE_S
+from tests.fixed_limits import set_limits
 
 from penstock import TrajectoryGroup
 from penstock._pipeline.channels.control_connection import ControlConnection
 from penstock._pipeline.channels.handshake import complete_handshake
 from penstock._pipeline.channels.segment import SegmentWriter
-from penstock._pipeline.weights import weight_subscriber, weight_subscriptions
+from penstock._pipeline.weights import weight_subscriptions
 from penstock._schemas import control
 from penstock.channels import connect, connect_with_replay, serve
 from penstock.errors import NobodyListens, OutOfSharedMemory, PeerClosed, PeerLost, ProtocolMismatch, TokenizersDiffer
@@ -192,7 +193,7 @@ async def test_a_subscriber_of_another_user_is_refused(monkeypatch: pytest.Monke
 async def test_a_publisher_that_accepts_and_sends_nothing_is_waited_for_until_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_subscriber, "DEFAULT_HEARTBEAT_TIMEOUT_S", 0.01)
+    set_limits(monkeypatch, RECONNECT_TIMEOUT_S=0.01)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "control"))
         server.listen()

@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import pytest
 from tests.failsafe import FAILSAFE_S
+from tests.fixed_limits import set_limits
 from tests.processes.children import child, line
 
 from penstock import TrajectoryGroup
@@ -176,7 +177,10 @@ async def test_another_service_that_answers_and_closes_ended_the_connection() ->
             pass
 
 
-async def test_a_receiver_whose_event_loop_is_blocked_is_distinguished_from_a_stopped_one() -> None:
+async def test_a_receiver_whose_event_loop_is_blocked_is_distinguished_from_a_stopped_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_limits(monkeypatch, ANSWER_TIMEOUT_S=1)
     with child(HELD_UP) as receiver, pytest.raises(NobodyListens, match=r"answers, so its event loop is blocked"):
         async with connect(await line(receiver), TrajectoryGroup, heartbeat_timeout_s=1):
             pass

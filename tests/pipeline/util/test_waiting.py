@@ -1,11 +1,14 @@
 import asyncio
+import time
 
 import anyio
+import anyio.lowlevel
 import pytest
+from anyio import wait_all_tasks_blocked
 from tests.failsafe import FAILSAFE_S
 
 from penstock._pipeline.accounting.telemetry import WaitAggregator, report_waits
-from penstock._pipeline.util.waiting import WaitClock, Waiters
+from penstock._pipeline.util.waiting import WaitClock, Waiters, happens_within
 from penstock.accounting import Metrics
 
 
@@ -118,3 +121,24 @@ def test_the_waits_of_a_stage_are_reported_since_the_last_step() -> None:
     assert (second["timing_s/Batcher/wait_input"], second["timing_s/Batcher/wait_output"]) == (0.25, 0.5)
     assert third["timing_s/Batcher/wait_output"] == 0.25
     assert not metrics.observers
+
+
+async def test_time_in_which_the_event_loop_is_held_is_no_time_of_the_other_side() -> None:
+    happened, results = anyio.Event(), list[bool]()
+
+    async def wait() -> None:
+        results.append(await happens_within(happened, 0.2))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await wait_all_tasks_blocked()
+        time.sleep(0.5)  # noqa: ASYNC251 (the event loop is held)
+        for _ in range(5):  # what has arrived is handled in some passes of the loop
+            await anyio.lowlevel.checkpoint()
+        happened.set()
+
+    assert results == [True]
+
+
+async def test_what_does_not_happen_in_time_is_not_waited_for() -> None:
+    assert not await happens_within(anyio.Event(), 0.01)
