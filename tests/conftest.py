@@ -53,10 +53,16 @@ def _the_key_of_this_user_is_not_touched(tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _ctrl_c_is_heard() -> None:
-    """Restore the handler of SIGINT, which processes ignore that a shell starts in the background."""
+def _signals_are_heard() -> None:
+    """Handle the signals that a process ignores which a shell started in the background, or `nohup`.
+
+    What a test starts inherits what is ignored. A handler in Python is not inherited: the tests themselves go on after
+    SIGHUP, as `nohup` wants it.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -33,13 +33,15 @@ class Handlers:
 
 
 @pytest.fixture
-def _handlers_as_they_were() -> Iterator[None]:
+def _handlers_as_in_a_script() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests were started by `nohup`
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
+@pytest.mark.usefixtures("_handlers_as_in_a_script")
 async def test_signals_are_handled_while_a_run_is_on_and_as_before_when_it_is_over() -> None:
     before, seen = [signal.getsignal(number) for number in SIGNALS], list[Any]()
 
@@ -49,7 +51,7 @@ async def test_signals_are_handled_while_a_run_is_on_and_as_before_when_it_is_ov
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-@pytest.mark.usefixtures("_handlers_as_they_were")
+@pytest.mark.usefixtures("_handlers_as_in_a_script")
 async def test_a_signal_that_the_script_handles_itself_is_left_to_it() -> None:
     def own(*_: object) -> None:
         raise NotImplementedError
