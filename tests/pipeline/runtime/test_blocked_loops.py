@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +15,9 @@ from tests.fixed_limits import set_limits
 from tests.pipeline.flow_stages import Groups
 from tests.processes.worker_sinks import Commit
 
-from penstock import Pipeline, ReceiveChannel, SourceEnv, TrajectoryGroup, each, source
+from penstock import Pipeline, ReceiveChannel, SourceEnv, TrajectoryGroup, Worker, each, source
 from penstock.environments import RolloutResult
-from penstock.policies import NoOpPolicy
+from penstock.policies import Engine, NoOpPolicy
 
 Log = list[Any]
 
@@ -47,7 +47,7 @@ class Blocks:
         return group
 
     @asynccontextmanager
-    async def open(self, worker: Any) -> Any:
+    async def open(self, worker: Worker) -> AsyncIterator[Engine]:
         self.spin()
         async with NoOpPolicy().open(worker) as engine:
             yield engine
