@@ -12,7 +12,8 @@ from tests.skyrl.flows import DropsTheFirst, InPieces, KilledOnce, RewardsTheRow
 from tests.stages.failing_environments import AlwaysRaises, SucceedsOnce
 
 from penstock import TrajectoryGroup, each, processes, source
-from penstock._stages.integrations.skyrl.requests import ATTEMPTS, GIVEN_UP_LIMIT
+from penstock._pipeline.accounting.progress_guard import FAILURE_LIMIT
+from penstock._stages.integrations.skyrl.requests import ATTEMPTS
 from penstock.environments import RolloutResult
 from penstock.errors import InvalidConfig, RolloutsFailed, StageFailed
 from penstock.policies import NoOpPolicy, SamplingParams
@@ -109,7 +110,7 @@ def test_only_the_repetitions_that_failed_are_sampled_again_and_then_given_up() 
 
 def test_an_environment_that_always_fails_ends_the_flow_with_the_reasons() -> None:
     with running(sampled(NoOpPolicy(), AlwaysRaises)) as flow:
-        asked = flow.ask(*(request(str(number), *range(8)) for number in range(GIVEN_UP_LIMIT // 8 + 1)))
+        asked = flow.ask(*(request(str(number), *range(8)) for number in range(FAILURE_LIMIT // 8 + 1)))
 
         found = [each.answered.exception(FAILSAFE_S) for each in asked]
         (after,) = flow.ask(request("99", 0))

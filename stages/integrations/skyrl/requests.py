@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...._pipeline.accounting.ledger import Ledger
+from ...._pipeline.accounting.progress_guard import FAILURE_LIMIT
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.channels.channel import SendChannel
 from ...._pipeline.errors import RolloutsFailed
@@ -45,9 +46,6 @@ INSTANCE_ID, SAMPLING = "instance_id", "sampling"
 
 ATTEMPTS = 3
 """Times that a repetition is sampled until one succeeds; then SkyRL gets a row that does not train."""
-
-GIVEN_UP_LIMIT = 64
-"""Repetitions in a row, all given up, at which the run ends: the environment does not work."""
 
 
 class Row(NamedTuple):
@@ -162,7 +160,7 @@ class Requests:
         )
 
     def _check(self, ledger: Ledger) -> None:
-        if self._given_up >= GIVEN_UP_LIMIT:
+        if self._given_up >= FAILURE_LIMIT:
             reasons = [
                 f"{state}: {reason} ({count})"
                 for state, counts in ledger.balance().reasons.items()
