@@ -359,18 +359,24 @@ def test_the_loss_of_the_head_ends_the_run_with_a_checkpoint_and_a_report(
     assert script.returncode == 1, errors
 
 
-@pytest.mark.parametrize("moment", range(3))
-def test_sigterm_while_a_run_connects_to_ray_ends_it_in_order(cluster: Any, moment: int) -> None:
+@pytest.mark.parametrize(
+    ("after_s", "number"),
+    [(0.0, signal.SIGTERM), (0.15, signal.SIGINT), (0.3, signal.SIGTERM), (0.45, signal.SIGHUP), (0.6, signal.SIGTERM)],
+)
+def test_a_signal_while_a_run_connects_to_ray_ends_it_in_order(
+    cluster: Any, after_s: float, number: signal.Signals
+) -> None:
     command = [sys.executable, "-m", "tests.ray_real.connecting", cluster.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as script:
         assert script.stdout is not None
         assert script.stdout.readline() == "connecting\n"
-        time.sleep(moment * 0.3)  # a moment within the call, or soon after it
-        script.terminate()
+        time.sleep(after_s)  # a moment within the call, or soon after it
+        script.send_signal(number)
         _, errors = script.communicate()
 
-    assert script.returncode == 143, errors
-    assert "the run was stopped by SIGTERM" in errors
+    assert script.returncode == 128 + number, errors
+    assert f"the run was stopped by {number.name}" in errors
+    assert "Traceback" not in errors
 
 
 # -- places that do not exist ------------------------------------------------------------------------------------------
