@@ -13,22 +13,21 @@ goes no further, and counts as admitted and rejected. Sans-I/O: knows no socket 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
-
-import msgspec
 
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..errors import LedgerImbalance
 from ..util.waiting import Waiters
+from .balance import Balance, EndCounts
 from .committed_prompts import CommittedPrompts
 from .epoch import UNKNOWN, Epoch
+from .pace import Pace
 from .repetition_sets import iter_bits, mask_of, masks_by_group, masks_in, set_mask
-from .shared_counters import END_STATES, OTHER_REASONS, EndState, SharedCounters
+from .shared_counters import END_STATES, EndState, SharedCounters
 
 Origin: TypeAlias = Callable[[GroupId, int, EndState, int], None]
 """Notifies the process that sampled trajectories of their end: (group, repetitions as a bit mask, state, step)."""
@@ -37,34 +36,6 @@ CheckpointListener: TypeAlias = Callable[[Mapping[GroupId, int]], None]
 """Called with the trajectories that a checkpoint holds as trained: `Ledger.committed` at the time of writing."""
 
 L = TypeVar("L")
-
-MAX_REASONS = 64
-"""Distinct reasons for each end state: error messages may all differ, and a run may fail for days."""
-
-MAX_REASON_LENGTH = 200
-"""Characters of a reason that are kept."""
-
-PACE_WINDOW = 8
-"""Optimizer steps over which `trained_per_step` averages: long enough to be steady, short enough to follow a change."""
-
-
-class Balance(msgspec.Struct, frozen=True):
-    """The counts of a ledger at one moment."""
-
-    admitted: int
-    """Trajectories of which sampling has begun."""
-    in_flight: int
-    """Admitted trajectories that have not ended."""
-    ended: dict[str, int]
-    """Trajectories that have ended, by state; every state is listed."""
-    reasons: dict[str, dict[str, int]]
-    """The same, by state and reason."""
-
-    @property
-    def balanced(self) -> bool:
-        """Return whether admitted = in flight + ended."""
-        return self.admitted == self.in_flight + sum(self.ended.values())
-
 
 _FAILED, _REJECTED = END_STATES.index("failed"), END_STATES.index("rejected")
 
@@ -80,25 +51,6 @@ class Progress(NamedTuple):
     succeeded: int
     """Rollouts that succeeded."""
     trained: int
-
-
-@dataclass(slots=True)
-class _Pace:
-    """The number of this process' trajectories that one optimizer step trains, averaged over the last few steps."""
-
-    steps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=PACE_WINDOW))
-
-    def trained(self, step: int, count: int) -> None:
-        if self.steps and self.steps[-1][0] == step:
-            count += self.steps.pop()[1]
-        self.steps.append((step, count))
-
-    @property
-    def per_step(self) -> float | None:
-        if not self.steps:
-            return None
-        span = self.steps[-1][0] - self.steps[0][0] + 1
-        return sum(count for _, count in self.steps) / max(1, span)
 
 
 class Ledger:
@@ -120,9 +72,8 @@ class Ledger:
         self._committed = CommittedPrompts()
         self._admitted = 0
         self._in_flight = 0
-        self._ended: Counter[EndState] = Counter()
-        self._reasons: Counter[tuple[EndState, str]] = Counter()
-        self._pace = _Pace()
+        self._ends = EndCounts()
+        self._pace = Pace()
         self._room = Waiters()
         self._on_checkpoint: list[CheckpointListener] = []
         self._on_end: list[Callable[[], None]] = []
@@ -273,7 +224,7 @@ class Ledger:
         known = self._open.get(group, 0) & mask
         if known:
             self._remove(group, known)
-            self._ended[state] += known.bit_count()  # the reason is in the ledger where they ended
+            self._ends.add_settled(state, known.bit_count())
             if state == "trained":
                 self._pace.trained(step, known.bit_count())
             self._room.wake_all()
@@ -349,11 +300,11 @@ class Ledger:
     def progress(self) -> Progress:
         """Return the counts of all processes that show whether the run makes progress."""
         succeeded, *ended = SharedCounters.added_up(self._worker_counters)
-        trained = self._ended["trained"]
+        trained = self._ends["trained"]
         replayed = min(self._copies, self._admitted - self._copies + self._restored)
         return Progress(
-            failed=self._ended["failed"] + ended[_FAILED],
-            rejected=self._ended["rejected"] + ended[_REJECTED],
+            failed=self._ends["failed"] + ended[_FAILED],
+            rejected=self._ends["rejected"] + ended[_REJECTED],
             untrained=self.ended_here + sum(ended) - trained - replayed - self._evaluated,
             succeeded=self._succeeded + succeeded,
             trained=trained,
@@ -408,10 +359,7 @@ class Ledger:
 
     def balance(self) -> Balance:
         """Return the counts now, those of all workers with counters included."""
-        ended: dict[str, int] = {state: self._ended[state] for state in END_STATES}
-        reasons: dict[str, dict[str, int]] = {state: {} for state in END_STATES}
-        for (state, reason), count in self._reasons.items():
-            reasons[state][reason] = count
+        ended, reasons = self._ends.by_state(), self._ends.by_reason()
         admitted, in_flight = self._admitted, self._in_flight
         for counters in self._worker_counters:
             ends = list(counters.ends())  # before the admissions: a worker may be counting meanwhile
@@ -553,17 +501,8 @@ class Ledger:
 
     def _count(self, state: EndState, reason: str, count: int) -> None:
         if count:
-            self._ended[state] += count
+            self._ends.add(state, reason, count)
             self.ended_here += count
-            self._reasons[state, self._kept_reason(state, reason)] += count
-
-    def _kept_reason(self, state: EndState, reason: str) -> str:
-        """Return `reason` as it is stored: cut where it is long, and `OTHER_REASONS` where there are too many."""
-        if len(reason) > MAX_REASON_LENGTH:
-            reason = reason[: MAX_REASON_LENGTH - 1] + "…"
-        if (state, reason) in self._reasons or sum(kept == state for kept, _ in self._reasons) < MAX_REASONS:
-            return reason
-        return OTHER_REASONS
 
 
 @contextmanager

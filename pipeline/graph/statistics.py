@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from ..accounting.ledger import Balance
+from ..accounting.balance import Balance
 from ..channels.channel import ChannelStatistics
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from msgspec import Meta
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
 from ..._schemas.bounds import MOST_ENTRIES, Count, Line, Name, Signed, SmallCount, Text, Traceback
 from ..._schemas.control import Repetitions
+from ..accounting.balance import MAX_REASONS
 from ..accounting.epoch import UNKNOWN, Epoch
-from ..accounting.ledger import MAX_REASONS
 from ..accounting.shared_counters import COUNTS
 from ..accounting.telemetry import Observations
 from ..graph.context import Worker

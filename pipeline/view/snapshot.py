@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..accounting.ledger import Balance, Ledger
+from ..accounting.balance import Balance
+from ..accounting.ledger import Ledger
 from ..graph.statistics import PipelineStatistics, Report, WorkerStatistics
 from .memory_use import NONE, MemoryUse, memory_use
 from .progress import Progress, ProgressState

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -152,9 +153,9 @@ class SettlesWithoutCounting(Ledger):
     """An end that is reported to a worker removes the trajectory, and is not counted."""
 
     def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
-        before = self._ended.copy()
+        before = deepcopy(self._ends)
         super().settle(group, mask, state, step)
-        self._ended = before
+        self._ends = before
 
 
 class EndsWhatHasEnded(Ledger):

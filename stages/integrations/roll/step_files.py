@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...._pipeline.accounting.ledger import Balance
+from ...._pipeline.accounting.balance import Balance
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.util.json_file import read_json, write_json
 
