@@ -9,7 +9,7 @@ import pytest
 __all__ = ["set_limits"]
 
 MODULES = {
-    "ANSWER_TIMEOUT_S": ["_pipeline.channels.handshake"],
+    "ANSWER_TIMEOUT_S": ["_pipeline.channels.tcp"],
     "BACKOFF": ["_stages.integrations.atropos.http_api"],
     "CANCELLED_RESUME_TIMEOUT_S": ["_stages.engines.http_engine"],
     "CANCEL_TIMEOUT_S": ["_pipeline.weights.engine_sync"],

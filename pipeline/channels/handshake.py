@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Awaitable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import anyio
 
@@ -44,8 +44,8 @@ REJECTIONS: dict[str, type[PenstockError]] = {
 
 
 ANSWER_TIMEOUT_S = DEFAULT_ABSENCE_TIMEOUT_S
-"""Bound on the wait for a receiver whose ZeroMQ answers and whose event loop does not: it would wait as long for a
-sender. If its process is stopped, heartbeats end the connection before."""
+"""Bound on the attempts to connect to a receiver whose ZeroMQ answers and whose event loop does not: it would wait as
+long for a sender."""
 
 EVENT_LOOP_BLOCKED = "is its process stopped, or its event loop blocked? Raise heartbeat_timeout_s where that is usual"
 NOT_SERVED = "its ZeroMQ answers, so its event loop is blocked"
@@ -65,12 +65,6 @@ def handshake_timeout(heartbeat_timeout_s: float | None, url: str, cause: str = 
         raise NobodyListens(
             f"expected the receiver at {url} to answer, got no answer for {heartbeat_timeout_s} s: {cause}"
         ) from None
-
-
-def answer_timeout(heartbeat_timeout_s: float | None, url: str, cause: str) -> AbstractContextManager[None]:
-    """Bound the time in which a receiver whose ZeroMQ has answered may do so in the body; see `handshake_timeout`."""
-    bound_s = None if heartbeat_timeout_s is None else max(heartbeat_timeout_s, ANSWER_TIMEOUT_S)
-    return handshake_timeout(bound_s, url, cause)
 
 
 def connect_message(

@@ -8,8 +8,9 @@ user's unless they are given one.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -18,7 +19,7 @@ import numpy as np
 import zmq
 
 from ..._schemas import Array, InvalidRecord, TokenizerIdentity
-from ..._schemas.control import Publish, Ready, encode
+from ..._schemas.control import Accept, Connect, Publish, Ready, encode
 from ..._schemas.descriptor import Descriptor
 from ..._schemas.layout import (
     FRAME_BYTES,
@@ -32,11 +33,12 @@ from ..._schemas.layout import (
     encode_contents,
     typed,
 )
-from ..errors import RecordTooLarge, StaleDescriptor
+from ..errors import NobodyListens, RecordTooLarge, StaleDescriptor
+from ..util.retry_pace import RetryPace
 from .checksum import CHECKSUM_BYTES, checked, with_checksum
 from .handshake import (
+    ANSWER_TIMEOUT_S,
     NOT_SERVED,
-    answer_timeout,
     complete_handshake,
     connect_message,
     handshake_timeout,
@@ -48,7 +50,7 @@ from .remote_receiver import ReceiverConfig, RemoteReceiver
 from .remote_sender import RemoteSender, SenderConnection
 from .tcp_acceptor import TcpAcceptor
 from .tcp_address import TcpAddress, bind, bracketed, resolved
-from .tcp_control import connected
+from .tcp_control import TcpControl, connected
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Bundle, R, Released, router, start_zero_copy
 
 MOST_CONTROL = 1024
@@ -210,6 +212,30 @@ async def serve_tcp(url: str, record_type: type[R], config: ReceiverConfig) -> A
         yield receiver
 
 
+async def _admitted(
+    url: str, place: TcpAddress, request: Callable[[], Connect], heartbeat_timeout_s: float | None
+) -> tuple[TcpControl, Accept]:
+    """Connect and complete the handshake; on a new connection if no answer comes, for its receiver may only be busy.
+
+    Raises:
+        NobodyListens: no answer came for `ANSWER_TIMEOUT_S`.
+        PenstockError: as `connected`, `request_session` and `complete_handshake`.
+    """
+    pace = RetryPace(ANSWER_TIMEOUT_S)
+    while True:
+        message = request()
+        control = await connected(url, place, message.identity, heartbeat_timeout_s)
+        try:
+            with handshake_timeout(heartbeat_timeout_s, url, NOT_SERVED):
+                accepted = await request_session(control, message)
+                await complete_handshake(control, control.send(Ready()))
+                return control, accepted
+        except BaseException as error:
+            await control.aclose()
+            if pace.expired or not isinstance(error, NobodyListens):
+                raise
+
+
 @asynccontextmanager
 async def connect_tcp(
     url: str,
@@ -225,13 +251,10 @@ async def connect_tcp(
         place = await anyio.to_thread.run_sync(resolved, url, key)
     await anyio.to_thread.run_sync(start_zero_copy)
     ping_s = ping_interval_s(heartbeat_timeout_s)
-    request = connect_message("tcp", record_type.schema.kind, name, tokenizer, ping_s)
+    request = partial(connect_message, "tcp", record_type.schema.kind, name, tokenizer, ping_s)
     async with AsyncExitStack() as stack:
-        control = await connected(url, place, request.identity, heartbeat_timeout_s)
+        control, accepted = await _admitted(url, place, request, heartbeat_timeout_s)
         stack.push_async_callback(control.aclose)
-        with answer_timeout(heartbeat_timeout_s, url, NOT_SERVED):
-            accepted = await request_session(control, request)
-            await complete_handshake(control, control.send(Ready()))
         writer = FrameWriter(
             accepted.capacity, accepted.capacity_bytes, record_type.schema.kind, checksum=accepted.checksum
         )

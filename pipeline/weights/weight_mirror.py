@@ -47,7 +47,7 @@ from ..._schemas.control import (
 )
 from ..accounting.telemetry import get_logger
 from ..channels.control_connection import serve_control
-from ..channels.handshake import NOT_SERVED, answer_timeout, handshake_timeout
+from ..channels.handshake import NOT_SERVED, handshake_timeout
 from ..channels.socket_directory import shared_directory
 from ..channels.tcp_address import resolved
 from ..channels.tcp_control import TcpControl, connected
@@ -106,7 +106,7 @@ class _Link:
         control = await connected(address.url, place, identity, timeout_s)
         events = EventSocket(control.socket)
         try:
-            with answer_timeout(timeout_s, address.url, NOT_SERVED):
+            with handshake_timeout(timeout_s, address.url, NOT_SERVED):
                 name = f"mirror on {sockets.gethostname()}"[:100]
                 events.send(encode(Subscribe(PROTOCOL_VERSION, name, getpid())))
                 layout = _layout(decode((await events.receive())[-1].buffer), address)
