@@ -35,6 +35,7 @@ from ..graph.statistics import WorkerStatistics
 from ..util.cancelling import cancelled_after
 from ..util.exception_groups import first_exception
 from ..util.waiting import Waiters
+from .event_order import EventOrder
 from .supervisor import Feed, Spawner, Supervisor, WorkerHandle
 from .worker_accounting import WorkerAccounting
 from .worker_messages import (
@@ -86,7 +87,9 @@ class JoinedWorker:
         self.peer = peer
         self.misplaced: bool = False
         """Never: it has begun where it runs."""
-        self.progress = WorkerProgress(config.name, config.worker, JOINED, has_inbox=bool(config.channels.inbox_kind))
+        has_inbox = bool(config.channels.inbox_kind)
+        self.progress = WorkerProgress(config.name, config.worker, JOINED, has_inbox=has_inbox)
+        self.order = EventOrder(has_inbox=has_inbox)
         self._receiver = receiver
         self._killed_because = ""
 
@@ -211,7 +214,14 @@ class JoinedWorkers(Supervisor):
         return tuple(self._statistics_of(worker, worker.progress.name) for worker in self._workers.values())
 
     def handle(self, worker: Peer, event: WorkerEvent) -> None:
-        """Handle an event of `worker`, which may not have a place yet."""
+        """Handle an event of `worker`, which may not have a place yet.
+
+        Raises:
+            ProtocolMismatch: this worker may not report it, or not now.
+        """
+        known = self._by_peer.get(worker)
+        if known is not None:
+            known.order.check(event)
         match event:
             case Joins() if worker in self._requested:
                 raise ProtocolMismatch("expected one request for a place on a connection, got another one")
@@ -226,8 +236,7 @@ class JoinedWorkers(Supervisor):
             case Serving(url) if not url.startswith("tcp://"):
                 raise ProtocolMismatch(f"expected the URL of an inbox over tcp, got {url!r}")
             case Leaves():
-                known = self._by_peer.get(worker)
-                if known is not None and self._prompts is not None and not known.progress.leaving.is_set():
+                if known is not None and self._prompts is not None:
                     self._instruct(worker, NoneLeft())  # after all that it was assigned
                 self._progress(worker, event)
             case _:

@@ -31,7 +31,7 @@ class WorkerProgress:
         self.failure: Failed | None = None
         """The exception of its stage, if it raised one."""
         self.done = anyio.Event()
-        """Set when the stage returned or raised: its process is about to end."""
+        """Set when the stage returned or raised, or the worker left: its process is about to end."""
         self.leaving = anyio.Event()
         """Set when it takes nothing more, for it is about to end."""
         self.left = ""
@@ -67,8 +67,10 @@ class WorkerProgress:
                 self.leaving.set()
             case Left(reason):
                 self.left = reason
+                self.done.set()
             case Dies(reason):
                 self.dies = reason
+                self.done.set()
             case Finished():
                 self.finished = True
                 self.done.set()

@@ -294,9 +294,10 @@ async def test_texts_of_a_worker_are_escaped_in_logs_and_reports() -> None:
     with capture_logs() as logs:
         async with running(prompts(20)) as run:
             async with member(run.url, name="forger") as forger:
-                await forger.join()
-                await forger.prompt()
+                forger.report(Joins(DIGEST))
+                await forger.instruction()
                 forger.report(Connected("tcp", 1, "\x1b[2J", "\x1b[2J"))
+                await forger.prompt()
                 forger.report(Left("\x1b[2J and a line\nforged"))
             await finish(run.url)
 
