@@ -67,7 +67,7 @@ def test_a_driver_that_is_killed_leaves_nothing(folder: Path) -> None:
     variables = environment() | {"TMPDIR": str(folder)}
     command = [*COMMAND, "--only", "workers", "--round-s", "1000"]
     with subprocess.Popen(command, cwd=ROOT, env=variables) as driver, ExitStack() as opened:
-        while len(descendants(driver.pid)) < 4:  # a trainer and some of its workers
+        while len(descendants(driver.pid)) < 2:  # a trainer and a worker; it kills them as fast as they start
             assert driver.poll() is None
             time.sleep(0.05)
         pidfds = list(map(partial(open_pidfd, opened), descendants(driver.pid)))
