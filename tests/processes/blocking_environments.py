@@ -6,9 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import anyio
 import numpy as np
@@ -58,18 +56,17 @@ class Blocking:
 class Blocked:
     """A source that sends one group once the file at `path` exists, and does not yield before."""
 
-    path: Path
+    path: str
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         spin_until(self.path)
         await outbox.send(group())
 
 
-def spin_until(path: Path) -> None:
-    while True:
-        with suppress(FileNotFoundError):
-            os.stat(path)  # noqa: PTH116 (a frame of pathlib would be the place)
-            return
+def spin_until(path: str) -> None:
+    """Spin without a call of a function in Python, whose frame would be the place."""
+    while not os.access(path, os.F_OK):
+        pass
 
 
 async def blocking() -> Blocking:

@@ -42,7 +42,7 @@ async def test_a_worker_whose_stage_has_no_bound_is_named_with_its_place_and_goe
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     set_limits(monkeypatch, NAMED_S=6.0)  # the worker counts within 4 s
-    pipeline = source(Blocked(tmp_path / "go"), on=processes(1)).sink(Commit())
+    pipeline = source(Blocked(str(tmp_path / "go")), on=processes(1)).sink(Commit())
 
     with capture_logs() as log, anyio.fail_after(FAILSAFE_S):
         async with anyio.create_task_group() as tasks:
