@@ -47,7 +47,13 @@ CHECK_S = 1.0
 WHERE = signal.SIGRTMAX - 3
 """The signal that asks a worker where it is."""
 
-ANSWER_TIMEOUT_S = 1.0
+ANSWER_TIMEOUT_S = 10.0
+"""Seconds that a worker may take to answer: it may share its processor with many others."""
+
+ANSWER_POLL_S = 0.125
+
+QUIET_POLLS = 8
+"""Polls without a further byte after which an answer is complete: faulthandler writes it line by line."""
 
 MOST_WRITTEN = 256 * 1024
 """Bytes: the stacks of a hundred threads."""
@@ -191,11 +197,12 @@ async def blocked_at(shared: int, ask: Callable[[int], object]) -> str:
 
 async def _answered(shared: int) -> None:
     """Wait until the answer is complete, or for `ANSWER_TIMEOUT_S`."""
-    size = _COUNT.size
-    for _ in range(TICKS):
-        await anyio.sleep(ANSWER_TIMEOUT_S / TICKS)
+    size, quiet = _COUNT.size, 0
+    for _ in range(int(ANSWER_TIMEOUT_S / ANSWER_POLL_S)):
+        await anyio.sleep(ANSWER_POLL_S)
         before, size = size, os.fstat(shared).st_size
-        if size == before > _COUNT.size:
+        quiet = quiet + 1 if size == before > _COUNT.size else 0
+        if quiet == QUIET_POLLS:
             return
 
 
