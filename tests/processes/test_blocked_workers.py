@@ -63,5 +63,6 @@ async def test_a_worker_that_closes_its_file_descriptors_is_replaced_by_name() -
         report = await source(env, on=processes(1, restarts=1)).sink(Commit()).run()
 
     (reason,) = report.balance.reasons["lost"]
-    assert "closed the file descriptors that connect it with its parent" in reason
+    closed = "closed the file descriptors that connect it with its parent"
+    assert closed in reason or "SIGABRT" in reason  # ZeroMQ's threads may end it before the parent does
     assert report.balance.ended["trained"] >= 6
