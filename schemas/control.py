@@ -29,7 +29,7 @@ from .errors import UNREADABLE, ProtocolMismatch
 from .ids import MAX_REPETITION_ID, GroupId
 from .tokenizer import TokenizerIdentity
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Incremented with every change that an older peer would misread; peers of different versions reject each other by
 name."""
 
@@ -318,6 +318,12 @@ class VersionGone(_Message, frozen=True):
     policy_version: Signed
 
 
+class MessageCount(_Message, frozen=True):
+    """The messages that were sent before it on this connection; the publisher answers with its own count."""
+
+    sent: Count
+
+
 Message = (
     Connect
     | Accept
@@ -345,6 +351,7 @@ Message = (
     | ChunkRequest
     | Chunk
     | VersionGone
+    | MessageCount
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -33,6 +33,7 @@ from ..._schemas.control import (
     EndOfWeights,
     Layout,
     Message,
+    MessageCount,
     NewVersion,
     Pause,
     PauseAck,
@@ -48,6 +49,8 @@ from ..._schemas.control import (
 from ..accounting.telemetry import get_logger
 from ..channels.control_connection import serve_control
 from ..channels.handshake import NOT_SERVED, handshake_timeout
+from ..channels.heartbeat import PINGS_PER_TIMEOUT
+from ..channels.message_counts import MessageCounts
 from ..channels.socket_directory import shared_directory
 from ..channels.tcp_address import resolved
 from ..channels.tcp_control import TcpControl, connected
@@ -79,8 +82,11 @@ LINK_DESCRIPTORS = 8
 class _Link:
     """A connection to the publisher."""
 
-    def __init__(self, control: TcpControl, layout: Layout, events: EventSocket) -> None:
+    def __init__(self, control: TcpControl, layout: Layout, events: EventSocket, heartbeat_timeout_s: float) -> None:
         self.layout = layout
+        self._counts = MessageCounts()
+        """Of the messages after the handshake."""
+        self._count_interval_s = heartbeat_timeout_s / PINGS_PER_TIMEOUT
         self._used = False
         """Whether a message came on it after the handshake."""
         self._opened_s = anyio.current_time()
@@ -118,7 +124,7 @@ class _Link:
             if isinstance(error, anyio.EndOfStream | anyio.BrokenResourceError):
                 raise PeerLost(f"the publisher at {address.url} closed the connection in the handshake") from None
             raise
-        return cls(control, layout, events)
+        return cls(control, layout, events, timeout_s)
 
     @property
     def worked(self) -> bool:
@@ -132,17 +138,34 @@ class _Link:
             anyio.BrokenResourceError: the connection has ended.
         """
         self._events.send(encode(message))
+        self._counts.sent += 1
 
     async def receive(self) -> Message:
         """Return the next message.
 
         Raises:
-            anyio.EndOfStream: the connection has ended.
+            anyio.EndOfStream: the connection has ended, or a message of the publisher was lost on it.
             ProtocolMismatch: it is no message.
         """
-        message = decode((await self._events.receive())[-1].buffer)
-        self._used = True
-        return message
+        while True:
+            message = decode((await self._events.receive())[-1].buffer)
+            self._used = True
+            if not isinstance(message, MessageCount):
+                self._counts.received += 1
+                return message
+            if not self._counts.complete(message):
+                log.warning("weights_message_lost", expected=message.sent, received=self._counts.received)
+                raise anyio.EndOfStream
+
+    async def report_counts(self) -> None:
+        """Send, until the connection ends, how many messages were sent; the publisher answers with its own count.
+
+        The publisher sends none unasked: such a message would hide from this end that its own do not arrive any more.
+        """
+        with suppress(anyio.BrokenResourceError):  # `receive` ends too
+            while True:
+                await anyio.sleep(self._count_interval_s)
+                self._events.send(encode(self._counts.report()))
 
     async def aclose(self) -> None:
         """Close the connection. Closing twice is fine."""
@@ -232,6 +255,7 @@ class WeightMirror:
     async def _exchange(self, link: _Link) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._request, link)
+            tasks.start_soon(link.report_counts)
             try:
                 while not self._final:
                     await self._handle(await link.receive())

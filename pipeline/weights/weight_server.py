@@ -32,6 +32,7 @@ from ..._schemas.control import (
     EndOfWeights,
     Layout,
     Message,
+    MessageCount,
     PauseAck,
     Ready,
     Subscribe,
@@ -41,6 +42,7 @@ from ..._schemas.control import (
 )
 from ..channels.heartbeat import CHECKS_PER_TIMEOUT, GRACE_S, UNRESPONSIVE
 from ..channels.keys import ChannelKey
+from ..channels.message_counts import MessageCounts
 from ..channels.rejections import DisconnectOnError, RejectionCounter, reason_of, rejection_of
 from ..channels.socket_monitor import ENDS_AND_BEGINNINGS, SocketMonitor
 from ..channels.tcp_address import bind, bracketed, resolved
@@ -100,11 +102,14 @@ class _Mirror:
         """Bytes of the chunks that were sent."""
         self.inflow = Inflow()
         """Bytes of its messages that were handled."""
+        self.counts = MessageCounts()
+        """Of the messages after the handshake."""
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         self._send = send
 
     async def send(self, message: Message) -> None:
         self._send(self.identity, message)
+        self.counts.sent += 1
 
     async def receive(self) -> Message:
         message = await self._messages.get()
@@ -118,6 +123,7 @@ class _Mirror:
         Raises:
             ProtocolMismatch: the mirror may not send it, or has sent too many.
         """
+        self.counts.received += 1
         if isinstance(message, ChunkRequest) and self.requests.qsize() < MOST_REQUESTS:
             self.requests.put_nowait(message)
         elif isinstance(message, PauseAck) and self._messages.qsize() < MOST_REQUESTS:
@@ -231,7 +237,9 @@ class WeightServer:
         # 4. The message is one of a connection that had the same descriptor.
         mirror = connection.mirror
         if mirror is not None and mirror.identity == identity:
-            if mirror.tcp is not None:
+            if mirror.tcp is not None and isinstance(message, MessageCount):
+                self._compare(connection, mirror, message)
+            elif mirror.tcp is not None:
                 mirror.on_message(message)
             elif isinstance(message, Ready):
                 self._admit(connection, mirror)
@@ -260,6 +268,13 @@ class WeightServer:
         self._subscriptions.all.add(subscription)
         self._tasks.start_soon(self._serve, connection, mirror, subscription)
         self._send_last(mirror.identity, Ready())
+
+    def _compare(self, connection: _Connection, mirror: _Mirror, reported: MessageCount) -> None:
+        """Answer the count of a mirror; close a connection on which a message was lost: it makes another one."""
+        if mirror.counts.complete(reported):
+            self._send_last(mirror.identity, mirror.counts.report())
+        else:
+            self._drop(connection, f"a message of {mirror.name} was lost on its way")
 
     def _send(self, identity: bytes, message: Message) -> None:
         self._events.send(identity, encode(message))

@@ -34,12 +34,41 @@ GREETING_BYTES, HANDSHAKE_FRAMES = 64, 2
 """What each side sends before the keys are agreed on."""
 
 
+LONG = 2
+"""The flag of a frame whose length takes 8 bytes."""
+
+
+@dataclass
+class Frames:
+    """Follows the frames of ZMTP in one direction: positions of headers differ from one connection to the next."""
+
+    complete: int = 0
+    """Headers that have ended."""
+    _header: bytearray = field(default_factory=bytearray)
+    _left: int = GREETING_BYTES
+    """Bytes left of the greeting, or of the present frame's content."""
+
+    @property
+    def at_header(self) -> bool:
+        """Return whether the next byte begins a frame: it holds the flags."""
+        return not self._left and not self._header
+
+    def advance(self, byte: int) -> bool:
+        """Pass the next byte, and return whether it is one of a header."""
+        if self._left:
+            self._left -= 1
+            return False
+        self._header.append(byte)
+        if len(self._header) == (9 if self._header[0] & LONG else 2):
+            self._left = int.from_bytes(self._header[1:], "big")
+            self._header.clear()
+            self.complete += 1
+        return True
+
+
 @dataclass
 class Flip:
-    """Flips one bit of a direction: of a frame's header, of the handshake, or of any byte.
-
-    Reads the frames of ZMTP on the way: positions of headers differ from one connection to the next.
-    """
+    """Flips one bit of a direction: of a frame's header, of the handshake, or of any byte."""
 
     to_receiver: bool
     kind: str
@@ -50,10 +79,7 @@ class Flip:
     flipped_s: float | None = None
     """When it was done."""
     _seen: int = 0
-    _frames: int = 0
-    _header: bytearray = field(default_factory=bytearray)
-    _left: int = GREETING_BYTES
-    """Bytes left of the greeting, or of the present frame's content."""
+    _frames: Frames = field(default_factory=Frames)
 
     def __call__(self, to_receiver: bool, part: bytes) -> bytes:  # noqa: FBT001 (see `Change`)
         if to_receiver != self.to_receiver or self.flipped_s is not None:
@@ -72,17 +98,8 @@ class Flip:
 
     def _next_kind(self, byte: int) -> bool:
         """Return whether the next byte of the direction is one of the kind."""
-        in_header = not self._left
-        handshake = self._frames <= HANDSHAKE_FRAMES
-        if in_header:
-            self._header.append(byte)
-            length = 8 if self._header[0] & 2 else 1
-            if len(self._header) == 1 + length:
-                self._left = int.from_bytes(self._header[1:], "big")
-                self._header.clear()
-                self._frames += 1
-        else:
-            self._left -= 1
+        handshake = self._frames.complete <= HANDSHAKE_FRAMES
+        in_header = self._frames.advance(byte)
         return {"header": in_header, "handshake": handshake, "byte": True}[self.kind]
 
 

@@ -5,18 +5,21 @@ The mirror of the other host connects again where a connection ends, so both end
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 import anyio
 import numpy as np
+import pytest
 from chaos.relay import relayed
 from tests.failsafe import FAILSAFE_S
-from tests.networks.test_flipped_bits import HEARTBEAT_S, Flip, every
+from tests.networks.test_flipped_bits import HEARTBEAT_S, Flip, Frames, every
 
-from penstock.errors import PenstockError
+from penstock.errors import NobodyListens, PenstockError, ProtocolMismatch
 from penstock.weights import WeightAddress, WeightPublisher, WeightSubscriber
 
 AT_ONCE = 16
@@ -26,14 +29,18 @@ PUBLISHED = {"weight": np.arange(2**13, dtype=np.float32)}
 """32 KB: one chunk, in which the flips of any byte lie."""
 
 
-async def mirror(address: WeightAddress, name: str, flip: Flip) -> None:
-    """Receive the weights through a relay, as a host of its own.
+def zeros() -> dict[str, Any]:
+    return {"weight": np.zeros_like(PUBLISHED["weight"])}
+
+
+async def mirror(address: WeightAddress, name: str, flip: Flip) -> float:
+    """Receive the weights through a relay, as a host of its own; return the seconds from the flip on.
 
     Raises:
         AssertionError: other weights arrived.
     """
     failure: Exception | None = None
-    weights: dict[str, Any] = {"weight": np.zeros_like(PUBLISHED["weight"])}
+    weights = zeros()
     async with relayed(int(address.url.rpartition(":")[2]), lambda: flip) as port:
         far = replace(address, url=f"tcp://127.0.0.1:{port}", host=name)
         with anyio.fail_after(FAILSAFE_S):
@@ -45,11 +52,12 @@ async def mirror(address: WeightAddress, name: str, flip: Flip) -> None:
             except PenstockError as error:
                 failure = error
     assert failure is not None or np.array_equal(weights["weight"], PUBLISHED["weight"])
+    return time.monotonic() - (flip.flipped_s or time.monotonic())
 
 
-async def mirror_through(flips: Sequence[Flip]) -> None:
-    """Subscribe once for each flip, `AT_ONCE` at a time; then no subscriber is left."""
-    pending = iter(flips)
+async def mirror_through(flips: Sequence[Flip]) -> float:
+    """Subscribe once for each flip, `AT_ONCE` at a time; then no subscriber is left. Return the longest time of one."""
+    pending, took_s = iter(flips), list[float]()
     async with (
         WeightPublisher(PUBLISHED) as publisher,
         publisher.serve("tcp://127.0.0.1:0", heartbeat_timeout_s=HEARTBEAT_S) as address,
@@ -58,7 +66,7 @@ async def mirror_through(flips: Sequence[Flip]) -> None:
 
         async def take_turns(lane: int) -> None:
             for number, flip in enumerate(pending):
-                await mirror(address, f"host {lane}-{number}", flip)
+                took_s.append(await mirror(address, f"host {lane}-{number}", flip))
 
         async with anyio.create_task_group() as lanes:
             for lane in range(AT_ONCE):
@@ -66,6 +74,7 @@ async def mirror_through(flips: Sequence[Flip]) -> None:
         with anyio.fail_after(FAILSAFE_S):
             while publisher.subscribers:  # noqa: ASYNC110 (each goes by itself)
                 await anyio.sleep(0.01)
+    return max(took_s)
 
 
 async def test_one_flipped_bit_changes_no_weights() -> None:
@@ -76,3 +85,116 @@ async def test_one_flipped_bit_changes_no_weights() -> None:
     await mirror_through(flips)
 
     assert sum(flip.flipped_s is not None for flip in flips) > 16
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+async def test_each_flipped_bit_changes_no_weights() -> None:
+    """Every bit of the first headers, bytes of the handshake, and others, both ways."""
+    random = Random(0)  # noqa: S311 (no secret)
+    each_bit = [Flip(way, "header", number, bit) for number in range(60) for way in (True, False) for bit in range(8)]
+    flips = [*each_bit, *every("handshake", range(600), random), *every("byte", range(0, 20_000, 100), random)]
+
+    took_s = await mirror_through(flips)
+
+    assert sum(flip.flipped_s is not None for flip in flips) > 1000
+    assert took_s < 2 * HEARTBEAT_S
+
+
+# -- the command flag --------------------------------------------------------------------------------------------------
+
+COMMAND = 4
+"""The flag of a frame of ZMTP that is a command, such as a heartbeat, and no message."""
+
+
+@dataclass
+class CommandFlag:
+    """Sets the command flag of message `number` of a direction: ZeroMQ drops the message, and stays connected."""
+
+    to_publisher: bool
+    number: int
+    done: bool = False
+    _messages: int = 0
+    _frames: Frames = field(default_factory=Frames)
+
+    def __call__(self, to_publisher: bool, part: bytes) -> bytes:  # noqa: FBT001 (see `Change`)
+        if to_publisher != self.to_publisher or self.done:
+            return part
+        changed = bytearray(part)
+        for index, byte in enumerate(part):
+            if self._begins_the_message(byte):
+                changed[index] |= COMMAND
+                self.done = True
+                break
+        return bytes(changed)
+
+    def _begins_the_message(self, byte: int) -> bool:
+        """Return whether the next byte of the direction is the first one of message `number`."""
+        begins_message = self._frames.at_header and not byte & COMMAND
+        self._frames.advance(byte)
+        self._messages += begins_message
+        return begins_message and self._messages > self.number
+
+
+@asynccontextmanager
+async def published_through(flag: CommandFlag) -> AsyncIterator[tuple[WeightPublisher, WeightAddress]]:
+    """Publish version 1; yield the address for a sampler of another host, through a relay."""
+    async with (
+        WeightPublisher(PUBLISHED) as publisher,
+        publisher.serve("tcp://127.0.0.1:0", heartbeat_timeout_s=HEARTBEAT_S) as address,
+        relayed(int(address.url.rpartition(":")[2]), lambda: flag) as port,
+    ):
+        await publisher.publish(PUBLISHED, 1)
+        with anyio.fail_after(FAILSAFE_S):
+            yield publisher, replace(address, url=f"tcp://127.0.0.1:{port}", host="another")
+
+
+@pytest.mark.parametrize(
+    ("to_publisher", "number"),
+    [
+        pytest.param(True, 2, id="ChunkRequest"),
+        pytest.param(True, 3, id="PauseAck"),
+        pytest.param(True, 4, id="ChunkRequest of the next version"),
+        pytest.param(False, 2, id="NewVersion"),
+        pytest.param(False, 3, id="Chunk"),
+        pytest.param(False, 4, id="Pause"),
+        pytest.param(False, 5, id="Resume"),
+        pytest.param(False, 6, id="NewVersion of the next version"),
+        pytest.param(False, 7, id="Chunk of the next version"),
+    ],
+)
+async def test_a_mirror_goes_on_after_a_message_that_was_dropped(*, to_publisher: bool, number: int) -> None:
+    flag, weights, newer = CommandFlag(to_publisher, number), zeros(), {"weight": PUBLISHED["weight"] + 1}
+
+    async with published_through(flag) as (publisher, address), WeightSubscriber(address) as subscriber:
+        subscriber.attach(weights)
+        await subscriber.newer()
+        async with publisher.paused(FAILSAFE_S):
+            pass
+        async with subscriber.sampling():
+            pass
+        await publisher.publish(newer, 2)
+        await subscriber.newer(1)
+        subscriber.refresh()
+
+    assert flag.done
+    assert np.array_equal(weights["weight"], newer["weight"])
+
+
+@pytest.mark.parametrize(
+    ("to_publisher", "number"),
+    [
+        pytest.param(True, 0, id="Subscribe"),
+        pytest.param(True, 1, id="Ready of the mirror"),
+        pytest.param(False, 0, id="Layout"),
+        pytest.param(False, 1, id="Ready of the publisher"),
+    ],
+)
+async def test_a_message_of_the_handshake_that_was_dropped_is_told(*, to_publisher: bool, number: int) -> None:
+    flag = CommandFlag(to_publisher, number)
+
+    async with published_through(flag) as (_, address):
+        with pytest.raises((NobodyListens, ProtocolMismatch)):
+            await WeightSubscriber(address).__aenter__()
+
+    assert flag.done

@@ -35,6 +35,7 @@ MESSAGES: list[c.Message] = [
     c.ChunkRequest(4, 7),
     c.Chunk(4, 7, bytes(16), bytes(100)),
     c.VersionGone(4),
+    c.MessageCount(9),
 ]
 
 
