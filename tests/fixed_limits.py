@@ -9,6 +9,7 @@ import pytest
 __all__ = ["set_limits"]
 
 MODULES = {
+    "AT_ONCE": ["_pipeline.channels.remote_receiver"],
     "ANSWER_TIMEOUT_S": ["_pipeline.channels.tcp"],
     "BACKOFF": ["_stages.integrations.atropos.http_api"],
     "CANCELLED_RESUME_TIMEOUT_S": ["_stages.engines.http_engine"],
@@ -21,7 +22,7 @@ MODULES = {
         "_pipeline.channels.tcp_acceptor",
         "_pipeline.weights.weight_server",
     ],
-    "LARGEST_MESSAGE": ["_pipeline.channels.tcp", "_pipeline.channels.tcp_acceptor"],
+    "LARGEST_MESSAGE": ["_pipeline.channels.tcp"],
     "MAX_HANDSHAKES": ["_pipeline.channels.tcp_acceptor", "_pipeline.weights.weight_server"],
     "MOST_REQUESTS": ["_pipeline.weights.weight_server"],
     "MOST_UNREAD_BYTES": ["_pipeline.weights.weight_server"],

@@ -24,7 +24,7 @@ ten microseconds."""
 class CreditReturner:
     """Decides when to return credit and outcomes to senders; runs in the event loop in which it was made."""
 
-    def __init__(self, send: Callable[[bytes, Message], None]) -> None:
+    def __init__(self, send: Callable[[bytes, Message], object]) -> None:
         self._send = send
         self._pending: dict[bytes, Peer] = {}
         """Senders for which credit or outcomes may be due."""

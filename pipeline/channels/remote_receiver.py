@@ -63,13 +63,11 @@ from .peer import Peer
 from .protocols import AsyncReceiver
 from .rejections import DisconnectOnError, RejectionCounter, reason_of
 from .segment import DEFAULT_SLOT_BYTES
-from .transport import EVENTS, MAX_HANDSHAKES, POLLIN, Bundle, Frames, PayloadReader, R, receive_frames
+from .transport import EVENTS, POLLIN, Bundle, Frames, PayloadReader, R, receive_frames
+from .turns import AT_ONCE, Share, Turn, TurnOfEach
 from .unread import FRAMING_BYTES
 
 log = get_logger("penstock.channel")
-
-DRAIN_AT_ONCE = 1024
-"""Messages after which other tasks run: senders within their credit never have so many in flight."""
 
 ENDED = "ended its connection without closing the channel"
 """The predicate of an error about a sender that died."""
@@ -136,7 +134,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         url: str,
         socket: zmq.Socket[bytes],
         config: ReceiverConfig,
-        most_waiting: int | None = None,
+        most_waiting: Share | None = None,
     ) -> None:
         self.url = url
         """The URL to which senders connect."""
@@ -157,7 +155,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         self._end_reported = False
         """Whether `receive` has raised EndOfStream."""
         self._most_waiting = most_waiting
-        """Messages of a sender within its credit that may wait; None where their number is not known."""
+        """What a sender within its credit may have waiting here; None where that is not known."""
         self.peers: dict[bytes, Peer] = {}
         """Admitted senders, by the identity of their ZeroMQ socket."""
         self.rejections: RejectionCounter = RejectionCounter(url)
@@ -275,12 +273,17 @@ class RemoteReceiver(AsyncReceiver[R]):
     def _on_readable(self) -> None:
         self._drain_scheduled = False
         if not self._closed:
-            self._drain()
+            self._drain(Turn(AT_ONCE))
         self._wake()
 
     def _wake(self) -> None:
         if self._arrivals or self._failure is not None or self._ended():
             self._waiting.wake_all()
+
+    def _schedule_drain(self) -> None:
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._on_readable)
 
     def drain(self) -> bool:
         """Handle all messages that have arrived from senders within their credit, however fast more arrive.
@@ -288,15 +291,12 @@ class RemoteReceiver(AsyncReceiver[R]):
         Returns:
             Whether none is left of others either.
         """
-        # ZeroMQ takes messages from its connections in turn: those without a sender, too, get theirs.
-        connections = len(self.peers) + MAX_HANDSHAKES
-        emptied = self._drain(None if self._most_waiting is None else self._most_waiting * connections)
+        emptied = self._drain(None if self._most_waiting is None else TurnOfEach(self._most_waiting))
         self._wake()
         return emptied
 
-    def _drain(self, most: int | None = DRAIN_AT_ONCE) -> bool:
-        """Handle the messages that have arrived; where more than `most` wait, the rest when other tasks have run."""
-        handled = 0
+    def _drain(self, turn: Turn | TurnOfEach | None) -> bool:
+        """Handle the messages that have arrived; those that are left when `turn` is over, when other tasks have run."""
         while not self._socket.closed:
             # There are three cases. In none is a message left that will not be noticed: the socket's descriptor is
             # edge-triggered, reports each message once, and any use of the socket may consume the report.
@@ -304,15 +304,23 @@ class RemoteReceiver(AsyncReceiver[R]):
             # 1. So many messages were handled that other tasks must run: draining is scheduled to go on.
             # 2. No message is left: the descriptor reports the next one.
             # 3. A message is left: it is handled.
-            if handled == most:
-                self._loop.call_soon(self._on_readable)
+            if turn is not None and turn.over:
+                self._schedule_drain()
                 return False
             if not int(self._socket.getsockopt(EVENTS)) & POLLIN:
                 return True
             identity, *frames = receive_frames(self._socket)
-            handled += 1
             self._handle(identity.bytes, frames)
+            if turn is not None and turn.spend(identity.bytes, len(frames[0])):
+                self._refuse_flood(identity.bytes, turn.share)
         return True
+
+    def _refuse_flood(self, identity: bytes, share: Share) -> None:
+        """Disconnect a peer of which more was handled in one turn than may wait."""
+        peer = self.peers.get(identity)
+        if peer is not None and peer.open:
+            error = ProtocolMismatch(f"expected at most {share.nbytes} bytes of messages at a time, got more")
+            self.disconnect_for_error(peer, error)
 
     def _handle(self, identity: bytes, frames: Frames) -> None:
         peer = self.peers.get(identity)
@@ -417,11 +425,7 @@ class RemoteReceiver(AsyncReceiver[R]):
 
     def reaches(self, peer: Peer) -> bool:
         """Return whether there is a connection to `peer`: only sending shows it, so an empty grant is sent."""
-        try:
-            self._socket.send_multipart([peer.identity, encode(CreditGrant(()))], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            return error.errno != zmq.EHOSTUNREACH
-        return True
+        return self.send(peer.identity, CreditGrant(()))
 
     def on_disconnect(self, peer: Peer, how: str = ENDED) -> Reject | None:
         """Handle the end of a peer's connection. If it had not closed, it died: take in what it left, then report it.
@@ -485,15 +489,20 @@ class RemoteReceiver(AsyncReceiver[R]):
 
     # -- sending to them ---------------------------------------------------------------------------------------------
 
-    def send(self, identity: bytes, message: Message) -> None:
-        """Send where the connection still exists, and drain soon: sending may hide that a message has arrived."""
+    def send(self, identity: bytes, message: Message) -> bool:
+        """Send, and drain soon: sending may hide that a message has arrived.
+
+        Returns:
+            Whether the connection still exists. A disconnected peer needs no answer.
+        """
         if self._socket.closed:
-            return
-        with suppress(zmq.ZMQError):  # a disconnected peer needs no answer
+            return False
+        self._schedule_drain()
+        try:
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
-        if not self._drain_scheduled:
-            self._drain_scheduled = True
-            self._loop.call_soon(self._on_readable)
+        except zmq.ZMQError as error:
+            return error.errno != zmq.EHOSTUNREACH
+        return True
 
     # -- the receiving end -------------------------------------------------------------------------------------------
 
@@ -536,7 +545,7 @@ class RemoteReceiver(AsyncReceiver[R]):
             #    is checked first because the stream cannot end properly without it, or the stream has ended.
             # 4. Nothing has arrived, and more may: the caller waits.
             if not self._arrivals:
-                self._drain()
+                self._drain(Turn(AT_ONCE))
             if not self._arrivals:
                 if self._failure is not None:
                     raise self._failure

@@ -52,9 +52,11 @@ from .tcp_acceptor import TcpAcceptor
 from .tcp_address import TcpAddress, bind, bracketed, resolved
 from .tcp_control import TcpControl, connected
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Bundle, R, Released, router, start_zero_copy
+from .turns import Share
+from .unread import MOST_BESIDE
 
-MOST_CONTROL = 1024
-"""Messages beside its records that a sender may have sent and the event loop has not handled, as long as it runs."""
+MOST_CONTROL = 8192
+"""Messages beside its records that a sender may have waiting here: a worker reports ten times a second."""
 
 NO_ADDRESS = "is its name right, and does the resolver answer?"
 
@@ -185,9 +187,10 @@ def _bound(place: TcpAddress, config: ReceiverConfig) -> tuple[zmq.Socket[bytes]
         raise
 
 
-def most_waiting(config: ReceiverConfig) -> int:
-    """Return how many messages of a sender that keeps to its credit may wait for the event loop."""
-    return config.capacity + MOST_CONTROL
+def most_waiting(config: ReceiverConfig) -> Share:
+    """Return what a sender that keeps to its credit may have waiting here: records, and other messages."""
+    nbytes = config.capacity_bytes + MOST_BESIDE * config.capacity + LARGEST_MESSAGE
+    return Share(config.capacity + MOST_CONTROL, nbytes)
 
 
 @asynccontextmanager
@@ -203,7 +206,8 @@ async def serve_tcp(url: str, record_type: type[R], config: ReceiverConfig) -> A
         config=config,
         most_waiting=most_waiting(config),
     )
-    acceptor = TcpAcceptor(receiver, socket, FrameReader(record_type.schema, checksum=config.checksum), port)
+    reader = FrameReader(record_type.schema, checksum=config.checksum)
+    acceptor = TcpAcceptor(receiver, socket, reader, port, most_waiting(config).nbytes)
     stack = AsyncExitStack()
     stack.push_async_callback(acceptor.aclose)
     receiver.start_accepting(stack)

@@ -4,7 +4,8 @@ ZeroMQ's own handshake proves the key before a byte of a connection reaches this
 descriptor of each connection and its end. They come in order: a descriptor is reported closed before it is reported
 open again. So after reading all events, the connection of a message with that descriptor is known, unless it has ended
 meanwhile. A sender therefore is admitted when it has answered the receiver: by then its connection is known to have
-been open after its events were read.
+been open after its events were read. Messages of a connection that has ended may still come, with the descriptor of a
+new one: they cost that one nothing, because their sender can be sent no answer.
 
 A connection that has not sent Connect holds no place. It has `HANDSHAKE_S` to do so; where too many wait, the oldest
 one of the address with the most is closed, because an honest one is hardly ever the oldest.
@@ -42,8 +43,8 @@ from .tcp_handshakes import (
     shut_down,
     shut_down_flood,
 )
-from .transport import HANDSHAKE_S, LARGEST_MESSAGE, MAX_HANDSHAKES, Frames, PayloadReader
-from .unread import MOST_BESIDE, BlockedLoopWatch
+from .transport import EVENTS, HANDSHAKE_S, MAX_HANDSHAKES, Frames, PayloadReader
+from .unread import BlockedLoopWatch
 
 CLOSE_WAIT_S, FLUSH_S, FLUSH_CHECK_S = 4.0, 5.0, 0.001
 """Bound on the time in which senders handle the last messages, which they confirm by closing; bound on the time in
@@ -96,6 +97,7 @@ class TcpAcceptor:
         socket: zmq.Socket[bytes],
         reader: PayloadReader,
         port: int,
+        most_unread: int,
     ) -> None:
         self.receiver = receiver
         receiver.on_unknown = self._on_unknown
@@ -103,8 +105,7 @@ class TcpAcceptor:
         self._socket = socket
         self._reader = reader
         self.port = port
-        config = receiver.config
-        self._most_unread = config.capacity_bytes + MOST_BESIDE * config.capacity + LARGEST_MESSAGE
+        self._most_unread = most_unread
         """Bytes of a sender that may wait to be handled: those within its credit, and other messages."""
         self._heartbeat_timeout_s = receiver.config.heartbeat_timeout_s
         self._loop = asyncio.get_running_loop()
@@ -238,21 +239,24 @@ class TcpAcceptor:
     def _handshake(self, connection: _Connection, identity: bytes, request: Connect) -> None:
         if request.identity != identity:
             raise ProtocolMismatch("expected a Connect with the sender's own identity, got another")
-        if connection.request is not None:  # of one that has ended: a new connection has its descriptor
-            connection.request = None
-            self._admission.granted -= 1
         rejection = self._admission.rejection(request)
         if rejection is not None:
             self._reject(connection, identity, rejection, f"{request.name} (pid {request.pid}): ")
             return
         self.receiver.check(request)
-        connection.identity, connection.request = identity, request
-        self._admission.granted += 1
-        self.receiver.send(identity, self.receiver.accept_message("", 0))
+        if self._reaches(identity, self.receiver.accept_message("", 0)):
+            self._forget_request(connection)
+            connection.identity, connection.request = identity, request
+            self._admission.granted += 1
+
+    def _forget_request(self, connection: _Connection) -> None:
+        """Free the place that was granted, if one was."""
+        if connection.request is not None:
+            connection.request = None
+            self._admission.granted -= 1
 
     def _admit(self, connection: _Connection, request: Connect) -> None:
-        self._admission.granted -= 1
-        connection.request = None
+        self._forget_request(connection)
         tcp = TcpConnection(connection.fd)
         try:
             connection.peer = self.receiver.admit(request, connection, self._reader)
@@ -273,8 +277,13 @@ class TcpAcceptor:
         error: Exception | None = None,
     ) -> None:
         self._rejections.record(f"{subject}{rejection.reason}", error)
-        self.receiver.send(identity, rejection)
-        self.shutdown_soon(connection)
+        if self._reaches(identity, rejection):
+            self.shutdown_soon(connection)
+
+    def _reaches(self, identity: bytes, answer: Message) -> bool:
+        """Send an answer; return whether its connection exists: a new one may have the descriptor of one that ended."""
+        self._socket.getsockopt(EVENTS)  # learn first of connections that have ended
+        return self.receiver.send(identity, answer)
 
     # -- unresponsive senders, and floods ----------------------------------------------------------------------------
 

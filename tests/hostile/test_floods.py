@@ -67,7 +67,7 @@ async def test_a_flood_of_messages_is_counted_and_a_sender_gets_its_turn_in_betw
 
 
 async def test_other_tasks_run_while_messages_pour_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RemoteReceiver._drain, "__defaults__", (10,))
+    set_limits(monkeypatch, AT_ONCE=(10, 2**20))
     async with serve("shm://", TrajectoryGroup) as inbox:
         with a_stranger(inbox) as stranger:
             for _ in range(200):

@@ -376,3 +376,54 @@ async def test_a_disconnected_sender_can_send_nothing_more() -> None:
                 await line.wait_disconnected()
             assert isinstance(outbox.failure, PeerClosed)
         await still_works(inbox)
+
+
+def left_behind(inbox: Inbox, messages: list[bytes]) -> None:
+    """Connect, send `messages` and disconnect, while the event loop does not run. Blocks."""
+    with zmq.Context() as context:
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.IDENTITY, LEFT)
+        KEY.protect(stranger, "sender")
+        stranger.connect(inbox.url)
+        for message in messages:
+            stranger.send(message)
+        stranger.close(linger=-1)
+
+
+def begun(inbox: Inbox, identity: bytes) -> zmq.Socket[bytes]:
+    """Connect, and send what a sender begins with, while the event loop does not run. Blocks."""
+    sender: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    sender.setsockopt(zmq.IDENTITY, identity)
+    sender.setsockopt(zmq.IMMEDIATE, 1)
+    sender.setsockopt(zmq.LINGER, 0)
+    sender.setsockopt(zmq.RCVTIMEO, int(1000 * FAILSAFE_S))
+    KEY.protect(sender, "sender")
+    sender.connect(inbox.url)
+    sender.send(wire.encode(wire.connect_message(transport="tcp", identity=identity)))
+    return sender
+
+
+LEFT = b"left" + bytes(12)
+
+LEFT_BEHIND = {
+    "bytes": [b"\xc1"] * 50,
+    "requests to join": [wire.encode(wire.connect_message(transport="tcp", identity=LEFT))] * 50,
+}
+
+
+@pytest.mark.parametrize("messages", LEFT_BEHIND.values(), ids=LEFT_BEHIND)
+async def test_messages_of_a_connection_that_has_ended_cost_one_with_its_descriptor_nothing(
+    messages: list[bytes],
+) -> None:
+    async with serve(LOOPBACK, TrajectoryGroup, key=KEY) as inbox:
+        left_behind(inbox, messages)
+        with begun(inbox, b"p" + bytes(15)) as sender:
+            assert await answer_to(sender) == "Accept"
+            sender.send(wire.encode(wire.ready()))
+            assert await answer_to(sender) == "Ready"
+
+
+async def answer_to(sender: zmq.Socket[bytes]) -> str:
+    """Return the kind of the next message to a sender."""
+    kind, _ = wire.decode(await anyio.to_thread.run_sync(sender.recv))
+    return str(kind)

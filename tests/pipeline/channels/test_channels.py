@@ -208,10 +208,10 @@ def releases(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     granted: list[int] = []
     send = RemoteReceiver.send
 
-    def recording(self: RemoteReceiver[TrajectoryGroup], identity: bytes, message: Any) -> None:
+    def recording(self: RemoteReceiver[TrajectoryGroup], identity: bytes, message: Any) -> bool:
         if type(message).__name__ == "CreditGrant":
             granted.append(sum(records for _, _, records in message.spans))
-        send(self, identity, message)
+        return send(self, identity, message)
 
     monkeypatch.setattr(RemoteReceiver, "send", recording)
     return granted

@@ -1,0 +1,63 @@
+"""The messages that are handled before other tasks run: bounded in number and in bytes.
+
+ZeroMQ takes messages from its connections in turn. Knows neither peers nor what messages mean.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Share(NamedTuple):
+    """A number of messages, and of their bytes without those of records."""
+
+    messages: int
+    nbytes: int
+
+
+AT_ONCE = Share(1024, 2**22)
+"""Senders within their credit never have so many messages in flight; decoding as many bytes takes some 20 ms."""
+
+
+class Turn:
+    """A turn that is over when the messages of all connections together have used it up."""
+
+    __slots__ = ("_messages", "_nbytes", "share")
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self._messages, self._nbytes = share
+
+    @property
+    def over(self) -> bool:
+        """Return whether other tasks must run."""
+        return self._messages <= 0 or self._nbytes <= 0
+
+    def spend(self, _: bytes, nbytes: int) -> bool:
+        """Count a message; return whether its sender is to be refused, which it never is."""
+        self._messages -= 1
+        self._nbytes -= nbytes
+        return False
+
+
+class TurnOfEach:
+    """A turn in which every connection has a share: it is over when one has had as many messages handled.
+
+    By then the others, of which ZeroMQ takes messages in turn, have had as many handled, or have none left.
+    """
+
+    __slots__ = ("_left", "over", "share")
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self.over: bool = False
+        """Whether other tasks must run."""
+        self._left: dict[bytes, Share] = {}
+        """What is left of the share of each connection of which a message was handled."""
+
+    def spend(self, identity: bytes, nbytes: int) -> bool:
+        """Count a message of a connection; return whether these are more bytes than its share has."""
+        messages, left = self._left.get(identity, self.share)
+        self._left[identity] = Share(messages - 1, left - nbytes)
+        self.over = self.over or messages <= 1
+        return left < nbytes
