@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -151,6 +151,13 @@ class Metrics:
         for part in observed.evaluations:
             self.evaluated(part)
 
+    def forget(self, names: Collection[str]) -> None:
+        """Drop what was observed of some metrics since the last step, and their gauges."""
+        observed = self._observed
+        for values in (observed.means, observed.totals, observed.maxima, observed.minima, observed.gauges):
+            for name in values.keys() & names:
+                del values[name]
+
     def __bool__(self) -> bool:
         """Return whether anything was observed since the last `take` or `emit`."""
         observed = self._observed
@@ -233,6 +240,10 @@ class WaitAggregator:
         records, credit = (observed.totals.get(name, 0.0) for name in self._names)
         self.waited = (self.waited[0] + records, self.waited[1] + credit)
         self._metrics.merge(observed)
+
+    def forget(self, names: Collection[str]) -> None:
+        """See `Metrics.forget`."""
+        self._metrics.forget(names)
 
 
 class JsonlMetrics:

@@ -30,7 +30,7 @@ from ..channels.shared_memory import scratch
 from ..errors import PeerLost, ProtocolMismatch
 from ..graph.context import Worker
 from ..graph.edge import EdgeCounter
-from .worker_messages import Connected, Joins, WorkerEvent, WorkerReport
+from .worker_messages import Connected, Ending, Joins, WorkerEvent, WorkerReport
 
 log = get_logger("penstock.pipeline")
 
@@ -75,6 +75,10 @@ class _Worker:
     """True if it has reported that its stage begins."""
     place: Worker | None = None
     """Its place, where it has joined."""
+    given: int = 0
+    """The number of trajectories that it was ever given."""
+    foreign: int = 0
+    """The number of trajectories that it ended without holding them."""
     metrics: set[str] = field(default_factory=set)
     """The names of its metrics, where it has joined."""
 
@@ -113,6 +117,8 @@ class WorkerAccounting:
         self._assigned = assigned
         """True for a source whose workers are told which prompts to sample: their trajectories are `held`."""
         self._workers: dict[str, _Worker] = {}
+        self._former_metrics: dict[int, set[str]] = {}
+        """The names of the metrics of workers that had joined and ended, by their place."""
 
     def open(self, worker: str) -> int:
         """Begin to account for `worker`; return the descriptor of a page for its counters, which the caller closes."""
@@ -155,8 +161,9 @@ class WorkerAccounting:
 
     def assigned(self, worker: str, group: GroupId, mask: int) -> None:
         """Record that `worker` was told to sample these repetitions of a prompt."""
-        held = self._workers[worker].held
-        held[group] = held.get(group, 0) | mask
+        known = self._workers[worker]
+        known.held[group] = known.held.get(group, 0) | mask
+        known.given += mask.bit_count()
 
     @property
     def groups_held(self) -> int:
@@ -230,7 +237,15 @@ class WorkerAccounting:
     def _merge(self, known: _Worker | None, observed: Observations) -> None:
         if known is not None and known.place is not None:
             self._check_observations(known, known.place, observed)
+            self._make_room(known, known.place)
         self._metrics.merge(observed)
+
+    def _make_room(self, known: _Worker, place: Worker) -> None:
+        """Forget the metrics of those who had a place before, where they and its worker have more than one may."""
+        former = self._former_metrics.get(place.index, set())
+        if len(former) + len(known.metrics) > MOST_NAMES and len(former | known.metrics) > MOST_NAMES:
+            self._metrics.forget(former.difference(*(each.metrics for each in self._workers.values())))
+            former.clear()
 
     def _handle(self, peer: Peer, known: _Worker | None, event: WorkerEvent) -> None:
         self.on_event(peer, event)
@@ -247,8 +262,23 @@ class WorkerAccounting:
         if known.counters is not None:
             known.counters.report(report.counts, {str(state): counts for state, counts in report.reasons.items()})
             self._ledger.ends_changed()
-        for ending in report.endings:  # a worker can end only trajectories that were sent to it
-            ended = known.held.get(ending.group, 0) & mask_of(ending.repetitions)
+        for ending in report.endings:
+            self._end(known, ending)
+
+    def _end(self, known: _Worker, ending: Ending) -> None:
+        """End trajectories that a worker holds; a stage that drops one twice, or another one, ends nothing.
+
+        Raises:
+            ProtocolMismatch: a worker that has joined names more that it does not hold than it ever held.
+        """
+        ended = known.held.get(ending.group, 0) & mask_of(ending.repetitions)
+        known.foreign += len(ending.repetitions) - ended.bit_count()
+        if known.place is not None and known.foreign > known.given:
+            raise ProtocolMismatch(
+                f"expected ends of trajectories that this worker was given, {known.given} in all, got {known.foreign} "
+                "of others"
+            )
+        if ended:
             self._take(known, [(ending.group, ended)])
             self._ledger.end(trajectories(ending.group, ended), ending.state, ending.reason)
 
@@ -309,6 +339,8 @@ class WorkerAccounting:
         if not (known.reason and known.drained):
             return
         del self._workers[worker]
+        if known.place is not None:
+            self._former_metrics.setdefault(known.place.index, set()).update(known.metrics)
         held = [each for group, mask in known.held.items() for each in trajectories(group, mask)]
         self._ledger.end(held, known.state, known.reason)
         count = len(held)

@@ -206,7 +206,7 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     """Trajectories that the worker of a middle stage dropped."""
 
     group: GroupId
-    repetitions: Repetitions
+    repetitions: Annotated[Repetitions, Meta(min_length=1)]
     state: WorkerEndState
     reason: Text
 

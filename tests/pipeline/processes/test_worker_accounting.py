@@ -15,9 +15,11 @@ from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
 from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, SharedCounters
 from penstock._pipeline.accounting.telemetry import Observations
 from penstock._pipeline.channels.peer import Peer
+from penstock._pipeline.graph.context import Worker as Place
 from penstock._pipeline.graph.edge import EdgeCounter
 from penstock._pipeline.processes.worker_accounting import WorkerAccounting
 from penstock._pipeline.processes.worker_messages import Ending, WorkerEndState, WorkerReport
+from penstock._schemas.bounds import MOST_NAMES
 from penstock._schemas.control import PROTOCOL_VERSION, Connect
 from penstock.accounting import EndState, Ledger, Metrics
 from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch
@@ -221,6 +223,57 @@ def test_a_worker_cannot_end_records_that_it_was_not_handed() -> None:
     middle.accounting.observed(peer(), report(endings=[Ending(other.id, (0, 1), "filtered", "not its own")]))
 
     assert middle.ledger.balance().ended["filtered"] == 0
+
+
+def joined(ledger: Ledger, metrics: Metrics) -> WorkerAccounting:
+    """Return the accounting of workers that join and are told what to sample, one of which has the first place."""
+    accounting = WorkerAccounting(ledger, metrics, EdgeCounter(), source=False, assigned=True)
+    accounting.open_reported(WORKER, Place(0, 1))
+    return accounting
+
+
+def test_a_worker_that_has_joined_names_no_more_others_than_it_was_given() -> None:
+    ledger, record = Ledger(), group(completion_lengths=[3, 3])
+    accounting = joined(ledger, Metrics())
+    ledger.admit(record.id, [0, 1])
+    accounting.assigned(WORKER, record.id, 0b11)
+    own, other = (
+        Ending(GroupId(record.id.env, name), (0, 1), "failed", "") for name in (record.id.instance_id, "other")
+    )
+
+    accounting.observed(peer(), report(endings=[own, own]))  # a stage that drops one twice
+    with pytest.raises(ProtocolMismatch, match="2 in all, got 4 of others"):
+        accounting.observed(peer(), report(endings=[other]))
+
+    assert ledger.balance().ended["failed"] == 2
+
+
+def gauges(first: int, count: int) -> bytes:
+    return report(Observations(gauges={str(name): 1.0 for name in range(first, first + count)}))
+
+
+def test_the_metrics_of_a_place_stay_within_the_bound_of_one_worker_however_often_it_is_taken() -> None:
+    metrics = Metrics()
+    accounting = joined(Ledger(), metrics)
+    for restart in range(3):
+        accounting.observed(peer(), gauges(restart * MOST_NAMES, MOST_NAMES))
+        accounting.ended(WORKER, KILLED, connected=False)
+        accounting.open_reported(WORKER, Place(0, 1, restart + 1))
+
+    found = metrics.emit(1)
+    assert len(found) <= MOST_NAMES + 1  # and the time of the step
+    assert str(3 * MOST_NAMES - 1) in found
+
+
+def test_the_metrics_of_a_worker_that_joins_again_go_on() -> None:
+    metrics = Metrics()
+    accounting = joined(Ledger(), metrics)
+    accounting.observed(peer(), report(Observations(totals={"tokens": 3.0})))
+    accounting.ended(WORKER, KILLED, connected=False)
+    accounting.open_reported(WORKER, Place(0, 1, 1))
+    accounting.observed(peer(), report(Observations(totals={"tokens": 4.0})))
+
+    assert metrics.emit(1)["tokens"] == 7.0
 
 
 def test_a_record_whose_sending_failed_is_not_counted_to_the_worker() -> None:
