@@ -193,4 +193,5 @@ def status_of(url: str, token: str | None = None) -> int:
         with urllib.request.urlopen(request, timeout=FAILSAFE_S) as response:  # noqa: S310 (of this host)
             return int(response.status)
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:  # it is the response, too
+            return error.code
