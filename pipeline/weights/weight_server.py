@@ -270,10 +270,9 @@ class WeightServer:
         self._send_last(mirror.identity, Ready())
 
     def _compare(self, connection: _Connection, mirror: _Mirror, reported: MessageCount) -> None:
-        """Answer the count of a mirror; close a connection on which a message was lost: it makes another one."""
-        if mirror.counts.complete(reported):
-            self._send_last(mirror.identity, mirror.counts.report())
-        else:
+        """Note that a mirror asks for the count; close a connection on which a message was lost: it makes another."""
+        mirror.counts.answer_due = True
+        if not mirror.counts.complete(reported):
             self._drop(connection, f"a message of {mirror.name} was lost on its way")
 
     def _send(self, identity: bytes, message: Message) -> None:
@@ -451,6 +450,9 @@ class WeightServer:
             self._refuse(connection, mirror.identity, ProtocolMismatch(reason))
         elif tcp.unresponsive(self._heartbeat_timeout_s):
             self._drop(connection, f"{mirror.name} {UNRESPONSIVE.format(self._heartbeat_timeout_s)}")
+        elif mirror.counts.answer_due:
+            mirror.counts.answer_due = False
+            self._send_last(mirror.identity, mirror.counts.report())
 
     def _shut_down_floods(self) -> None:
         """End connections that have sent more than twice what they may, while the loop is blocked: in a thread."""
