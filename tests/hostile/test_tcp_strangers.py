@@ -166,7 +166,7 @@ async def test_an_idle_connection_is_closed_after_the_timeout_of_the_handshake(m
 async def test_of_too_many_idle_connections_the_oldest_of_the_address_with_the_most_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_limits(monkeypatch, MAX_HANDSHAKES=4)
+    set_limits(monkeypatch, MAX_HANDSHAKES=4, HANDSHAKE_S=FAILSAFE_S)  # they are closed for their number
     async with serve(LOOPBACK, TrajectoryGroup, max_senders=1) as inbox:
         with ExitStack() as strangers:
             alone = strangers.enter_context(idle(inbox, "127.0.0.2"))
