@@ -117,7 +117,7 @@ async def test_a_run_whose_prompts_are_all_too_long_ends_after_an_epoch(on: Any)
 async def test_one_prompt_that_fits_is_enough(on: Any) -> None:
     report = await prompts_run([LONG] * 99 + [SHORT], on=on, max_steps=2).run()
 
-    assert report.balance.ended["rejected"] > 99 * 8
+    assert report.balance.ended["rejected"] >= 49 * 8  # those of one worker, where the other one has not begun
 
 
 async def test_a_sink_that_returns_before_it_has_trained_is_no_success() -> None:
