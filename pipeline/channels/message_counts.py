@@ -25,7 +25,7 @@ class MessageCounts:
     sent: int = 0
     received: int = 0
     answer_due: bool = False
-    """Whether the other side has reported its count, and waits for this end's. One that asks often gets one answer for
+    """True if the other side has reported its count, and waits for this end's. One that asks often gets one answer for
     each check of its connection: more would take memory while it receives none."""
 
     def report(self) -> MessageCount:

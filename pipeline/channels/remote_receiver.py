@@ -155,7 +155,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         self._end_reported = False
         """Whether `receive` has raised EndOfStream."""
         self._most_waiting = most_waiting
-        """What a sender within its credit may have waiting here; None where that is not known."""
+        """The messages that a sender within its credit may have waiting here; None where that is not known."""
         self.peers: dict[bytes, Peer] = {}
         """Admitted senders, by the identity of their ZeroMQ socket."""
         self.rejections: RejectionCounter = RejectionCounter(url)

@@ -198,16 +198,17 @@ async def serve_tcp(url: str, record_type: type[R], config: ReceiverConfig) -> A
     """Open the receiving end of a channel over TCP; see `serve`."""
     place = await anyio.to_thread.run_sync(resolved, url, config.key)
     socket, port = _bound(place, config)
+    share = most_waiting(config)
     receiver = RemoteReceiver(
         record_type,
         transport="tcp",
         url=f"tcp://{bracketed(place.host)}:{port}",
         socket=socket,
         config=config,
-        most_waiting=most_waiting(config),
+        most_waiting=share,
     )
     reader = FrameReader(record_type.schema, checksum=config.checksum)
-    acceptor = TcpAcceptor(receiver, socket, reader, port, most_waiting(config).nbytes)
+    acceptor = TcpAcceptor(receiver, socket, reader, port, share.nbytes)
     stack = AsyncExitStack()
     stack.push_async_callback(acceptor.aclose)
     receiver.start_accepting(stack)

@@ -51,9 +51,9 @@ class TurnOfEach:
     def __init__(self, share: Share) -> None:
         self.share = share
         self.over: bool = False
-        """Whether other tasks must run."""
+        """True if other tasks must run."""
         self._left: dict[bytes, Share] = {}
-        """What is left of the share of each connection of which a message was handled."""
+        """The rest of the share of each connection of which a message was handled."""
 
     def spend(self, identity: bytes, nbytes: int) -> bool:
         """Count a message of a connection; return whether these are more bytes than its share has."""

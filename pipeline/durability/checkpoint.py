@@ -117,6 +117,22 @@ def verify_checkpoint(checkpoint: str | Path, needed: Callable[[str], bool] = la
         raise CheckpointDamaged(_explained(path, damage, whole=None))
 
 
+def verify_if_listed(folder: Path, needed: Callable[[str], bool]) -> bool:
+    """Compare files in `folder` with its manifest, and return whether it has one; other programs write none. Blocks.
+
+    Args:
+        folder: a model, which may be a checkpoint or an exported one.
+        needed: see `verify_checkpoint`.
+
+    Raises:
+        CheckpointDamaged: a file is not as it was written.
+    """
+    listed = (folder / MANIFEST).is_file()
+    if listed:
+        verify_checkpoint(folder, needed)
+    return listed
+
+
 def _is_error(checkpoint: Path, whole: Path | None, *, skip_damaged: bool) -> bool:
     if (checkpoint / MANIFEST).exists():
         return not skip_damaged or whole is None

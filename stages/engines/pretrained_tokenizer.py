@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..._pipeline.durability.checkpoint import verify_checkpoint
-from ..._pipeline.durability.manifest import MANIFEST
+from ..._pipeline.durability.checkpoint import verify_if_listed
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.util.extras import extra
 
@@ -47,8 +46,7 @@ class PretrainedTokenizer:
         path = Path(folder).absolute()
         self.revision: str | None = path.name if path.parent.name == "snapshots" else None
         """The commit, if the folder is in the cache of Hugging Face's hub."""
-        if (path / MANIFEST).is_file():
-            verify_checkpoint(path, lambda name: name in FILES)
+        verify_if_listed(path, lambda name: name in FILES)
         self._tokenizer = _loaded(path / "tokenizer.json")
         config = _config(path / "tokenizer_config.json")
         self.eos_id: int = self._end(config.get("eos_token"), path)

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from ..._pipeline.durability.checkpoint import WEIGHTS, verify_checkpoint
-from ..._pipeline.durability.manifest import MANIFEST
+from ..._pipeline.durability.checkpoint import WEIGHTS, verify_if_listed
 from ..._pipeline.errors import InvalidConfig
 
 CONFIG, GENERATION, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
@@ -33,8 +32,7 @@ def check_configurations(folder: Path) -> None:
     Raises:
         CheckpointDamaged: one is not as it was written.
     """
-    if (folder / MANIFEST).is_file():
-        verify_checkpoint(folder, lambda name: name in CONFIGURATIONS)
+    verify_if_listed(folder, lambda name: name in CONFIGURATIONS)
 
 
 def check_model_files(folder: Path) -> None:
@@ -44,9 +42,7 @@ def check_model_files(folder: Path) -> None:
         CheckpointDamaged: one is not as it was written.
         InvalidConfig: one of another program is absent, or empty, or cut off.
     """
-    if (folder / MANIFEST).is_file():
-        verify_checkpoint(folder, lambda name: name in CONFIGURATIONS or name.endswith(".safetensors"))
-    else:
+    if not verify_if_listed(folder, lambda name: name in CONFIGURATIONS or name.endswith(".safetensors")):
         for path in _weights_files(folder):
             _check_length(path)
 

@@ -82,7 +82,7 @@ TAKEN: dict[State, set[type[WorkerEvent]]] = {
     left: set(),
     finished: set(),
 }
-"""What is taken in each state, besides `Failed`; all else costs the connection."""
+"""Events that are taken in each state, besides `Failed`; all else costs the connection."""
 
 
 @pytest.mark.parametrize("state", TAKEN, ids=lambda state: state.__name__)

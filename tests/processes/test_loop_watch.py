@@ -1,4 +1,4 @@
-"""What the checks of an event loop find: that it runs, that its place is to be named, that its process is to end."""
+"""Findings of the checks of an event loop: that it runs, that its place is to be named, that its process is to end."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ GROUPS = {"a": [3, 37, 5], "b": [2], "c": [20, 20], "d": [9, 1, 1, 1], "e": [4]}
 """Lengths of the completions of each group; every sequence has two more tokens, those of its prompt."""
 
 RAISED = {**EXITS, "StopIteration": StopIteration}
-"""What a loss raises, by name: an ordinary exception, and those that would end a task, a thread or a process."""
+"""Exceptions of a loss, by name: an ordinary one, and those that would end a task, a thread or a process."""
 
 COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs")
 
