@@ -29,7 +29,7 @@ from .errors import UNREADABLE, ProtocolMismatch
 from .ids import MAX_REPETITION_ID, GroupId
 from .tokenizer import TokenizerIdentity
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Incremented with every change that an older peer would misread; peers of different versions reject each other by
 name."""
 
@@ -146,6 +146,12 @@ class Publish(_Message, frozen=True):
     """Bundles that are published."""
 
     descriptors: Annotated[tuple[Descriptor, ...], msgspec.Meta(max_length=MOST_DESCRIPTORS)]
+
+
+class MessageCount(_Message, frozen=True):
+    """The messages that were sent before it on a connection over tcp; the side that serves answers with its count."""
+
+    sent: Count
 
 
 class CreditRequest(_Message, frozen=True):
@@ -318,12 +324,6 @@ class VersionGone(_Message, frozen=True):
     policy_version: Signed
 
 
-class MessageCount(_Message, frozen=True):
-    """The messages that were sent before it on this connection; the publisher answers with its own count."""
-
-    sent: Count
-
-
 Message = (
     Connect
     | Accept
@@ -331,6 +331,7 @@ Message = (
     | SegmentOffer
     | Ready
     | Publish
+    | MessageCount
     | CreditRequest
     | Telemetry
     | Close
@@ -351,7 +352,6 @@ Message = (
     | ChunkRequest
     | Chunk
     | VersionGone
-    | MessageCount
 )
 
 encode = msgspec.msgpack.Encoder().encode
@@ -359,7 +359,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 _decode: Callable[[bytes | memoryview], Message] = msgspec.msgpack.Decoder(Message).decode
 
-SenderMessage: TypeAlias = Publish | CreditRequest | Telemetry | Close
+SenderMessage: TypeAlias = Publish | MessageCount | CreditRequest | Telemetry | Close
 """The messages that a sender sends over ZeroMQ."""
 
 _decode_of_sender: Callable[[bytes | memoryview], SenderMessage] = msgspec.msgpack.Decoder(SenderMessage).decode

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..._schemas import ProtocolMismatch
 from ..._schemas.control import MessageCount
+from .heartbeat import PINGS_PER_TIMEOUT
 
 
 @dataclass(slots=True)
@@ -35,3 +37,22 @@ class MessageCounts:
     def complete(self, reported: MessageCount) -> bool:
         """Return whether all messages that the other side sent before `reported` have arrived."""
         return reported.sent == self.received
+
+    def check(self, reported: MessageCount) -> None:
+        """Check that all messages that the other side sent before `reported` have arrived.
+
+        Raises:
+            ProtocolMismatch: others are missing.
+        """
+        if not self.complete(reported):
+            raise ProtocolMismatch(
+                f"expected {reported.sent} messages before this one, got {self.received}: others were lost on their way"
+            )
+
+
+def count_interval_s(heartbeat_timeout_s: float) -> float:
+    """Return the seconds between two reports of the side that connects.
+
+    The other side sends its count as an answer alone: unasked, it would hide that reports do not arrive any more.
+    """
+    return heartbeat_timeout_s / PINGS_PER_TIMEOUT

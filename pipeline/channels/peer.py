@@ -15,6 +15,7 @@ from ..._schemas.descriptor import Descriptor
 from ..accounting.repetition_sets import iter_bits
 from ..accounting.shared_counters import EndState
 from .connection import PeerControl
+from .message_counts import MessageCounts
 from .transport import PayloadReader
 from .unread import Inflow
 
@@ -57,6 +58,8 @@ class Peer:
         """When it was admitted."""
         self.inflow: Inflow = Inflow()
         """Bytes of its messages that were handled."""
+        self.counts: MessageCounts = MessageCounts()
+        """Of the messages after the handshake."""
         self.sequence = 0
         """Its last record that arrived."""
         self.taken = 0

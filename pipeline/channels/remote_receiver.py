@@ -30,6 +30,7 @@ from ..._schemas.control import (
     CreditRequest,
     Leaving,
     Message,
+    MessageCount,
     Publish,
     Reject,
     Telemetry,
@@ -336,7 +337,12 @@ class RemoteReceiver(AsyncReceiver[R]):
         nbytes = sum(map(len, frames))
         peer.inflow.handled += nbytes + FRAMING_BYTES * len(frames)
         with DisconnectOnError(self.disconnect_for_error, peer):
-            match decode_of_sender(frames[0].buffer):
+            message = decode_of_sender(frames[0].buffer)
+            peer.counts.received += not isinstance(message, MessageCount)
+            match message:
+                case MessageCount():
+                    peer.counts.check(message)
+                    peer.counts.answer_due = True
                 case Publish(descriptors):
                     self._on_publish(peer, descriptors, frames[1:], nbytes - len(frames[0]))
                 case CreditRequest():
@@ -348,9 +354,15 @@ class RemoteReceiver(AsyncReceiver[R]):
                     self._on_close(peer, sequence, how)
 
     def _handle_after_close(self, peer: Peer, frames: Frames) -> None:
-        """Accept of a peer that has sent Close("staying") only a Close("done"): it knows that all is saved."""
+        """Accept of a peer that has sent Close("staying") only a Close("done"), when it knows that all is saved.
+
+        It may have missed that, so its reports of messages are answered.
+        """
         with suppress(ProtocolMismatch):
             message = decode_of_sender(frames[0].buffer)
+            if isinstance(message, MessageCount):
+                peer.counts.answer_due = True
+                return
             if isinstance(message, Close) and message.how == "done":
                 peer.awaits_saved = False
                 self.send(peer.identity, CloseAck())
@@ -502,7 +514,15 @@ class RemoteReceiver(AsyncReceiver[R]):
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             return error.errno != zmq.EHOSTUNREACH
+        if (peer := self.peers.get(identity)) is not None:
+            peer.counts.sent += not isinstance(message, MessageCount)
         return True
+
+    def answer_count(self, peer: Peer) -> None:
+        """Send `peer`, if it has reported how many messages it sent, how many were sent to it."""
+        if peer.counts.answer_due:
+            peer.counts.answer_due = False
+            self.send(peer.identity, peer.counts.report())
 
     # -- the receiving end -------------------------------------------------------------------------------------------
 

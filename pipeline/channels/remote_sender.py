@@ -29,6 +29,7 @@ from ..._schemas.control import (
     Instruction,
     Leaving,
     Message,
+    MessageCount,
     Outcomes,
     Publish,
     Reject,
@@ -45,6 +46,7 @@ from ..util.waiting import WaitClock, Waiters
 from .channel import ChannelStatistics
 from .connection import SenderControl
 from .memory import CHECKPOINT_EVERY
+from .message_counts import MessageCounts
 from .protocols import AsyncCloseable
 from .rejections import DisconnectOnError, reason_of
 from .transport import EVENTS, POLLIN, POLLOUT, PayloadWriter, R, Record
@@ -68,8 +70,22 @@ class SenderConnection:
     """The connection that all clones of a sender share."""
 
     def __init__(
-        self, control: SenderControl, accepted: Accept, writer: PayloadWriter, socket: zmq.Socket[bytes]
+        self,
+        control: SenderControl,
+        accepted: Accept,
+        writer: PayloadWriter,
+        socket: zmq.Socket[bytes],
+        count_interval_s: float | None = None,
     ) -> None:
+        """Begin to send.
+
+        Args:
+            control: detects the end of the connection.
+            accepted: the receiver's answer.
+            writer: places the records.
+            socket: the connection.
+            count_interval_s: seconds between two reports of the messages that were sent, where each record is one.
+        """
         self.writer = writer
         self.accepted = accepted
         """The receiver's answer, with the credit that it granted."""
@@ -114,6 +130,11 @@ class SenderConnection:
         """The socket's descriptor: readable when something may have happened."""
         self._loop.add_reader(self._fd, self.drain)
         self._watch = self._loop.create_task(self._watch_control(), name="penstock sender watch")
+        self._counts = MessageCounts()
+        """Of the messages after the handshake; not of those with records, which `sent` counts."""
+        self._count_interval_s = count_interval_s
+        self._count_timer: asyncio.TimerHandle | None = None
+        self._schedule_count()
         self.send(Publish(()))  # empty: it shows the receiver that this connection works
 
     async def _watch_control(self) -> None:
@@ -227,12 +248,27 @@ class SenderConnection:
     def send(self, message: Message) -> None:
         """Send a message, after the descriptors that precede it."""
         self.flush()
+        self._counts.sent += 1
+        self._transmit(message)
+
+    def _transmit(self, message: Message) -> None:
         if self._can_send:
             try:
                 self._socket.send(encode(message), zmq.NOBLOCK)
             except zmq.Again:
                 self._on_unreachable()
             self.drain()
+
+    def _schedule_count(self) -> None:
+        if self._count_interval_s is not None:
+            self._count_timer = self._loop.call_later(self._count_interval_s, self._report_count)
+
+    def _report_count(self) -> None:
+        """Report how many messages were sent, until the last one is on its way; see `MessageCounts`."""
+        if self._can_send and self._close_sent in {None, "staying"}:
+            self.flush()
+            self._transmit(MessageCount(self._counts.sent + self.sent - self._unsent))
+            self._schedule_count()
 
     def drain(self) -> None:
         """Handle all messages that have arrived from the receiver."""
@@ -255,6 +291,10 @@ class SenderConnection:
 
     def _handle(self, message: Message) -> None:
         """Handle a message of the receiver, whichever way it came."""
+        if isinstance(message, MessageCount):
+            self._counts.check(message)
+            return
+        self._counts.received += 1
         match message:
             case CreditGrant(spans):
                 self._credit_requested = False
@@ -333,6 +373,8 @@ class SenderConnection:
 
     async def _release(self) -> None:
         """Close the parts of the connection."""
+        if self._count_timer is not None:
+            self._count_timer.cancel()
         self._watch.cancel()
         self._loop.remove_reader(self._fd)
         self._socket.close(linger=0)

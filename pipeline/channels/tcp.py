@@ -46,6 +46,7 @@ from .handshake import (
 )
 from .heartbeat import ping_interval_s
 from .keys import ChannelKey
+from .message_counts import count_interval_s
 from .remote_receiver import ReceiverConfig, RemoteReceiver
 from .remote_sender import RemoteSender, SenderConnection
 from .tcp_acceptor import TcpAcceptor
@@ -263,7 +264,8 @@ async def connect_tcp(
         writer = FrameWriter(
             accepted.capacity, accepted.capacity_bytes, record_type.schema.kind, checksum=accepted.checksum
         )
-        connection = SenderConnection(control, accepted, writer, control.socket)
+        interval_s = None if heartbeat_timeout_s is None else count_interval_s(heartbeat_timeout_s)
+        connection = SenderConnection(control, accepted, writer, control.socket, interval_s)
         stack.pop_all()
     async with RemoteSender[R](connection, "tcp") as sender:
         yield sender

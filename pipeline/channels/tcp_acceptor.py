@@ -28,6 +28,7 @@ from ..._schemas import ProtocolMismatch
 from ..._schemas.control import Connect, Message, Ready, Reject, decode
 from ..errors import PenstockError
 from .heartbeat import CHECKS_PER_TIMEOUT, DAMAGED, GRACE_S, timeout_with
+from .message_counts import MessageCounts
 from .peer import Peer
 from .rejections import DisconnectOnError, rejection_of
 from .remote_receiver import ENDED, RemoteReceiver
@@ -267,6 +268,7 @@ class TcpAcceptor:
         connection.peer.inflow.begin(tcp.bytes_received)
         connection.timeout_s = timeout_with(request.ping_s, self._heartbeat_timeout_s)
         self.receiver.send(connection.identity, Ready())
+        connection.peer.counts = MessageCounts()
 
     def _reject(
         self,
@@ -297,8 +299,10 @@ class TcpAcceptor:
         for connection in list(self._connections.values()):
             if connection.peer is None or connection.tcp is None:
                 self._check_pending(connection)
-            elif connection.peer.open:
-                self._check_sender(connection, connection.peer, connection.tcp, emptied=emptied)
+            else:
+                if connection.peer.open:
+                    self._check_sender(connection, connection.peer, connection.tcp, emptied=emptied)
+                self.receiver.answer_count(connection.peer)
 
     def _check_pending(self, connection: _Connection) -> None:
         if shut_down_flood(connection.fd, connection.host, self.port, _exceeds_handshake):

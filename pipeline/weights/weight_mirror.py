@@ -49,8 +49,7 @@ from ..._schemas.control import (
 from ..accounting.telemetry import get_logger
 from ..channels.control_connection import serve_control
 from ..channels.handshake import NOT_SERVED, handshake_timeout
-from ..channels.heartbeat import PINGS_PER_TIMEOUT
-from ..channels.message_counts import MessageCounts
+from ..channels.message_counts import MessageCounts, count_interval_s
 from ..channels.socket_directory import shared_directory
 from ..channels.tcp_address import resolved
 from ..channels.tcp_control import TcpControl, connected
@@ -86,7 +85,7 @@ class _Link:
         self.layout = layout
         self._counts = MessageCounts()
         """Of the messages after the handshake."""
-        self._count_interval_s = heartbeat_timeout_s / PINGS_PER_TIMEOUT
+        self._count_interval_s = count_interval_s(heartbeat_timeout_s)
         self._used = False
         """Whether a message came on it after the handshake."""
         self._opened_s = anyio.current_time()
@@ -158,10 +157,7 @@ class _Link:
                 raise anyio.EndOfStream
 
     async def report_counts(self) -> None:
-        """Send, until the connection ends, how many messages were sent; the publisher answers with its own count.
-
-        The publisher sends none unasked: such a message would hide from this end that its own do not arrive any more.
-        """
+        """Send, until the connection ends, how many messages were sent; the publisher answers with its own count."""
         with suppress(anyio.BrokenResourceError):  # `receive` ends too
             while True:
                 await anyio.sleep(self._count_interval_s)

@@ -37,6 +37,9 @@ GREETING_BYTES, HANDSHAKE_FRAMES = 64, 2
 LONG = 2
 """The flag of a frame whose length takes 8 bytes."""
 
+COMMAND = 4
+"""The flag of a frame of ZMTP that is a command, such as a heartbeat, and no message."""
+
 
 @dataclass
 class Frames:
@@ -103,6 +106,35 @@ class Flip:
         return {"header": in_header, "handshake": handshake, "byte": True}[self.kind]
 
 
+@dataclass
+class CommandFlag:
+    """Sets the command flag of message `number` of a direction: ZeroMQ drops the message, and stays connected."""
+
+    to_receiver: bool
+    number: int
+    flipped_s: float | None = None
+    _messages: int = 0
+    _frames: Frames = field(default_factory=Frames)
+
+    def __call__(self, to_receiver: bool, part: bytes) -> bytes:  # noqa: FBT001 (see `Change`)
+        if to_receiver != self.to_receiver or self.flipped_s is not None:
+            return part
+        changed = bytearray(part)
+        for index, byte in enumerate(part):
+            if self._begins_the_message(byte):
+                changed[index] |= COMMAND
+                self.flipped_s = time.monotonic()
+                break
+        return bytes(changed)
+
+    def _begins_the_message(self, byte: int) -> bool:
+        """Return whether the next byte of the direction is the first one of message `number`."""
+        begins_message = self._frames.at_header and not byte & COMMAND
+        self._frames.advance(byte)
+        self._messages += begins_message
+        return begins_message and self._messages > self.number
+
+
 class Told:
     """A `PeerListener` that keeps what it is told."""
 
@@ -130,20 +162,20 @@ class Told:
 class Ends:
     """What became of one connection."""
 
-    flip: Flip
+    flip: Flip | CommandFlag
     intact: bool
     """Whether all records arrived and both ends closed without an error."""
     told_after_s: float
     """Seconds from the flip until both ends were told, or had closed."""
 
 
-async def flipped(flips: Iterable[Flip]) -> list[Ends]:
+async def flipped(flips: Iterable[Flip | CommandFlag], capacity: int = 4) -> list[Ends]:
     """Send records through a relay once for each flip, `AT_ONCE` at a time, and wait until both ends are told."""
     told, ends, pending = Told(), list[Ends](), iter(list(flips))
     async with serve(
         "tcp://127.0.0.1:0",
         TrajectoryGroup,
-        capacity=4,
+        capacity=capacity,
         listener=told,
         heartbeat_timeout_s=HEARTBEAT_S,
         max_senders=2 * AT_ONCE,
@@ -167,7 +199,7 @@ async def flipped(flips: Iterable[Flip]) -> list[Ends]:
     return ends
 
 
-async def one(inbox: Any, told: Told, name: str, flip: Flip) -> Ends:
+async def one(inbox: Any, told: Told, name: str, flip: Flip | CommandFlag) -> Ends:
     """Send the records of one connection, and wait until both ends are told of its end."""
     failure: Exception | None = None
     async with relayed(int(inbox.url.rpartition(":")[2]), lambda: flip) as port:
@@ -205,6 +237,16 @@ async def test_one_flipped_bit_is_told_to_both_ends() -> None:
 
     assert len(ends) == 32
     assert sum(not each.intact for each in ends) > 16
+
+
+async def test_a_message_that_was_dropped_is_told_to_both_ends() -> None:
+    """With credit for one record, each end waits for the next message of the other one."""
+    flags = [CommandFlag(way, number) for number in range(3, 12) for way in (True, False)]  # after the handshake
+
+    ends = await flipped(flags, capacity=1)
+
+    assert all(each.flip.flipped_s is not None for each in ends)
+    assert not any(each.intact for each in ends)
 
 
 @pytest.mark.long

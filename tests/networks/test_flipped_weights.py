@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from chaos.relay import relayed
 from tests.failsafe import FAILSAFE_S
-from tests.networks.test_flipped_bits import HEARTBEAT_S, Flip, Frames, every
+from tests.networks.test_flipped_bits import HEARTBEAT_S, CommandFlag, Flip, every
 
 from penstock.errors import NobodyListens, PenstockError, ProtocolMismatch
 from penstock.weights import WeightAddress, WeightPublisher, WeightSubscriber
@@ -103,38 +103,6 @@ async def test_each_flipped_bit_changes_no_weights() -> None:
 
 # -- the command flag --------------------------------------------------------------------------------------------------
 
-COMMAND = 4
-"""The flag of a frame of ZMTP that is a command, such as a heartbeat, and no message."""
-
-
-@dataclass
-class CommandFlag:
-    """Sets the command flag of message `number` of a direction: ZeroMQ drops the message, and stays connected."""
-
-    to_publisher: bool
-    number: int
-    done: bool = False
-    _messages: int = 0
-    _frames: Frames = field(default_factory=Frames)
-
-    def __call__(self, to_publisher: bool, part: bytes) -> bytes:  # noqa: FBT001 (see `Change`)
-        if to_publisher != self.to_publisher or self.done:
-            return part
-        changed = bytearray(part)
-        for index, byte in enumerate(part):
-            if self._begins_the_message(byte):
-                changed[index] |= COMMAND
-                self.done = True
-                break
-        return bytes(changed)
-
-    def _begins_the_message(self, byte: int) -> bool:
-        """Return whether the next byte of the direction is the first one of message `number`."""
-        begins_message = self._frames.at_header and not byte & COMMAND
-        self._frames.advance(byte)
-        self._messages += begins_message
-        return begins_message and self._messages > self.number
-
 
 @asynccontextmanager
 async def published_through(flag: CommandFlag) -> AsyncIterator[tuple[WeightPublisher, WeightAddress]]:
@@ -177,7 +145,7 @@ async def test_a_mirror_goes_on_after_a_message_that_was_dropped(*, to_publisher
         await subscriber.newer(1)
         subscriber.refresh()
 
-    assert flag.done
+    assert flag.flipped_s is not None
     assert np.array_equal(weights["weight"], newer["weight"])
 
 
@@ -197,4 +165,4 @@ async def test_a_message_of_the_handshake_that_was_dropped_is_told(*, to_publish
         with pytest.raises((NobodyListens, ProtocolMismatch)):
             await WeightSubscriber(address).__aenter__()
 
-    assert flag.done
+    assert flag.flipped_s is not None
