@@ -64,14 +64,17 @@ from .peer import Peer
 from .protocols import AsyncReceiver
 from .rejections import DisconnectOnError, RejectionCounter, reason_of
 from .segment import DEFAULT_SLOT_BYTES
-from .transport import EVENTS, POLLIN, Bundle, Frames, PayloadReader, R, receive_frames
+from .transport import EVENTS, LARGEST_MESSAGE, POLLIN, Bundle, Frames, PayloadReader, R, receive_frames
 from .turns import AT_ONCE, Share, Turn, TurnOfEach
-from .unread import FRAMING_BYTES
+from .unread import FRAMING_BYTES, MOST_BESIDE
 
 log = get_logger("penstock.channel")
 
 ENDED = "ended its connection without closing the channel"
 """The predicate of an error about a sender that died."""
+
+MOST_CONTROL = 8192
+"""Messages beside its records that a sender may have waiting here: a worker reports ten times a second."""
 
 RELEASE_AT = 32
 """Records whose credit is returned without a request, unless half of the capacity is less."""
@@ -135,7 +138,6 @@ class RemoteReceiver(AsyncReceiver[R]):
         url: str,
         socket: zmq.Socket[bytes],
         config: ReceiverConfig,
-        most_waiting: Share | None = None,
     ) -> None:
         self.url = url
         """The URL to which senders connect."""
@@ -155,8 +157,10 @@ class RemoteReceiver(AsyncReceiver[R]):
         """Fires when the time of an absent member is over."""
         self._end_reported = False
         """Whether `receive` has raised EndOfStream."""
-        self._most_waiting = most_waiting
-        """The messages that a sender within its credit may have waiting here; None where that is not known."""
+        self.most_waiting: Share = Share(
+            config.capacity + MOST_CONTROL, config.capacity_bytes + MOST_BESIDE * config.capacity + LARGEST_MESSAGE
+        )
+        """What a sender that keeps to its credit may have waiting here: records, and other messages."""
         self.peers: dict[bytes, Peer] = {}
         """Admitted senders, by the identity of their ZeroMQ socket."""
         self.rejections: RejectionCounter = RejectionCounter(url)
@@ -292,11 +296,11 @@ class RemoteReceiver(AsyncReceiver[R]):
         Returns:
             Whether none is left of others either.
         """
-        emptied = self._drain(None if self._most_waiting is None else TurnOfEach(self._most_waiting))
+        emptied = self._drain(TurnOfEach(self.most_waiting))
         self._wake()
         return emptied
 
-    def _drain(self, turn: Turn | TurnOfEach | None) -> bool:
+    def _drain(self, turn: Turn | TurnOfEach) -> bool:
         """Handle the messages that have arrived; those that are left when `turn` is over, when other tasks have run."""
         while not self._socket.closed:
             # There are three cases. In none is a message left that will not be noticed: the socket's descriptor is
@@ -305,14 +309,14 @@ class RemoteReceiver(AsyncReceiver[R]):
             # 1. So many messages were handled that other tasks must run: draining is scheduled to go on.
             # 2. No message is left: the descriptor reports the next one.
             # 3. A message is left: it is handled.
-            if turn is not None and turn.over:
+            if turn.over:
                 self._schedule_drain()
                 return False
             if not int(self._socket.getsockopt(EVENTS)) & POLLIN:
                 return True
             identity, *frames = receive_frames(self._socket)
             self._handle(identity.bytes, frames)
-            if turn is not None and turn.spend(identity.bytes, len(frames[0])):
+            if turn.spend(identity.bytes, len(frames[0])):
                 self._refuse_flood(identity.bytes, turn.share)
         return True
 

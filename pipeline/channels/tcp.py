@@ -53,11 +53,6 @@ from .tcp_acceptor import TcpAcceptor
 from .tcp_address import TcpAddress, bind, bracketed, resolved
 from .tcp_control import TcpControl, connected
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Bundle, R, Released, router, start_zero_copy
-from .turns import Share
-from .unread import MOST_BESIDE
-
-MOST_CONTROL = 8192
-"""Messages beside its records that a sender may have waiting here: a worker reports ten times a second."""
 
 NO_ADDRESS = "is its name right, and does the resolver answer?"
 
@@ -188,28 +183,20 @@ def _bound(place: TcpAddress, config: ReceiverConfig) -> tuple[zmq.Socket[bytes]
         raise
 
 
-def most_waiting(config: ReceiverConfig) -> Share:
-    """Return what a sender that keeps to its credit may have waiting here: records, and other messages."""
-    nbytes = config.capacity_bytes + MOST_BESIDE * config.capacity + LARGEST_MESSAGE
-    return Share(config.capacity + MOST_CONTROL, nbytes)
-
-
 @asynccontextmanager
 async def serve_tcp(url: str, record_type: type[R], config: ReceiverConfig) -> AsyncIterator[RemoteReceiver[R]]:
     """Open the receiving end of a channel over TCP; see `serve`."""
     place = await anyio.to_thread.run_sync(resolved, url, config.key)
     socket, port = _bound(place, config)
-    share = most_waiting(config)
     receiver = RemoteReceiver(
         record_type,
         transport="tcp",
         url=f"tcp://{bracketed(place.host)}:{port}",
         socket=socket,
         config=config,
-        most_waiting=share,
     )
     reader = FrameReader(record_type.schema, checksum=config.checksum)
-    acceptor = TcpAcceptor(receiver, socket, reader, port, share.nbytes)
+    acceptor = TcpAcceptor(receiver, socket, reader, port)
     stack = AsyncExitStack()
     stack.push_async_callback(acceptor.aclose)
     receiver.start_accepting(stack)

@@ -98,7 +98,6 @@ class TcpAcceptor:
         socket: zmq.Socket[bytes],
         reader: PayloadReader,
         port: int,
-        most_unread: int,
     ) -> None:
         self.receiver = receiver
         receiver.on_unknown = self._on_unknown
@@ -106,7 +105,7 @@ class TcpAcceptor:
         self._socket = socket
         self._reader = reader
         self.port = port
-        self._most_unread = most_unread
+        self._most_unread = receiver.most_waiting.nbytes
         """Bytes of a sender that may wait to be handled: those within its credit, and other messages."""
         self._heartbeat_timeout_s = receiver.config.heartbeat_timeout_s
         self._loop = asyncio.get_running_loop()

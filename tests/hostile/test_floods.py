@@ -77,6 +77,20 @@ async def test_other_tasks_run_while_messages_pour_in(monkeypatch: pytest.Monkey
             await until_rejected(inbox, 200)
 
 
+async def test_the_end_of_a_connection_is_handled_while_messages_pour_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    flood = 50_000
+    set_limits(monkeypatch, AT_ONCE=(10, 2**20))
+    async with serve("shm://", TrajectoryGroup) as inbox:
+        with a_stranger(inbox) as stranger:
+            for _ in range(flood):
+                stranger.send(b"\xc1")
+            await still_works(inbox)
+            with anyio.fail_after(FAILSAFE_S):
+                while inbox.peers:
+                    await anyio.lowlevel.checkpoint()
+            assert inbox.rejected < flood
+
+
 async def test_a_frame_that_no_sender_would_send_is_not_taken_in() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox:
         with a_stranger(inbox) as stranger:
