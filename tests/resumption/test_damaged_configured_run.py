@@ -1,4 +1,4 @@
-"""`penstock run` in a folder of which a file is damaged: equal weights, or status 1 and the name of the file."""
+"""`penstock run` whose folder has a damaged file, or whose disk is full: equal weights, or status 1 and a name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tests.configured_run import write_run
+from tests.namespaces import printed_by, small_disk
 from tests.resumption.damaged_files import DAMAGE, damaged_copies, one_bit
 
 from penstock import here
@@ -126,3 +127,18 @@ def test_every_damaged_file_is_named_or_changes_no_weight(
     newest = {path.name for path in (folder / "checkpoints" / NEWEST).iterdir()}
     found = newest - {"manifest.json"} if kind == "absent" else newest  # one without a manifest was never completed
     assert refused == {f"checkpoints/{NEWEST}/{name}" for name in found}
+
+
+def test_a_run_that_met_a_full_disk_names_it_and_ends_with_equal_weights_when_it_has_room(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    printed = printed_by(
+        small_disk(disk, "64m"), "-m", "tests.resumption.script_of_a_full_disk", str(disk), str(tmp_path)
+    )
+
+    full = [text for key, text in printed.items() if key.startswith("full but for ")]
+    resumed = {text for key, text in printed.items() if key.startswith("resumed after ")}
+    assert len(full) > 8
+    assert all("expected room for" in text and f"in {disk}/run" in text for text in full)
+    assert resumed == {"equal weights True"}
