@@ -22,7 +22,7 @@ MODULES = {
         "_pipeline.channels.tcp_acceptor",
         "_pipeline.weights.weight_server",
     ],
-    "LARGEST_MESSAGE": ["_pipeline.channels.tcp"],
+    "LARGEST_MESSAGE": ["_pipeline.channels.remote_receiver", "_pipeline.channels.tcp"],
     "MAX_HANDSHAKES": ["_pipeline.channels.tcp_acceptor", "_pipeline.weights.weight_server"],
     "MOST_REQUESTS": ["_pipeline.weights.weight_server"],
     "MOST_UNREAD_BYTES": ["_pipeline.weights.weight_server"],

@@ -106,7 +106,7 @@ def no_more_than(most: int, port: int) -> Iterator[int]:
             with suppress(OSError):
                 while part := far.recv(2**16):
                     near.sendall(part)
-                near.shutdown(socket.SHUT_RDWR)
+                near.shutdown(socket.SHUT_WR)  # shut for reading too, it would be reset, and lose the last part
 
         def forth() -> None:
             nonlocal near
