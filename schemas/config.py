@@ -10,15 +10,16 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-import yaml
 
 from .errors import InvalidConfig
+from .field_types import keys_in, names_in, types_at
+from .yaml_values import parse_yaml
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,18 +33,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 C = TypeVar("C", bound=Config)
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, extended to read `1e-3` as a number.
-
-    In pure Python: deep nesting raises `RecursionError`, where the C loader, which `msgspec.yaml` prefers, crashes.
-    """
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
 def load_config(schema: type[C], path: str | Path, *, root: str = "config") -> C:
     """Return the configuration in a YAML file; an empty file gives every field its default.
 
@@ -51,17 +40,17 @@ def load_config(schema: type[C], path: str | Path, *, root: str = "config") -> C
         InvalidConfig: the file is not YAML of plain values in UTF-8, or does not fit `schema`.
         OSError: the file cannot be read.
     """
-    values = load_values(path, root=root)
+    values = load_values(schema, path, root=root)
     try:
         return parse_config(schema, values, root=root)
     except InvalidConfig as error:
         raise InvalidConfig(f"{error} (in {path})") from None
 
 
-def load_values(path: str | Path, *, root: str = "config") -> dict[str, Any]:
-    """Return the values in a YAML file; none for an empty file. Raises what `load_config` does."""
+def load_values(schema: type[Config], path: str | Path, *, root: str = "config") -> dict[str, Any]:
+    """Return the values in a YAML file by the fields of `schema`; none for an empty file. Raises as `load_config`."""
     try:
-        values = parse_yaml(Path(path).read_text("utf-8"), root=root)
+        values = parse_yaml(Path(path).read_text("utf-8"), (schema,), root=root)
     except UnicodeDecodeError as error:
         raise InvalidConfig(f"{root}: expected YAML of plain values in UTF-8, got {error} (in {path})") from None
     except InvalidConfig as error:
@@ -71,18 +60,6 @@ def load_values(path: str | Path, *, root: str = "config") -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InvalidConfig(f"{root}: Expected `object`, got `{type(values).__name__}` (in {path})")
     return values
-
-
-def parse_yaml(text: str, *, root: str = "config") -> Any:
-    """Return the value that a YAML text holds.
-
-    Raises:
-        InvalidConfig: it is not YAML of plain values.
-    """
-    try:
-        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: no date
-        raise InvalidConfig(f"{root}: expected YAML of plain values in UTF-8, got {error}") from None
 
 
 def parse_config(schema: type[C], values: Mapping[str, Any], *, root: str = "config") -> C:
@@ -112,6 +89,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 _MESSAGE = re.compile(r"(?P<what>.*?)(?P<at> - at `\$(?P<path>[^`]*)`)?", re.DOTALL)
 
+_PLACES = re.compile(r"\.(\w+)|\[(\d+)\]")
+
 _UNKNOWN_KEY = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`")
 
 
@@ -121,44 +100,21 @@ def _explained(schema: type[Config], values: Any, message: str) -> str:
     if found is None:
         return message
     what, at, path = found["what"], found["at"] or "", found["path"] or ""
+    types = types_at(schema, [key or int(place) for key, place in _PLACES.findall(path)])
     if unknown := _UNKNOWN_KEY.fullmatch(what):
-        keys = {key for each in _configs(_annotations(schema, path)) for key in each.__struct_fields__}
-        return message + nearest(unknown["key"], sorted(keys))
+        return message + nearest(unknown["key"], keys_in(types))
     if ", got " in what or "[...]" in path:
         return message
     if what.startswith("Invalid enum value"):
-        value = _value_at(values, path)
-        known = [text for each in _annotations(schema, path) if get_origin(each) is Literal for text in get_args(each)]
+        value, known = _value_at(values, path), names_in(types)
         return f"Expected one of {', '.join(known)}, got {value!r}{at}{nearest(value, known)}"
     if what.startswith("Expected"):
         return f"{what}, got {_value_at(values, path)!r}{at}"
     return message
 
 
-def _annotations(schema: type[Config], path: str) -> list[Any]:
-    """Return the types that a value at `path` may have, such as those of a union or of a tuple."""
-    found = [schema]
-    for key in re.findall(r"\.(\w+)", path):
-        hints = [get_type_hints(each) for each in _configs(found)]
-        found = [inner for each in hints if key in each for inner in _within(each[key])]
-    return found
-
-
-def _within(annotation: Any) -> Iterator[Any]:
-    """Yield a type and all types in it."""
-    yield annotation
-    for inner in get_args(annotation):
-        yield from _within(inner)
-
-
-def _configs(annotations: Iterable[Any]) -> Iterator[type[Config]]:
-    for each in annotations:
-        if isinstance(each, type) and issubclass(each, Config):
-            yield each
-
-
 def _value_at(values: Any, path: str) -> Any:
-    for key, place in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+    for key, place in _PLACES.findall(path):
         values = values[key] if key else values[int(place)]
     return values
 

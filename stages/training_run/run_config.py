@@ -87,8 +87,8 @@ class DataConfig(Config, frozen=True):
     """Several sets, mixed by weight."""
     chat: bool = True
     """Make the prompt with the chat template of the tokenizer; false passes text to the model as it is."""
-    system: str = ""
-    """Text of the message of the system."""
+    system: str | None = ""
+    """Text of the message of the system; empty or null for none."""
     evaluation: Natural | NotNegative = 0
     """Rows that are kept apart and evaluated before and after training: below 1 their share, from 1 on their number."""
     max_prompt_tokens: Count = 512

@@ -146,7 +146,7 @@ class RunParts:
             seed=self.config.seed,
             shuffle=split == "train" and evaluation is None,
             chat=self.chat,
-            system=data.system,
+            system=data.system or "",
             max_prompt_tokens=data.max_prompt_tokens,
             name=name,
         )

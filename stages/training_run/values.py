@@ -3,7 +3,9 @@
     penstock run config.yaml model.path=./Qwen2.5-0.5B algorithm.optimizer.lr=1e-5
     PENSTOCK__MODEL__PATH=./Qwen2.5-0.5B penstock run config.yaml
 
-A value is YAML: `algorithm.clip=[0.2, 0.28]`, `model.lora={rank: 8}`, `data.system=null`.
+The type of the field decides what a value is. A field of text takes it as it is, `data.system=Answer after ####`; a
+number is decimal; a list or a section is YAML, `algorithm.clip=[0.2, 0.28]`, `model.lora={rank: 8}`; null is none where
+the field can be none.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..._pipeline.errors import InvalidConfig
-from ..._schemas.config import load_values, parse_config, parse_yaml
+from ..._schemas.config import load_values, parse_config
+from ..._schemas.field_types import types_at
+from ..._schemas.yaml_values import parse_argument
 from .run_config import RunConfig
 
 PREFIX = "PENSTOCK__"
@@ -36,37 +40,43 @@ def load_run_config(source: str | Path | Mapping[str, Any], overrides: Iterable[
         InvalidConfig: a value does not fit; the message has its path, the expected and the actual value.
         OSError: the file cannot be read.
     """
-    from_file = isinstance(source, str | Path)
-    values = load_values(source, root="config") if isinstance(source, str | Path) else _copied(source)
-    if from_file:
-        for path, value in _of_environment(os.environ):
-            _set(values, path, value)
+    if isinstance(source, str | Path):
+        values = load_values(RunConfig, source, root="config")
+        for name, path in _of_environment(os.environ):
+            values = _with_text(values, path, os.environ[name], root=name)
+    else:
+        values = dict(source)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise InvalidConfig(f"config: expected key=value, for example model.path=./model, got {override!r}")
-        _set(values, key.split("."), parse_yaml(text, root=key))
+        values = _with_text(values, key.split("."), text, root=key)
     return parse_config(RunConfig, values, root="config")
 
 
-def _of_environment(environment: Mapping[str, str]) -> Iterator[tuple[list[str], Any]]:
-    for name in sorted(environment):
-        if name.startswith(PREFIX):
-            path = name.removeprefix(PREFIX).lower().split("__")
-            yield path, parse_yaml(environment[name], root=name)
+def _of_environment(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the variables that are values, each with the path of its key."""
+    before: dict[str, str] = {}
+    for name in sorted(name for name in names if name.startswith(PREFIX)):
+        key = name.removeprefix(PREFIX).lower()
+        if key in before:
+            raise InvalidConfig(f"config: expected each key once, got {before[key]} and {name}: remove one")
+        before[key] = name
+        yield name, key.split("__")
 
 
-def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set the value at `path`, in mappings that are made where there are none."""
-    *parents, key = path
-    inner: Any = values
-    for depth, parent in enumerate(parents):
-        inner = inner.setdefault(parent, {})
-        if inner is None or not isinstance(inner, dict):
-            where = ".".join(parents[: depth + 1])
-            raise InvalidConfig(f"config: expected a mapping at {where} for {'.'.join(path)}, got {inner!r}")
-    inner[key] = value
+def _with_text(values: Mapping[str, Any], path: list[str], text: str, *, root: str) -> dict[str, Any]:
+    """Return `values` with the value that `text` is in the field at `path`."""
+    return _with(values, path, parse_argument(text, types_at(RunConfig, path), root=root))
 
 
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+def _with(values: Mapping[str, Any], path: list[str], value: Any, depth: int = 0) -> dict[str, Any]:
+    """Return `values` with `value` at `path[depth:]`, in mappings that are made where there are none."""
+    key = path[depth]
+    if depth == len(path) - 1:
+        return {**values, key: value}
+    inner = values.get(key, {})
+    if not isinstance(inner, Mapping):
+        where = ".".join(path[: depth + 1])
+        raise InvalidConfig(f"config: expected a mapping at {where} for {'.'.join(path)}, got {inner!r}")
+    return {**values, key: _with(inner, path, value, depth + 1)}

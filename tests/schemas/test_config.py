@@ -130,7 +130,8 @@ def test_text_that_only_resembles_a_number_stays_text(path: Path, scalar: str) -
         "workers: [",
         "workers: \x00",
         "workers: " + "9" * 5000,
-        "workers: 2024-13-01",
+        "workers: !!int 3",
+        "workers: !!binary x",
         "clip: " + "[" * 30_000,
     ],
 )

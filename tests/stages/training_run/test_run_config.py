@@ -120,7 +120,7 @@ def test_overrides_leave_the_given_mapping_as_it_is() -> None:
         ("seed", "expected key=value, for example model.path=./model, got 'seed'"),
         ("seed.more=1", "Expected `int`, got `object` - at `$.seed`"),
         ("model.path.more=1", "expected a mapping at model.path for model.path.more, got 'm'"),
-        ("seed=[", "seed: expected YAML of plain values"),
+        ("algorithm.clip=[", "algorithm.clip: expected YAML of plain values"),
     ],
     ids=str,
 )
