@@ -211,12 +211,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 raise InvalidRecord(f"{name}: expected str, got {type(value).__name__} ({value!r})")
             if len(value) > LONGEST_LINE:
                 raise InvalidRecord(f"{name}: expected at most {LONGEST_LINE} characters, got {len(value)}")
-        if not self.meta:
-            return
-        try:
-            _decode_header(self.header())
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise InvalidRecord(f"meta: expected values that JSON can hold, with str keys ({error})") from None
+        check_meta(self.meta)
 
     def _check_contents(self) -> None:
         if len(self.stop_reasons) and self.stop_reasons.max() > max(StopReason):
@@ -397,6 +392,20 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """
         env, instance_id, meta = decode_header(header)
         return cls(env=env, instance_id=instance_id, meta=meta, **cls.schema.fields(columns))
+
+
+def check_meta(meta: Mapping[str, Any]) -> None:
+    """Raise an error if `meta` cannot be sent.
+
+    Raises:
+        InvalidRecord: it has a value that JSON, or msgpack, cannot hold, or keys that are no text.
+    """
+    if not meta:
+        return
+    try:
+        _decode_header(_encode_header(("", "", meta)))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidRecord(f"meta: expected values that JSON can hold, with str keys ({error})") from None
 
 
 def decode_header(header: bytes | memoryview) -> tuple[str, str, JsonObject]:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from .._pipeline.errors import InvalidPipeline, PenstockError
 from .._pipeline.util.user_code import call_user, raised_text
 from .._schemas import InvalidRecord, StopReason
+from .._schemas.group import check_meta
 from .chat.chat_format import ChatFormat
 from .chat.conversations import Conversation, conversation, text_of
 from .data.prompts import Prompt, PromptSource
@@ -448,6 +449,19 @@ def _reward(value: Any) -> float:
     if not math.isfinite(reward):
         raise ValueError(f"expected a finite reward, got {reward}")
     return reward
+
+
+def checked(rollout: RolloutResult) -> RolloutResult:
+    """Return a rollout whose `meta` can be sent.
+
+    Raises:
+        EnvironmentFailed: it cannot.
+    """
+    try:
+        check_meta(rollout.meta)
+    except InvalidRecord as error:
+        raise EnvironmentFailed(f"environment raised {raised_text(error)}") from error
+    return rollout
 
 
 def _checked(rollout: Any) -> RolloutResult:

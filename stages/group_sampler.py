@@ -24,7 +24,7 @@ from .._pipeline.util.user_code import await_user
 from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .engines.policies import Completion, Engine
 from .engines.sampling_params import SamplingParams
-from .environments import EnvironmentFailed, PromptRejected, RolloutFn, RolloutResult, TaskFn
+from .environments import EnvironmentFailed, PromptRejected, RolloutFn, RolloutResult, TaskFn, checked
 from .rollout_columns import columns_of, sampled_anything, tokens_of
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class GroupSampler:
             with anyio.move_on_after(self._source.rollout_timeout_s) as timeout:
                 try:
                     generate = partial(self._generate, trajectory)
-                    rollouts[trajectory.repetition_id] = await rollout(trajectory.repetition_id, generate)
+                    rollouts[trajectory.repetition_id] = checked(await rollout(trajectory.repetition_id, generate))
                 except EnvironmentFailed as error:
                     self._drop([trajectory], "failed", error)
         if timeout.cancelled_caught:

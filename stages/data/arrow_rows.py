@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class ParquetRows:
         with self._lock:
             table = self._table(group)
         begin = int(self._ends[group]) - table.num_rows
-        return _row(table.slice(index - begin, 1))
+        return _row(table.slice(index - begin, 1), lambda: f"{self._path}: row {index}")
 
     def _table(self, group: int) -> Any:
         if group not in self._tables:
@@ -105,6 +106,7 @@ class FolderRows:
         if isinstance(loaded, dict):
             paths = ", ".join(str(path / split) for split in loaded)
             raise InvalidData(f"{path}: expected a folder of one set, got one of {len(loaded)}: take one of {paths}")
+        self._path = path
         self._rows = loaded.with_format("arrow")
 
     def __len__(self) -> int:
@@ -113,10 +115,10 @@ class FolderRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return row `index`."""
-        return _row(self._rows[index])
+        return _row(self._rows[index], lambda: f"{self._path}: row {index}")
 
 
-def _row(table: Any) -> dict[str, Any]:
+def _row(table: Any, place: Callable[[], str]) -> dict[str, Any]:
     """Return the only row of an Arrow table."""
     (row,) = table.to_pylist()
-    return plain_row(row)
+    return plain_row(row, place)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._pipeline.errors import InvalidData
+from .plain_values import plain_row
 
 BLOCK_BYTES = 1 << 24
 """Bytes that are searched for ends of lines at once."""
@@ -57,10 +58,13 @@ class JsonlRows:
                 raise InvalidData(f"{self._path}: expected the file as it was when the run began, got a changed one")
             line = os.pread(file.fileno(), end - begin, begin)
         try:
-            return _decoder.decode(line)
+            row = _decoder.decode(line)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            number = self._line_number(begin)
-            raise InvalidData(f"{self._path}:{number}: expected one JSON object in a line, got {error}") from None
+            raise InvalidData(f"{self._place(begin)}: expected one JSON object in a line, got {error}") from None
+        return plain_row(row, lambda: self._place(begin))
+
+    def _place(self, begin: int) -> str:
+        return f"{self._path}:{self._line_number(begin)}"
 
     def _line_number(self, begin: int) -> int:
         with FileIO(self._path) as file:

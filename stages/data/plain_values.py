@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -12,42 +12,81 @@ import numpy as np
 from ..._pipeline.errors import InvalidData
 
 
-def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def plain_row(row: Mapping[str, Any], place: Callable[[], str]) -> dict[str, Any]:
     """Return a row with every value converted.
 
     Arrays and scalars of numpy become lists and numbers, dates their text in ISO 8601, decimals their text, and numbers
     that are not finite None, as in JSON.
 
     >>> from datetime import date
-    >>> plain_row({"answer": np.int64(7), "born": date(1906, 12, 9), "parts": (1.5, float("nan"))})
+    >>> plain_row({"answer": np.int64(7), "born": date(1906, 12, 9), "parts": (1.5, float("nan"))}, lambda: "row 0")
     {'answer': 7, 'born': '1906-12-09', 'parts': [1.5, None]}
 
+    Args:
+        row: values by column.
+        place: returns where the row is, for a message.
+
     Raises:
-        InvalidData: JSON has no such value; the message names the column.
+        InvalidData: JSON, or msgpack, has no such value; the message has the place of the row, and the column.
     """
-    return {str(column): _plain(value, str(column)) for column, value in row.items()}
+    plain: dict[str, Any] = {}
+    for name, value in row.items():
+        column = str(name)
+        try:
+            plain[_plain_text(column)] = _plain(value)
+        except _NoJson as error:
+            raise InvalidData(f"{place()}: column {column!r}: expected {error}") from None
+        except RecursionError:
+            expected = "at most some hundred levels of lists and mappings, got more"
+            raise InvalidData(f"{place()}: column {column!r}: expected {expected}") from None
+    return plain
 
 
-def _plain(value: Any, column: str) -> Any:
+class _NoJson(Exception):
+    """A value that JSON cannot hold; the text goes on after "expected"."""
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
+        is_time = value.dtype.kind in "mM"  # in nanoseconds, tolist() would return bare numbers
+        value = (value.astype(f"{value.dtype.kind}8[us]") if is_time else value).tolist()
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(each, column) for key, each in value.items()}
+        return {_plain_text(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each, column) for each in value]
-    return _plain_scalar(value, column)
+        return [_plain(each) for each in value]
+    return _plain_scalar(value)
 
 
-def _plain_scalar(value: Any, column: str) -> Any:
-    if value is None or isinstance(value, str | bool | int):
+def _plain_scalar(value: Any) -> Any:
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return _plain_text(value)
+    if isinstance(value, int):
+        return _plain_int(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return float(value) if math.isfinite(value) else None
     if callable(isoformat := getattr(value, "isoformat", None)):  # a date, a time of day
         return isoformat()
     if isinstance(value, Decimal):
         return str(value)
-    raise InvalidData(
-        f"column {column!r}: expected text, numbers, truth values, dates, lists and mappings with keys of text, got "
-        f"{type(value).__name__}: remove the column, or convert it"
+    raise _NoJson(
+        f"text, numbers, truth values, dates, lists and mappings with keys of text, got {type(value).__name__}: "
+        f"remove the column, or convert it"
     )
+
+
+def _plain_text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        excerpt = value[max(0, error.start - 8) : error.end + 8]
+        raise _NoJson(f"text of Unicode, got a lone surrogate in {excerpt!r}: remove it") from None
+    return str.__str__(value)  # of a class of its own too, such as an Enum
+
+
+def _plain_int(value: int) -> int:
+    if not -(2**63) <= value < 2**64:
+        sign = " and a sign" if value < 0 else ""
+        raise _NoJson(f"whole numbers of at most 64 bits, got one of {value.bit_length()} bits{sign}: write it as text")
+    return int(value)

@@ -22,6 +22,9 @@ from .prompts import Prompt
 from .row_digests import digest_of
 from .rows import Rows, Source, open_rows
 
+LOOKED_AT = 64
+"""A source is refused if none of so many rows at its beginning has a prompt; with fewer, each ends as failed."""
+
 
 class PromptFormat(Protocol):
     """Converts messages to the tokens of a prompt: `penstock.chat.ChatFormat`."""
@@ -117,7 +120,7 @@ class PromptDataset:
         """Open the rows.
 
         Raises:
-            InvalidData: the source is of another kind than expected, has no rows, or no such column.
+            InvalidData: the source is of another kind than expected, has no rows, or its first rows have no prompt.
             OSError: the file cannot be read.
         """
         return PromptSet(self, open_rows(self.source))
@@ -165,7 +168,18 @@ class PromptSet:
                 f"{dataset.data_source}: expected at least one row for {dataset.split}, got none of "
                 f"{len(self._rows)} rows with evaluation={dataset.evaluation}"
             )
-        self._content(self.row(0))
+        problems = (self._problem(place) for place in range(min(len(self), LOOKED_AT)))
+        first = next(problems)
+        if first is not None and all(problems):
+            raise first
+
+    def _problem(self, place: int) -> InvalidData | None:
+        """Return why a row has no prompt; None if it has one."""
+        try:
+            self._content(self.row(place))
+        except InvalidData as error:
+            return error
+        return None
 
     def _prompt_of(self, row: dict[str, Any]) -> Prompt:
         dataset = self._dataset

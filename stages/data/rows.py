@@ -48,7 +48,7 @@ class PlainRows:
         row = self._rows[index]
         if not isinstance(row, Mapping):
             raise InvalidData(f"row {index}: expected a mapping from column to value, got {type(row).__name__}")
-        return plain_row(row)
+        return plain_row(row, lambda: f"row {index}")
 
 
 def open_rows(source: Source) -> Rows:

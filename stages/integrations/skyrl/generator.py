@@ -408,7 +408,7 @@ class PenstockGenerator:
 def _meta(input_batch: Mapping[str, Any], place: int) -> dict[str, Any]:
     """Return the `meta` of a request: what rewards read, under the names that a `PromptDataset` gives it."""
     extras = input_batch.get("env_extras")
-    row = plain_row(extras[place] if extras is not None else {})
+    row = plain_row(extras[place] if extras is not None else {}, lambda: f"env_extras[{place}]")
     env_class = input_batch["env_classes"][place]
     messages = json.loads(json.dumps(input_batch["prompts"][place]))
     return {"row": row, "messages": messages, "data_source": row.get("data_source") or env_class}
