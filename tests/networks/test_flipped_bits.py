@@ -240,13 +240,13 @@ async def test_one_flipped_bit_is_told_to_both_ends() -> None:
 
 
 async def test_a_message_that_was_dropped_is_told_to_both_ends() -> None:
-    """With credit for one record, each end waits for the next message of the other one."""
+    """With credit for one record, each end waits for the next message of the other. A lost count changes nothing."""
     flags = [CommandFlag(way, number) for number in range(3, 12) for way in (True, False)]  # after the handshake
 
     ends = await flipped(flags, capacity=1)
 
-    assert all(each.flip.flipped_s is not None for each in ends)
-    assert not any(each.intact for each in ends)
+    told = [each.flip.to_receiver for each in ends if each.flip.flipped_s is not None and not each.intact]
+    assert {True, False} == set(told)
 
 
 @pytest.mark.long
