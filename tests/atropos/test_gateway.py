@@ -135,6 +135,22 @@ async def test_the_stream_ends_with_the_last_step(monkeypatch: pytest.MonkeyPatc
             await inbox.receive()
 
 
+async def test_groups_that_wait_after_the_last_step_are_unfinished() -> None:
+    source = AtroposGateway(batch_size=8, max_token_len=64, num_steps=3, server=ANYWHERE, departure_timeout_s=0.01)
+    context = Context(ledger=Ledger())
+
+    async with running(source, context) as inbox, talking(source) as talk:
+        for _ in range(5):
+            await talk.post("/scored_data", scored(4))
+        sent = [await inbox.receive()]
+        context.ledger.step = 3
+        sent += [group async for group in inbox]
+
+    assert len(sent) < 5
+    assert context.ledger.balance().reasons["unfinished"] == {"in flight when the run ended": 4 * (5 - len(sent))}
+    assert context.ledger.in_flight == 4 * len(sent)
+
+
 async def test_after_the_last_step_environments_are_notified_and_their_groups_dropped() -> None:
     source = AtroposGateway(
         batch_size=8, max_token_len=64, num_steps=3, server=ANYWHERE, departure_timeout_s=FAILSAFE_S

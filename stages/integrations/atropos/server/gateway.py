@@ -20,8 +20,9 @@ from ....._pipeline.accounting.repetition_sets import mask_of
 from ....._pipeline.accounting.telemetry import Metrics
 from ....._pipeline.channels.channel import SendChannel
 from ....._pipeline.graph.context import Context, current
+from ....._pipeline.processes.worker_accounting import RUN_ENDED
 from ....._pipeline.util.waiting import Waiters
-from ....._schemas import TrajectoryGroup
+from ....._schemas import GroupId, TrajectoryGroup
 from ....._schemas.numbers import normalize_counts, normalize_numbers
 from ..contract import ScoredData, TrainerRegistration
 from ..queue.records import Submission
@@ -113,6 +114,19 @@ class AtroposGateway:
         )
         queue.register_trainer(self._registration(context.ledger.step))
         backend = _SourceBackend(self, context, outbox)
+        try:
+            await self._serve(queue, backend, context, outbox)
+        finally:
+            if backend.complete:
+                backend.end_waiting()
+
+    async def _serve(
+        self,
+        queue: TrajectoryQueue[TrajectoryGroup],
+        backend: _SourceBackend,
+        context: Context,
+        outbox: SendChannel[TrajectoryGroup],
+    ) -> None:
         async with open_server(self.server, queue, backend, "AtroposGateway") as running:
             observer = _observer(context.metrics, running.endpoints)
             with self.listening.at(running.url), context.metrics.observing(observer):
@@ -173,6 +187,8 @@ class _SourceBackend(Backend[TrajectoryGroup]):
         self._run_id = secrets.token_hex(4)
         """Part of every instance id, so that ids are unique among runs."""
         self._numbers = itertools.count()
+        self._waiting: dict[GroupId, TrajectoryGroup] = {}
+        """Groups that were admitted, and not sent on."""
         self._sending = 0
         """Groups that wait for credit: 1 or 0."""
 
@@ -220,15 +236,22 @@ class _SourceBackend(Backend[TrajectoryGroup]):
             repetitions = group.repetition_ids.tolist()
             if not self._ledger.known(group.id) & mask_of(repetitions):
                 self._ledger.admit(group.id, repetitions)
+                self._waiting[group.id] = group
         self.arrival.wake_all()
 
     async def send(self, group: TrajectoryGroup) -> None:
         """Send a group on; while it waits for credit, it counts as waiting."""
+        self._waiting.pop(group.id, None)
         self._sending = 1
         try:
             await self._outbox.send(group)
         finally:
             self._sending = 0
+
+    def end_waiting(self) -> None:
+        """Count the groups for which no step was left: no stage after this one has received them."""
+        while self._waiting:
+            self._ledger.end(self._waiting.popitem()[1], "unfinished", RUN_ENDED)
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
