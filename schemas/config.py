@@ -26,7 +26,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base class of configurations: a frozen value that rejects unknown keys.
 
     Subclass it with fields, and repeat `frozen=True` for the type checkers. A rule over values goes into
-    `__post_init__`, which raises `ValueError("field: expected …, got …")`.
+    `__post_init__`, which raises `InvalidConfig("field: expected …, got …")`.
     """
 
 
@@ -134,8 +134,8 @@ def check_finite(**values: float | None) -> None:
     """Raise an error if a number is not finite (YAML has `.nan` and `.inf`). For `__post_init__`.
 
     Raises:
-        ValueError: naming the field.
+        InvalidConfig: naming the field.
     """
     for name, value in values.items():
         if value is not None and not math.isfinite(value):
-            raise ValueError(f"{name}: expected a finite number, got {value}")
+            raise InvalidConfig(f"{name}: expected a finite number, got {value}")

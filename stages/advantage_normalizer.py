@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
+from .._pipeline.errors import InvalidConfig
 from .._pipeline.graph.context import current
 from .._pipeline.graph.flush import FlushableInbox
 from .._schemas import TrajectoryGroup
@@ -51,7 +52,7 @@ class AdvantageNormalizer:
         preset: the library whose results are computed where they differ from ours.
 
     Raises:
-        ValueError: an unknown mode or preset, bounds in the wrong order, a discount outside [0, 1], or an
+        InvalidConfig: an unknown mode or preset, bounds in the wrong order, a discount outside [0, 1], or an
             argument missing or without use.
     """
 
@@ -77,7 +78,7 @@ class AdvantageNormalizer:
         normalize_counts(self, "batch_groups")
         low, high = self._bounds
         if math.isnan(low) or math.isnan(high) or not low <= 0 <= high or low == high:
-            raise ValueError(f"clip: expected a positive number, or a pair with 0 between, got {self.clip}")
+            raise InvalidConfig(f"clip: expected a positive number, or a pair with 0 between, got {self.clip}")
         self._check_batch_groups(gae_is_whitened=preset.gae_is_whitened)
         _check_discount("gamma", self.gamma, BY_TOKEN, self.mode)
         _check_discount("gae_lambda", self.gae_lambda, ("gae",), self.mode)
@@ -88,9 +89,9 @@ class AdvantageNormalizer:
         if self.batch_groups is None:
             if self.mode in GATHERING or (self.mode == "gae" and gae_is_whitened):
                 modes = ", ".join([*GATHERING, "gae of most presets"])
-                raise ValueError(f"batch_groups: expected a number with {modes}, got none with {self.mode}")
+                raise InvalidConfig(f"batch_groups: expected a number with {modes}, got none with {self.mode}")
         elif self.mode not in (*GATHERING, "gae"):
-            raise ValueError(f"batch_groups: expected none with {self.mode}, got {self.batch_groups}")
+            raise InvalidConfig(f"batch_groups: expected none with {self.mode}, got {self.batch_groups}")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Groups that are gathered are held as owned copies."""
@@ -170,11 +171,11 @@ class AdvantageNormalizer:
 
 def _check_choice(name: str, given: str, choices: Sequence[str]) -> None:
     if given not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {given!r}")
+        raise InvalidConfig(f"{name}: expected one of {', '.join(choices)}, got {given!r}")
 
 
 def _check_discount(name: str, discount: float, modes: Sequence[str], mode: str) -> None:
     if not 0 <= discount <= 1:
-        raise ValueError(f"{name}: expected a number from 0 to 1, got {discount}")
+        raise InvalidConfig(f"{name}: expected a number from 0 to 1, got {discount}")
     if discount != 1 and mode not in modes:
-        raise ValueError(f"{name}: expected 1 but with {' and '.join(modes)}, got {discount} with {mode}")
+        raise InvalidConfig(f"{name}: expected 1 but with {' and '.join(modes)}, got {discount} with {mode}")

@@ -19,6 +19,7 @@ from .._pipeline.accounting.repetition_sets import iter_bits, trajectories
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.channels.chunks import receive_chunks, send_all
+from .._pipeline.errors import InvalidConfig
 from .._pipeline.graph.context import current, drop
 from .._pipeline.graph.flush import flush_cancels
 from .._pipeline.graph.stage_info import StageInfo
@@ -62,7 +63,7 @@ class GroupAssembler:
         max_bytes: bytes of their columns, likewise.
 
     Raises:
-        ValueError: a number out of range, or a deadline with `wait` or none without.
+        InvalidConfig: a number out of range, or a deadline with `wait` or none without.
     """
 
     group_size: int
@@ -75,11 +76,13 @@ class GroupAssembler:
         normalize_counts(self, "group_size", "max_groups", "max_bytes")
         normalize_numbers(self, "deadline_s")
         if self.stragglers not in get_args(Stragglers):
-            raise ValueError(f"stragglers: expected one of {', '.join(get_args(Stragglers))}, got {self.stragglers!r}")
+            raise InvalidConfig(
+                f"stragglers: expected one of {', '.join(get_args(Stragglers))}, got {self.stragglers!r}"
+            )
         if self.stragglers == "wait" and self.deadline_s is not None:
-            raise ValueError(f"deadline_s: expected none with stragglers='wait', got {self.deadline_s}")
+            raise InvalidConfig(f"deadline_s: expected none with stragglers='wait', got {self.deadline_s}")
         if self.stragglers != "wait" and self.deadline_s is None:
-            raise ValueError(
+            raise InvalidConfig(
                 f"deadline_s: expected seconds with stragglers={self.stragglers!r}, got {self.deadline_s}; to wait "
                 f"without a deadline, set stragglers='wait'"
             )

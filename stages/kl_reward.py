@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
+from .._pipeline.errors import InvalidConfig
 from .._schemas import InvalidRecord, TrajectoryGroup
 from .._schemas.columns import as_column, freeze
 from .kl_estimate import KLEstimator, kl_estimate
@@ -38,7 +39,7 @@ class KLReward:
             contain the rewards of turns; the level `sequence` leaves those unchanged.
 
     Raises:
-        ValueError: a factor that is not positive, or an unknown estimator or level.
+        InvalidConfig: a factor that is not positive, or an unknown estimator or level.
     """
 
     factor: float
@@ -47,11 +48,13 @@ class KLReward:
 
     def __post_init__(self) -> None:
         if not (self.factor > 0 and math.isfinite(self.factor)):
-            raise ValueError(f"factor: expected a positive number, got {self.factor}")
+            raise InvalidConfig(f"factor: expected a positive number, got {self.factor}")
         if self.estimator not in get_args(KLEstimator):
-            raise ValueError(f"estimator: expected one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}")
+            raise InvalidConfig(
+                f"estimator: expected one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}"
+            )
         if self.level not in ("sequence", "token"):
-            raise ValueError(f"level: expected 'sequence' or 'token', got {self.level!r}")
+            raise InvalidConfig(f"level: expected 'sequence' or 'token', got {self.level!r}")
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Adds the reward part `kl` with the change of each reward.

@@ -23,6 +23,7 @@ from .._pipeline.accounting.shared_counters import EndState
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
 from .._pipeline.durability.run_changes import StageFacts
+from .._pipeline.errors import InvalidConfig
 from .._pipeline.graph.context import current, drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_first
@@ -70,8 +71,8 @@ class RewardBridge:
         functions: further components, in Python, after those that the configuration names.
 
     Raises:
-        ValueError: a component reads text and there is no tokenizer, or two components have the same name.
-        InvalidConfig: the configuration names a function that does not exist.
+        InvalidConfig: a component reads text and there is no tokenizer, two components have the same name, or the
+            configuration names a function that does not exist.
     """
 
     config: RewardConfig = field(default_factory=RewardConfig)
@@ -83,10 +84,13 @@ class RewardBridge:
     def __post_init__(self) -> None:
         object.__setattr__(self, "components", (*configured_functions(self.config), *self.functions))
         if self._reads_text and self.tokenizer is None:
-            raise ValueError("tokenizer: expected one, because format markers, characters or functions read text")
+            raise InvalidConfig("tokenizer: expected one, because format markers, characters or functions read text")
         names = [component.name for component in self.components]
-        if taken := OWN_PARTS.intersection(names) or {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"functions: expected names of their own, got {sorted(taken)} twice")
+        if taken := sorted(OWN_PARTS.intersection(names) or {name for name in names if names.count(name) > 1}):
+            raise InvalidConfig(
+                f"functions: expected names that differ from each other and from {', '.join(sorted(OWN_PARTS))}, got "
+                f"{taken[0]!r} again: set name"
+            )
 
     @classmethod
     def from_yaml(
@@ -96,8 +100,7 @@ class RewardBridge:
 
         Raises:
             InvalidConfig: the file does not fit; the message has the path of the value, the expected and the actual
-                value.
-            ValueError: see the class.
+                value. Or see the class.
         """
         return cls(load_config(RewardConfig, path, root="reward"), tokenizer, functions)
 

@@ -26,6 +26,7 @@ from .._pipeline.channels.channel import ReceiveChannel
 from .._pipeline.durability.checkpoint import checkpoint_of, latest_checkpoint, remove_old_checkpoints
 from .._pipeline.durability.resumption import ResumePoint, Snapshot, Stateful
 from .._pipeline.durability.run_changes import StageFacts, StatesFacts
+from .._pipeline.errors import InvalidConfig
 from .._pipeline.graph.context import current
 from .._pipeline.graph.flush import FlushableInbox
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
@@ -166,7 +167,7 @@ class SinkTrainer:
 
     Raises:
         TypeError: the trainer lacks a method that `publisher` or `checkpoints` need.
-        ValueError: a count below 1.
+        InvalidConfig: a count below 1.
     """
 
     trainer: Trainer
@@ -215,10 +216,10 @@ class SinkTrainer:
 
         Raises:
             TypeError: the trainer is not `Resumable`.
-            ValueError: the sink has a folder for checkpoints.
+            InvalidConfig: the sink has a folder for checkpoints.
         """
         if self.checkpoints is not None:
-            raise ValueError(f"checkpoints: expected none in a run that is kept in a folder, got {self.checkpoints}")
+            raise InvalidConfig(f"checkpoints: expected none in a run that is kept in a folder, got {self.checkpoints}")
         trainer = self.trainer
         if not isinstance(trainer, Resumable):
             raise TypeError(
@@ -248,7 +249,7 @@ class SinkTrainer:
         `cancel_timeout_s`.
 
         Raises:
-            ValueError: `checkpoint_every` or `keep_checkpoints` without a folder for checkpoints.
+            InvalidConfig: `checkpoint_every` or `keep_checkpoints` without a folder for checkpoints.
             Exception: raised by the trainer's `step`, unchanged; that batch is not committed. Or raised by its `watch`.
         """
         self._check_folder()
@@ -275,7 +276,7 @@ class SinkTrainer:
     def _check_folder(self) -> None:
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) is not None and self.checkpoints is None:
-                raise ValueError(f"{name}: expected with a folder for checkpoints, got none")
+                raise InvalidConfig(f"{name}: expected with a folder for checkpoints, got none")
 
     async def _train_all(self, inbox: ReceiveChannel[TrainBatch], ledger: Ledger, thread: anyio.CapacityLimiter) -> int:
         """Train until the stream ends; return the number of ended trajectories at the last checkpoint.

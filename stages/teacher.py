@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
-from .._pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
+from .._pipeline.errors import EngineFailed, EngineTimedOut, InvalidConfig, PenstockError
 from .._pipeline.graph.context import Worker, current, drop
 from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_single
@@ -89,7 +89,7 @@ class Teacher:
         on_failure: the rule for a group with a sequence for which all attempts failed.
 
     Raises:
-        ValueError: a number out of range, or an unknown `on_failure`.
+        InvalidConfig: a number out of range, or an unknown `on_failure`.
     """
 
     policy: TeacherPolicy
@@ -104,7 +104,9 @@ class Teacher:
         normalize_counts(self, "top_k", "concurrency")
         normalize_numbers(self, "teacher_timeout_s")
         if self.on_failure not in get_args(OnFailure):
-            raise ValueError(f"on_failure: expected one of {', '.join(get_args(OnFailure))}, got {self.on_failure!r}")
+            raise InvalidConfig(
+                f"on_failure: expected one of {', '.join(get_args(OnFailure))}, got {self.on_failure!r}"
+            )
 
     def stage_info(self) -> StageInfo:
         """State the tokenizers of the stage and of the teacher."""

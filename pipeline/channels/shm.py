@@ -33,7 +33,7 @@ from ..._schemas.layout import (
     aligned,
     encode_contents,
 )
-from ..errors import NobodyListens, PeerLost, RecordTooLarge
+from ..errors import InvalidConfig, NobodyListens, PeerLost, RecordTooLarge
 from ..util.blocking import enter_in_thread
 from .checksum import CHECKSUM_BYTES
 from .control_connection import ControlConnection, connect_control
@@ -291,10 +291,10 @@ async def serve_shm(url: str, record_type: type[R], config: ReceiverConfig) -> A
     """Open the receiving end of a channel on this host; see `serve`.
 
     Raises:
-        ValueError: the URL names a path; the sockets always lie in a directory that this process makes.
+        InvalidConfig: the URL names a path; the sockets always lie in a directory that this process makes.
     """
     if url != SCHEME:
-        raise ValueError(f"expected {SCHEME} without a path, got {url!r}: senders connect to `inbox.url`")
+        raise InvalidConfig(f"expected {SCHEME} without a path, got {url!r}: senders connect to `inbox.url`")
     async with AsyncExitStack() as stack:
         directory = await enter_in_thread(stack, socket_directory())
         socket, connection, endpoint = await anyio.to_thread.run_sync(_bind, directory, config.heartbeat_timeout_s)

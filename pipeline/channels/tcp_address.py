@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from ..errors import InvalidConfig
 from .default_key import default_key
 from .keys import ChannelKey
 
@@ -36,15 +37,15 @@ def resolved(url: str, key: ChannelKey | None) -> TcpAddress:
     Raises:
         InvalidKey, KeyUnavailable: there is no key that this user may use by default.
         OSError: the host has no address.
-        ValueError: the URL has no port, or a host beyond loopback and there is no key.
+        InvalidConfig: the URL has no port, or a host beyond loopback and there is no key.
     """
     parts = urlsplit(url)
     if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
-        raise ValueError(f"expected tcp://HOST:PORT, got {url!r}")
+        raise InvalidConfig(f"expected tcp://HOST:PORT, got {url!r}")
     found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
     if key is None and not all(ipaddress.ip_address(address).is_loopback for address in addresses):
-        raise ValueError(
+        raise InvalidConfig(
             f"expected a loopback address or a key, got {parts.hostname} and none: any process that reaches the port "
             f"could read and forge records; make a file with Key.create(path), copy it to the other host, give both "
             f"ends key=Key.load(path), or tunnel the port with ssh -L"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 from ..._schemas import tokenizer_identity
 from ..._schemas.control import check_name
 from ..._schemas.numbers import finite_number, whole_number
+from ..errors import InvalidConfig
 from ..util.file_descriptors import available
 from .channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
@@ -80,9 +81,8 @@ def serve(
 
     Raises:
         TypeError: `tokenizer` has no identity.
-        InvalidConfig: a count that is no whole number or below 1, or seconds that are not finite.
-        ValueError: a name that is too long or not printable, an unknown scheme, a key that is missing, or one that shm
-            does not use.
+        InvalidConfig: a count that is no whole number or below 1, seconds that are not finite, a name that is too long
+            or not printable, an unknown scheme, a key that is missing, or one that shm does not use.
         InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
         OutOfFileDescriptors: this process has too few left.
         DiskFull, NotWritable: the folder for the sockets cannot be written; the message names it.
@@ -91,7 +91,7 @@ def serve(
     if senders is not None:
         senders = whole_number("senders", senders)
     if on_absence not in get_args(OnAbsence):
-        raise ValueError(f"on_absence: expected one of {', '.join(get_args(OnAbsence))}, got {on_absence!r}")
+        raise InvalidConfig(f"on_absence: expected one of {', '.join(get_args(OnAbsence))}, got {on_absence!r}")
     counted = None if senders is None else Members(senders, absence_timeout_s=absence_timeout_s, on_absence=on_absence)
     config = ReceiverConfig(
         capacity=whole_number("capacity", capacity),
@@ -144,9 +144,8 @@ def connect(
         OutOfSharedMemory: the machine has no room for the segment.
         OutOfFileDescriptors: this process, or the receiver, has too few left.
         MemberNameRequired, MemberNameInUse, TooManyMembers: the receiver counts senders by name, and not this one.
-        InvalidConfig: seconds that are not finite.
-        ValueError: an unknown scheme, a key that is missing, or one that shm does not use, or a name that is too
-            long or not printable.
+        InvalidConfig: seconds that are not finite, an unknown scheme, a key that is missing, or one that shm does not
+            use, or a name that is too long or not printable.
     """
     heartbeat_timeout_s = _heartbeat_timeout_s(heartbeat_timeout_s)
     name = check_name(name or "")
@@ -176,7 +175,7 @@ def _heartbeat_timeout_s(heartbeat_timeout_s: float | None) -> float | None:
 def _scheme(url: str, key: ChannelKey | None) -> str:
     scheme = url.partition("://")[0]
     if scheme not in {"shm", "tcp"}:
-        raise ValueError(f"expected a URL that begins with shm:// or tcp://, got {url!r}")
+        raise InvalidConfig(f"expected a URL that begins with shm:// or tcp://, got {url!r}")
     if scheme == "shm" and key is not None:
-        raise ValueError("expected no key for shm://: only this user can open its sockets and its memory")
+        raise InvalidConfig("expected no key for shm://: only this user can open its sockets and its memory")
     return scheme

@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 
 from ..._schemas.numbers import normalize_numbers, whole_number
 from ..accounting.telemetry import get_logger
-from ..errors import ServerFailed
+from ..errors import InvalidConfig, ServerFailed
 from ..graph.context import current
 from ..util.os_errors import explaining_os_errors
 from .log_errors import first_error
@@ -55,11 +55,11 @@ def http_ready(url: str) -> Probe:
     """Return a probe that succeeds when a GET of this `http://` URL is answered with a status from 200 to 299.
 
     Raises:
-        ValueError: `url` is no such URL.
+        InvalidConfig: `url` is no such URL.
     """
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
-        raise ValueError(f"expected a URL that begins with http:// and names a host, got {url!r}")
+        raise InvalidConfig(f"expected a URL that begins with http:// and names a host, got {url!r}")
     return partial(_get, url)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import anyio
 
-from ..errors import RunStopped
+from ..errors import InvalidConfig, RunStopped
 from ..util.exception_groups import all_of
 from ..util.printing import leave_closed_terminal, print_line
 from ..util.signals import REPEATED, STOP_SIGNALS
@@ -169,7 +169,7 @@ async def stoppable(stop_timeout_s: float = STOP_TIMEOUT_S) -> AsyncGenerator[No
 def stop_request(stop_timeout_s: float) -> Iterator[StopRequest]:
     """Make a signal a request to stop within the body; see the module for exceptions. A run in a run gets none."""
     if not stop_timeout_s > 0:
-        raise ValueError(f"stop_timeout_s: expected a positive number of seconds, got {stop_timeout_s}")
+        raise InvalidConfig(f"stop_timeout_s: expected a positive number of seconds, got {stop_timeout_s}")
     if (prepared := _prepared.get()) is not None:
         with _taken(prepared):
             yield prepared

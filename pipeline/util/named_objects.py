@@ -9,7 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from ..._schemas.config import nearest
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, PenstockError
+from .raised_places import located_text
 from .user_code import call_user
 
 
@@ -24,8 +25,8 @@ def import_object(name: str, root: str = "config") -> Any:
         root: the path of the value, at the beginning of error messages.
 
     Raises:
-        InvalidConfig: `name` has another form, or there is no such module or no such name in it.
-        Exception: raised by the module while it was imported.
+        InvalidConfig: `name` has another form, there is no such module or no such name in it, or the module raised
+            while it was imported.
     """
     place, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*place.split("."), *attribute.split(".")]):
@@ -45,10 +46,31 @@ def _imported(place: str, root: str) -> ModuleType:
     importlib.invalidate_caches()
     try:
         return call_user(importlib.import_module, place)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise  # of a module that this one imports
-        known = [path.stem for path in Path(folder).glob("*.py")]
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
+            known = [path.stem for path in Path(folder).glob("*.py")]
+            raise InvalidConfig(
+                f"{root}: expected a module that is installed or a file in {folder}, got {place!r}"
+                f"{nearest(place, known)}"
+            ) from None
         raise InvalidConfig(
-            f"{root}: expected a module that is installed or a file in {folder}, got {place!r}{nearest(place, known)}"
-        ) from None
+            f"{root}: expected a module that can be imported, got {place!r}, which raised {located_text(error)}"
+        ) from error
+
+
+def call_object(name: str, root: str, *arguments: Any) -> Any:
+    """Return the result of the function that `module:name` names.
+
+    Raises:
+        InvalidConfig: see `import_object`; or it is no function of these arguments, or raised.
+        PenstockError: raised by the function.
+    """
+    function = import_object(name, root)
+    if not callable(function):
+        raise InvalidConfig(f"{root}: expected a function, got {name}, which is {type(function).__name__}")
+    try:
+        return call_user(function, *arguments)
+    except (PenstockError, OSError):
+        raise
+    except Exception as error:
+        raise InvalidConfig(f"{root}: expected {name} to return, got {located_text(error)}") from error

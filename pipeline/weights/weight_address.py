@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..channels.keys import ChannelKey
+from ..errors import InvalidConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,11 @@ class WeightAddress:
         """Check that `url` has a host that another one can connect to.
 
         Raises:
-            ValueError: it is the wildcard on which the publisher listens.
+            InvalidConfig: it is the wildcard on which the publisher listens.
         """
         host = urlsplit(self.url).hostname or ""
         if host.strip("0.:") == "" and ip_address(host).is_unspecified:
-            raise ValueError(
+            raise InvalidConfig(
                 f"expected an address by which this host reaches the publisher's, got {self.url}, on which that one "
                 f"listens: give samplers dataclasses.replace(address, url='tcp://HOST:PORT')"
             )

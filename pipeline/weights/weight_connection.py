@@ -15,7 +15,7 @@ import anyio.to_thread
 
 from ..channels.control_connection import ControlConnection, connect_control
 from ..channels.socket_directory import socket_directory, sweep
-from ..errors import NobodyListens
+from ..errors import InvalidConfig, NobodyListens
 
 SCHEME = "weights://"
 CONTROL_SOCKET = "control"
@@ -51,11 +51,11 @@ async def connect_publisher(url: str) -> ControlConnection:
     """Connect to the publisher at `url`.
 
     Raises:
-        ValueError: `url` is not one of a publisher of weights.
+        InvalidConfig: `url` is not one of a publisher of weights.
         NobodyListens: there is no publisher.
     """
     if not url.startswith(SCHEME):
-        raise ValueError(f"expected a URL that begins with {SCHEME}, got {url!r}: use WeightPublisher.url")
+        raise InvalidConfig(f"expected a URL that begins with {SCHEME}, got {url!r}: use WeightPublisher.url")
     try:
         return await connect_control(directory_of(url) / CONTROL_SOCKET)
     except OSError as error:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from ..._schemas import Array
-from ..errors import WeightsMismatch
+from ..errors import InvalidConfig, WeightsMismatch
 
 if TYPE_CHECKING:
     import torch
@@ -136,10 +136,10 @@ def cast_specs(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> tuple[Te
     """Return `specs` with the dtypes that `cast` names replaced.
 
     Raises:
-        ValueError: `cast` names a dtype that cannot be published.
+        InvalidConfig: `cast` names a dtype that cannot be published.
     """
     if unknown := {*cast, *cast.values()} - set(DTYPES):
-        raise ValueError(f"cast: expected dtypes among {', '.join(DTYPES)}, got {sorted(unknown)}")
+        raise InvalidConfig(f"cast: expected dtypes among {', '.join(DTYPES)}, got {sorted(unknown)}")
     return tuple(spec._replace(dtype=cast.get(spec.dtype, spec.dtype)) for spec in specs)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ..._pipeline.errors import InvalidConfig
 from ..._schemas.numbers import whole_number
 from ..kl_estimate import KLEstimator
 from .kl import KL
@@ -40,7 +41,7 @@ class AdaptiveKL(Term):
         estimator: of a token's divergence; see `KL`.
 
     Raises:
-        ValueError: a number that is not positive, or an unknown estimator.
+        InvalidConfig: a number that is not positive, or an unknown estimator.
     """
 
     weight: float
@@ -57,7 +58,7 @@ class AdaptiveKL(Term):
         self._given = self.weight
         for name, value in (("weight", self.weight), ("target", self.target)):
             if not 0 < value < math.inf:
-                raise ValueError(f"{name}: expected a positive number, got {value}")
+                raise InvalidConfig(f"{name}: expected a positive number, got {value}")
         self.horizon = whole_number("horizon", self.horizon)
 
     def per_token(self, scored: Scored, /) -> PerToken:
@@ -86,11 +87,11 @@ def adaptive_kl_of(loss: Loss) -> AdaptiveKL | None:
     """Return the term of `loss` that adapts, if it has one.
 
     Raises:
-        ValueError: it has several.
+        InvalidConfig: it has several.
     """
     total = loss.total if isinstance(loss, Aggregated) else loss
     terms = [term for _, term in total.parts()] if isinstance(total, LossTerm) else []
     found = [term for term in terms if isinstance(term, AdaptiveKL)]
     if len(found) > 1:
-        raise ValueError(f"loss: expected at most one AdaptiveKL, got {len(found)}")
+        raise InvalidConfig(f"loss: expected at most one AdaptiveKL, got {len(found)}")
     return found[0] if found else None

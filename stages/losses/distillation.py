@@ -23,6 +23,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from ..._pipeline.errors import InvalidConfig
 from ..._schemas import InvalidRecord
 from .metrics import Metric, TokensUsed
 from .policy import AdvantageWeighted, PolicyTerm
@@ -59,7 +60,7 @@ class Distillation(Term):
     β nears 0. With one candidate a token, use `SampledDistillation`.
 
     Raises:
-        ValueError: an unknown divergence or mode, or `beta` missing, without use or not between 0 and 1.
+        InvalidConfig: an unknown divergence or mode, or `beta` missing, without use or not between 0 and 1.
     """
 
     divergence: Divergence = "forward_kl"
@@ -71,14 +72,14 @@ class Distillation(Term):
     def __post_init__(self) -> None:
         for name, allowed in (("divergence", get_args(Divergence)), ("mode", get_args(Rest))):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+                raise InvalidConfig(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if (self.divergence == "jsd") != (self.beta is not None):
-            raise ValueError(
+            raise InvalidConfig(
                 f"beta: expected with 'jsd' and only there, got {self.beta} with {self.divergence!r}: "
                 f"forward_kl and reverse_kl are its limits"
             )
         if self.beta is not None and not 0 < self.beta < 1:
-            raise ValueError(f"beta: expected between 0 and 1, got {self.beta}: at the limits use a KL divergence")
+            raise InvalidConfig(f"beta: expected between 0 and 1, got {self.beta}: at the limits use a KL divergence")
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the divergence of each token; see `Term`. `distill/tokens_used`: tokens with candidates.

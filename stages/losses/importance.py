@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
+from ..._pipeline.errors import InvalidConfig
 from .metrics import Mean, Metric, weights_metrics
 from .policy import PolicyTerm
 from .scored import Scored, clamped
@@ -35,7 +36,7 @@ class ImportanceWeight:
     on its logarithm. A sequence's w is a product of many ratios: use wide bounds, or few are within.
 
     Raises:
-        ValueError: bounds with no 1 between them, or an unknown level or form.
+        InvalidConfig: bounds with no 1 between them, or an unknown level or form.
     """
 
     high: float = 2.0
@@ -45,14 +46,14 @@ class ImportanceWeight:
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1 <= self.high or self.low == self.high:
-            raise ValueError(
+            raise InvalidConfig(
                 f"expected bounds with 1 between them, 0 <= low <= 1 <= high, got {self.low} and {self.high}"
             )
         for name, allowed in (("level", get_args(Level)), ("beyond", get_args(Beyond))):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+                raise InvalidConfig(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.beyond == "mask" and self.low == 0 and math.isinf(self.high):
-            raise ValueError("expected a bound with beyond='mask', got none")
+            raise InvalidConfig("expected a bound with beyond='mask', got none")
 
     def __rmul__(self, term: PolicyTerm) -> Weighted:
         return Weighted(term, self) if isinstance(term, PolicyTerm) else NotImplemented
@@ -63,7 +64,7 @@ class Weighted(Term):
     """A policy term times an importance weight: `term * ImportanceWeight()`.
 
     Raises:
-        ValueError: the term itself corrects for samples of another policy.
+        InvalidConfig: the term itself corrects for samples of another policy.
     """
 
     term: PolicyTerm
@@ -71,7 +72,7 @@ class Weighted(Term):
 
     def __post_init__(self) -> None:
         if self.term.corrects:
-            raise ValueError(
+            raise InvalidConfig(
                 f"{self.term!r}: expected a term that leaves samples of another policy uncorrected, got one whose "
                 f'ratio is π/π_behavior: a weight would correct twice. Use old="proximal", or omit the weight'
             )

@@ -12,6 +12,7 @@ from typing import ClassVar, get_args
 
 import torch
 
+from ..._pipeline.errors import InvalidConfig
 from ..kl_estimate import KLEstimator, kl_estimate
 from .scored import Scored
 from .terms import PerToken, Term
@@ -30,7 +31,9 @@ class KL(Term):
 
     def __post_init__(self) -> None:
         if self.estimator not in get_args(KLEstimator):
-            raise ValueError(f"estimator: expected one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}")
+            raise InvalidConfig(
+                f"estimator: expected one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}"
+            )
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the estimate of each token; see `Term`."""

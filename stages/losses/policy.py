@@ -17,6 +17,7 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from ..._pipeline.errors import InvalidConfig
 from .metrics import Mean, Metric
 from .scored import OldPolicy, Scored, clamped
 from .terms import PerToken, Term
@@ -98,7 +99,7 @@ class PPOClip(RatioTerm):
     def __post_init__(self) -> None:
         _check_clip(self.clip_low, self.clip_high)
         if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"expected dual_clip above 1, got {self.dual_clip}")
+            raise InvalidConfig(f"expected dual_clip above 1, got {self.dual_clip}")
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return token values; see `Term`. `pg_clipfrac`: share clipped; by bound `/low`, `/high`, `/dual`."""
@@ -154,7 +155,7 @@ class CISPO(RatioTerm):
 
     def __post_init__(self) -> None:
         if not 0 <= self.lowest < 1 < self.highest:
-            raise ValueError(f"expected 0 <= lowest < 1 < highest, got {self.lowest} and {self.highest}")
+            raise InvalidConfig(f"expected 0 <= lowest < 1 < highest, got {self.lowest} and {self.highest}")
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the value of each token; see `Term`. Metrics as of `PPOClip`, for either sign of the advantage."""
@@ -184,9 +185,11 @@ class DPPO(RatioTerm):
 
     def __post_init__(self) -> None:
         if self.divergence not in get_args(Divergence):
-            raise ValueError(f"divergence: expected one of {', '.join(get_args(Divergence))}, got {self.divergence!r}")
+            raise InvalidConfig(
+                f"divergence: expected one of {', '.join(get_args(Divergence))}, got {self.divergence!r}"
+            )
         if not (self.low > 0 and self.high > 0 and self.highest > 1):
-            raise ValueError(
+            raise InvalidConfig(
                 f"expected low > 0, high > 0 and highest > 1, got {self.low}, {self.high} and {self.highest}"
             )
 
@@ -230,7 +233,7 @@ class SAPO(RatioTerm):
 
     def __post_init__(self) -> None:
         if not (0 < self.tau_pos < math.inf and 0 < self.tau_neg < math.inf):
-            raise ValueError(f"expected tau_pos and tau_neg above 0, got {self.tau_pos} and {self.tau_neg}")
+            raise InvalidConfig(f"expected tau_pos and tau_neg above 0, got {self.tau_pos} and {self.tau_neg}")
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the value of each token; see `Term`. `gate`: mean of 4 σ (1 − σ), the share of the gradient left."""
@@ -243,7 +246,7 @@ class SAPO(RatioTerm):
 
 def _check_clip(low: float, high: float) -> None:
     if not (0 < low < 1 and high > 0):
-        raise ValueError(f"expected 0 < clip_low < 1 and clip_high > 0, got {low} and {high}")
+        raise InvalidConfig(f"expected 0 < clip_low < 1 and clip_high > 0, got {low} and {high}")
 
 
 def _clipped(

@@ -19,6 +19,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from ..._pipeline.errors import InvalidConfig
 from .importance import Weighted
 from .metrics import Mean
 from .policy import PolicyTerm
@@ -105,7 +106,7 @@ class OffPolicyMask(SequenceMask):
 
     def __post_init__(self) -> None:
         if not 0 < self.most_kl < math.inf:
-            raise ValueError(f"most_kl: expected a positive number of nats per token, got {self.most_kl}")
+            raise InvalidConfig(f"most_kl: expected a positive number of nats per token, got {self.most_kl}")
 
     def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:  # noqa: ARG002 (it is of another policy)
         """Return the tokens that are left out; see `SequenceMask`."""
@@ -146,7 +147,7 @@ Maskable: TypeAlias = PolicyTerm | Weighted | Masked
 
 def _check_bounds(low: float, high: float) -> None:
     if not 0 <= low < 1 < high or (low == 0 and math.isinf(high)):
-        raise ValueError(f"expected a bound, with 0 <= low < 1 < high, got {low} and {high}")
+        raise InvalidConfig(f"expected a bound, with 0 <= low < 1 < high, got {low} and {high}")
 
 
 def _outside(log_ratio: Tensor, low: float, high: float) -> Tensor:

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from torch import Tensor
 
+from ..._pipeline.errors import InvalidConfig
 from ..._schemas.numbers import normalize_counts
 from .metrics import Mean, Metric
 from .scored import Scored
@@ -145,7 +146,7 @@ class Aggregated:
             SkyRL and TRL, so that a batch with many masked sequences makes a smaller step.
 
     Raises:
-        ValueError: an unknown aggregation or count, or `longest` or `counted` missing or without use.
+        InvalidConfig: an unknown aggregation or count, or `longest` or `counted` missing or without use.
     """
 
     total: Sum
@@ -155,15 +156,15 @@ class Aggregated:
 
     def __post_init__(self) -> None:
         if self.counted not in get_args(Counted):
-            raise ValueError(f"counted: expected one of {', '.join(get_args(Counted))}, got {self.counted!r}")
+            raise InvalidConfig(f"counted: expected one of {', '.join(get_args(Counted))}, got {self.counted!r}")
         if self.counted == "all" and self.aggregation in ("token-mean", "prompt-mean"):
-            raise ValueError(f"counted: expected 'all' with a mean over sequences, got it with {self.aggregation!r}")
+            raise InvalidConfig(f"counted: expected 'all' with a mean over sequences, got it with {self.aggregation!r}")
         if self.aggregation not in get_args(Aggregation):
-            raise ValueError(
+            raise InvalidConfig(
                 f"aggregation: expected one of {', '.join(get_args(Aggregation))}, got {self.aggregation!r}"
             )
         if (self.aggregation == "seq-mean-token-sum-norm") != (self.longest is not None):
-            raise ValueError(
+            raise InvalidConfig(
                 f"longest: expected with 'seq-mean-token-sum-norm' and only there, got {self.longest} "
                 f"with {self.aggregation!r}"
             )

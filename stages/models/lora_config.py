@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..._pipeline.errors import InvalidConfig
 from ..._schemas.config import Config
 from ..._schemas.numbers import finite_number, normalize_counts
 
@@ -10,8 +11,8 @@ class LoRA(Config, frozen=True):
     """Low-rank adapters of linear layers: these alone train, are published and are saved; the model itself is frozen.
 
     Raises:
-        InvalidConfig: `rank` is not a whole number from 1 on.
-        ValueError: `alpha` is not above 0, or `dropout` is not from 0 to below 1.
+        InvalidConfig: `rank` is not a whole number from 1 on, `alpha` is not above 0, or `dropout` is not from 0 to
+            below 1.
     """
 
     rank: int = 16
@@ -27,4 +28,4 @@ class LoRA(Config, frozen=True):
         normalize_counts(self, "rank")
         finite_number("alpha", self.alpha)
         if not 0 <= finite_number("dropout", self.dropout, zero=True) < 1:
-            raise ValueError(f"dropout: expected a share from 0 to below 1, got {self.dropout}")
+            raise InvalidConfig(f"dropout: expected a share from 0 to below 1, got {self.dropout}")

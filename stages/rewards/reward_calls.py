@@ -72,6 +72,18 @@ class Calls:
                 tasks.start_soon(await_user, judge, range(first, first + size))
         return values
 
+    async def tried(self, inputs: Sequence[RewardInput]) -> None:
+        """Call the function with all of `inputs`, outside a run.
+
+        Raises:
+            TimeoutError: a call takes too long.
+            TypeError, ValueError: a verdict is no value.
+            Exception: raised by the function.
+        """
+        for judged in [inputs] if self._component.batched else [[each] for each in inputs]:
+            for verdict in await self._called(judged):
+                _value(verdict)
+
     def close(self) -> None:
         """End the threads, each after its current call."""
         self._threads.close()

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._pipeline.errors import InvalidConfig
 from ..._schemas.config import Config, check_finite
 from ..._schemas.noise import rounding
 
@@ -56,7 +57,7 @@ class FormatMarker(Config, frozen=True):
         check_finite(reward=self.reward)
         for name in ("marker", "closing"):
             if TURN_SEPARATOR in (getattr(self, name) or ""):
-                raise ValueError(f"{name}: expected text without the character NUL, got {getattr(self, name)!r}")
+                raise InvalidConfig(f"{name}: expected text without the character NUL, got {getattr(self, name)!r}")
 
 
 class LengthBounty(Config, frozen=True):
@@ -73,7 +74,7 @@ class LengthBounty(Config, frozen=True):
         """Check the values."""
         check_finite(reward=self.reward, cap=self.cap)
         if self.cap <= 0:
-            raise ValueError(f"cap: expected more than 0, got {self.cap}")
+            raise InvalidConfig(f"cap: expected more than 0, got {self.cap}")
 
 
 class OverlongPenalty(Config, frozen=True):
@@ -94,9 +95,9 @@ class OverlongPenalty(Config, frozen=True):
         """Check the values."""
         check_finite(penalty=self.penalty)
         if self.cache > self.length:
-            raise ValueError(f"cache: expected at most length, {self.length}, got {self.cache}")
+            raise InvalidConfig(f"cache: expected at most length, {self.length}, got {self.cache}")
         if self.penalty <= 0:
-            raise ValueError(f"penalty: expected more than 0, got {self.penalty}")
+            raise InvalidConfig(f"penalty: expected more than 0, got {self.penalty}")
 
 
 class FunctionConfig(Config, frozen=True):
@@ -141,14 +142,14 @@ class RewardConfig(Config, frozen=True):
         """Check the values."""
         check_finite(right_from=self.right_from)
         if self.right_from is not None and self.combine != "fallback":
-            raise ValueError(f"right_from: expected only with combine: fallback, got {self.right_from}")
+            raise InvalidConfig(f"right_from: expected only with combine: fallback, got {self.right_from}")
         if self.ordered and len(self.format_markers) < 2:  # noqa: PLR2004 (an order needs two)
-            raise ValueError(f"ordered: expected two markers or more, got {len(self.format_markers)}")
+            raise InvalidConfig(f"ordered: expected two markers or more, got {len(self.format_markers)}")
         if self.clip is not None:
             check_finite(clip=self.clip[0])
             check_finite(clip=self.clip[1])
             if self.clip[0] >= self.clip[1]:
-                raise ValueError(f"clip: expected [low, high] with low < high, got {list(self.clip)}")
+                raise InvalidConfig(f"clip: expected [low, high] with low < high, got {list(self.clip)}")
 
 
 def reward_of_format(turns: Sequence[str], config: RewardConfig) -> float:

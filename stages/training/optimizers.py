@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.weights.weight_specs import specs_of
 from ..._schemas.numbers import finite_number, normalize_counts
 from .causal_model import CausalModel
@@ -63,8 +64,7 @@ class ReferenceUpdates:
     Source: `sync_ref_model` of TRL (`ref_model_sync_steps` is `every`, `ref_model_mixup_alpha` is `share`).
 
     Raises:
-        InvalidConfig: `every` is not a whole number from 1 on.
-        ValueError: `share` is not above 0 and at most 1.
+        InvalidConfig: `every` is not a whole number from 1 on, or `share` is not above 0 and at most 1.
     """
 
     every: int = 1
@@ -75,7 +75,7 @@ class ReferenceUpdates:
     def __post_init__(self) -> None:
         normalize_counts(self, "every")
         if not 0 < finite_number("share", self.share) <= 1:
-            raise ValueError(f"share: expected more than 0 and at most 1, got {self.share}")
+            raise InvalidConfig(f"share: expected more than 0 and at most 1, got {self.share}")
 
     @torch.no_grad()
     def apply(self, reference: CausalModel, policy: CausalModel, step: int) -> None:

@@ -11,13 +11,15 @@ Knows no stage and imports no torch. `training_run` makes the stages.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
+from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.placement import ABSENCE_TIMEOUT_S, JOIN_URL, PLACEMENT_TIMEOUT_S, Strategy
-from ..._schemas.config import Config, check_finite, nearest
+from ..._schemas.config import Config, nearest
 from ..advantages.formulas import Mode
 from ..advantages.presets import Library
 from ..engines.sampling_params import SamplingParams
@@ -26,9 +28,9 @@ from ..rewards.reward_shaping import RewardConfig
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 BelowOne: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1)]
-NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 FunctionName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[\w.]+:[\w.]+$", description="module:function")]
 
@@ -97,7 +99,7 @@ class DataConfig(Config, frozen=True):
     def __post_init__(self) -> None:
         """Check that there is one source of rows."""
         if bool(self.path) == bool(self.sets):
-            raise ValueError(f"path: expected either it or sets, got path {self.path!r} and {len(self.sets)} sets")
+            raise InvalidConfig(f"path: expected either it or sets, got path {self.path!r} and {len(self.sets)} sets")
 
 
 class OptimizerConfig(Config, frozen=True):
@@ -170,21 +172,22 @@ class AlgorithmConfig(Config, frozen=True):
 
     def __post_init__(self) -> None:
         """Check the values that depend on each other."""
-        check_finite(kl=self.kl, entropy=self.entropy)
+        if self.advantages == "gae":
+            raise InvalidConfig("advantages: expected a mode without a critic, which no configured run has, got gae")
         if self.adaptive_kl is not None and not self.kl:
-            raise ValueError("adaptive_kl: expected a positive kl beside it, the weight of the first step, got none")
+            raise InvalidConfig("adaptive_kl: expected a positive kl beside it, the weight of the first step, got none")
         if self.reference.share and not self.kl:
-            raise ValueError("reference: expected a positive kl beside a share, got none: nothing else reads it")
+            raise InvalidConfig("reference: expected a positive kl beside a share, got none: nothing else reads it")
         if self.loss not in LOSSES and ":" not in self.loss:
             known = f"{', '.join(LOSSES)} or module:function"
-            raise ValueError(f"loss: expected {known}, got {self.loss!r}{nearest(self.loss, LOSSES)}")
+            raise InvalidConfig(f"loss: expected {known}, got {self.loss!r}{nearest(self.loss, LOSSES)}")
         if ":" in self.loss and (self.entropy or self.adaptive_kl is not None or self.aggregation != "token-mean"):
-            raise ValueError(
+            raise InvalidConfig(
                 f"loss: expected neither entropy, adaptive_kl nor aggregation beside {self.loss}, which returns the "
                 f"whole loss: set them in the function"
             )
         if self.clip is not None and self.loss not in BOUNDED:
-            raise ValueError(f"clip: expected with loss {', '.join(BOUNDED)}, got loss {self.loss}")
+            raise InvalidConfig(f"clip: expected with loss {', '.join(BOUNDED)}, got loss {self.loss}")
 
 
 class ServerConfig(Config, frozen=True):
@@ -310,17 +313,17 @@ class RunConfig(Config, frozen=True):
         if (self.engine == "torch") != (self.server is None):
             given = "none" if self.server is None else self.server.url
             wanted = "no server" if self.engine == "torch" else "server: {url: http://host:port}"
-            raise ValueError(f"engine: expected {wanted} with engine {self.engine}, got {given}")
+            raise InvalidConfig(f"engine: expected {wanted} with engine {self.engine}, got {given}")
         if self.evaluation is not None and not (self.data.evaluation or self.evaluation.sets):
-            raise ValueError("evaluation: expected rows to evaluate, got no sets and data.evaluation 0: set either")
+            raise InvalidConfig("evaluation: expected rows to evaluate, got no sets and data.evaluation 0: set either")
         for name in self.trackers:
             if name not in TRACKERS and ":" not in name:
                 known = f"{', '.join(TRACKERS)} or module:function"
-                raise ValueError(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
+                raise InvalidConfig(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
         if self.placement.ray is not None and self.placement.joining is not None:
-            raise ValueError("placement: expected either ray or joining, got both")
+            raise InvalidConfig("placement: expected either ray or joining, got both")
         if self.placement.joining is None and self.algorithm.prompts % self.placement.samplers:
-            raise ValueError(
+            raise InvalidConfig(
                 f"placement: expected samplers that divide the {self.algorithm.prompts} prompts of a step, got "
                 f"{self.placement.samplers}"
             )

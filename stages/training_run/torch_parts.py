@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from functools import cached_property, partial
 
+import anyio
+import anyio.to_thread
 import msgspec
 import torch
 from msgspec import structs
 
-from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.errors import InvalidConfig, InvalidData
 from ..._pipeline.graph.placement import Remote, joining, processes, ray
 from ..._pipeline.runtime.flow import Pipeline, source
 from ..._pipeline.trackers.tensorboard import TensorBoard
 from ..._pipeline.trackers.tracker import Tracker
 from ..._pipeline.trackers.wandb import WandB
 from ..._pipeline.util.extras import extra
-from ..._pipeline.util.named_objects import import_object
-from ..._pipeline.util.user_code import call_user
+from ..._pipeline.util.named_objects import call_object, import_object
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..advantage_normalizer import AdvantageNormalizer
 from ..batcher import Batcher
 from ..chat.chat_format import ChatFormat
-from ..data.mixture import Mixture
-from ..data.prompt_dataset import PromptDataset
+from ..data.mixture import MixedPrompts, Mixture
+from ..data.prompt_dataset import LOOKED_AT, PromptDataset, PromptSet
 from ..data.prompt_order import Split
+from ..data.prompts import Prompt
 from ..engines.http_policy import HttpPolicy
 from ..engines.policies import Policy
 from ..engines.pretrained_tokenizer import PretrainedTokenizer
@@ -39,6 +42,7 @@ from ..losses.terms import Aggregated, Loss, LossTerm, Term
 from ..models.hf_model import HFModel
 from ..models.lora import insert
 from ..reward_bridge import RewardBridge
+from ..rewards.reward_trial import try_functions
 from ..samples.samples import Samples
 from ..sink_trainer import SinkTrainer, Trainer, WeightSink
 from ..source_env import SourceEnv
@@ -86,6 +90,14 @@ class RunParts:
         weights = [each.weight for each in self.config.data.sets]
         return Mixture(datasets, weights) if weights else datasets[0]
 
+    def first_prompt(self) -> Prompt:
+        """Return the first prompt that trains and can be read. Blocks.
+
+        Raises:
+            InvalidData: there is none.
+        """
+        return _first_prompt(self.prompts()())
+
     def kept_apart(self) -> list[PromptDataset]:
         """Return the prompts for evaluation, set by set, in the order of the rows."""
         return self._datasets("evaluation") if self.config.data.evaluation else []
@@ -100,8 +112,7 @@ class RunParts:
         config = self.config.evaluation
         if config is None:
             return None
-        further = [self._dataset("train", each.path, each.prompt, each.name, evaluation=0) for each in config.sets]
-        datasets = [*self.kept_apart(), *further]
+        datasets = [*self.kept_apart(), *self._further_sets()]
         if len(sets := {each.data_source: each for each in datasets}) < len(datasets):
             names = ", ".join(each.data_source for each in datasets)
             raise InvalidConfig(f"config: expected sets of evaluation with names of their own, got {names}: set name")
@@ -114,6 +125,11 @@ class RunParts:
             answer=str.strip if config.answer is None else import_object(config.answer, "config: evaluation.answer"),
             best=config.best,
         )
+
+    def _further_sets(self) -> list[PromptDataset]:
+        """Return the sets of which nothing is trained."""
+        sets = () if self.config.evaluation is None else self.config.evaluation.sets
+        return [self._dataset("train", each.path, each.prompt, each.name, evaluation=0) for each in sets]
 
     @cached_property
     def held_out(self) -> Evaluation | None:
@@ -193,6 +209,18 @@ class RunParts:
             max_rows=CONCURRENCY,
             tokenizer=self.tokenizer if config.sampling.stop else None,
         )
+
+    async def try_rewards(self) -> None:
+        """Call every reward function once with the first readable row of each set of prompts.
+
+        Raises:
+            InvalidConfig: a function has no value for two made-up completions.
+            InvalidData: a set has no prompt.
+            MissingColumn: a set lacks a column that a function takes.
+        """
+        for dataset in [*self._datasets("train"), *self._further_sets()]:
+            prompt = _first_prompt(await anyio.to_thread.run_sync(dataset))
+            await try_functions(self.rewards.components, prompt, self.tokenizer)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -297,19 +325,32 @@ class RunParts:
             evaluation=self.evaluation,
             samples=Samples(self.tokenizer, every=config.samples.every, count=config.samples.count),
         )
-        compared = (
-            source(self.source(policy), on=self._samplers(policy))
-            .then(self.rewards)
-            .then(AdvantageNormalizer(algorithm.advantages, batch_groups=gathered, preset=algorithm.preset))
-        )
+        try:
+            normalizer = AdvantageNormalizer(algorithm.advantages, batch_groups=gathered, preset=algorithm.preset)
+        except InvalidConfig as error:
+            raise InvalidConfig(f"config: algorithm.advantages: {error}") from None
+        rewarded = source(self.source(policy), on=self._samplers(policy)).then(self.rewards)
+        compared = rewarded.then(normalizer)
         trained = compared.then(TruncationMask()) if algorithm.mask_truncated else compared
         return trained.then(batcher).sink(sink)
+
+
+def _first_prompt(prompts: PromptSet | MixedPrompts) -> Prompt:
+    """Return the first prompt whose row can be read.
+
+    Raises:
+        InvalidData: none of the first ones can be read.
+    """
+    for number in range(LOOKED_AT - 1):
+        with suppress(InvalidData):
+            return prompts.prompt(number)
+    return prompts.prompt(LOOKED_AT - 1)
 
 
 def _tracker(name: str) -> Tracker:
     """Return the tracker of that name, or that of the function `name`."""
     if ":" in name:
-        made = call_user(import_object(name, "config: trackers"))
+        made = call_object(name, "config: trackers")
         if not isinstance(made, Tracker):
             raise InvalidConfig(
                 f"config: trackers: expected {name} to return an object with start, log, samples and close, "
@@ -326,7 +367,7 @@ def loss_of(algorithm: AlgorithmConfig) -> Loss:
         InvalidConfig: it names a function that does not exist, or returns no loss, or bounds are out of range.
     """
     if ":" in algorithm.loss:
-        loss: Loss = call_user(import_object(algorithm.loss, "config: algorithm.loss"))
+        loss: Loss = call_object(algorithm.loss, "config: algorithm.loss")
         if not isinstance(loss, LossTerm | Aggregated):
             raise InvalidConfig(
                 f"config: expected algorithm.loss to return a loss of penstock.losses, got {type(loss).__name__}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,9 +39,8 @@ from ..._pipeline.runtime.stop_signals import stoppable
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.host_lock import host_lock
 from ..._pipeline.util.json_file import read_json_or_set_aside, write_json
-from ..._pipeline.util.named_objects import import_object
+from ..._pipeline.util.named_objects import call_object, import_object
 from ..._pipeline.util.os_errors import explaining_os_errors
-from ..._pipeline.util.user_code import call_user
 from ..._pipeline.view.watching import View
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..engines.engine_publisher import EnginePublisher
@@ -123,6 +123,7 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
     await anyio.to_thread.run_sync(refuse_changes, config)
     await anyio.to_thread.run_sync(_prepare, config)
     parts = await anyio.to_thread.run_sync(parts_of, config)
+    await parts.try_rewards()
     folder = config.run_folder
     earlier = await anyio.to_thread.run_sync(_begun, config)
     summary = earlier
@@ -175,6 +176,8 @@ def sampler_program(config: RunConfig) -> Program:
 def describe_run(config: RunConfig) -> str:
     """Build all parts of a run but the weights; return its pipeline, its model and its first prompt as text. Blocks.
 
+    Every reward function is called once, with the first row and two made-up completions.
+
     Raises: see `train`.
     """
     if config.prepare is not None:
@@ -185,7 +188,9 @@ def describe_run(config: RunConfig) -> str:
     model = parts.empty_model()
     pipeline = parts.pipeline(parts.policy(None), parts.trainer(model, reference=None), None)
     pipeline.check()
-    prompt = parts.prompts()().prompt(0)
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop
+        thread.submit(anyio.run, parts.try_rewards).result()
+    prompt = parts.first_prompt()
     content = prompt.content
     tokens = parts.tokenizer.encode(content) if isinstance(content, str) else list(content)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -199,7 +204,7 @@ def describe_run(config: RunConfig) -> str:
 def _prepare(config: RunConfig) -> None:
     if config.prepare is not None:
         with host_lock(f"{config.prepare} in {Path.cwd()}"):  # the samplers of a host may begin together
-            call_user(import_object(config.prepare, "config: prepare"), config)
+            call_object(config.prepare, "config: prepare", config)
 
 
 def parts_of(config: RunConfig) -> RunParts:

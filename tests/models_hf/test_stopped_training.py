@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,12 @@ def stopped(config: Path, moment: str, number: signal.Signals) -> tuple[int, str
         read_until(run.stdout, moment)
         run.send_signal(number)
         read_until(run.stderr, STOPPING)
-        _, errors = run.communicate("\n")
+        assert run.stdin is not None
+        assert run.stderr is not None
+        with suppress(BrokenPipeError):
+            run.stdin.write("\n")
+            run.stdin.flush()
+        errors = run.stderr.read()  # communicate() would lose what was read together with the line before
     return run.returncode, errors
 
 

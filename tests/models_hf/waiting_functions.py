@@ -25,13 +25,15 @@ def prepare(_: RunConfig) -> None:
         sys.stdin.readline()
 
 
-def evaluation() -> str:
-    """Return which evaluation it is, if it is one: a run has a summary once training has ended."""
+def moment_of(completions: list[str]) -> str:
+    """Return which call it is, if none of training: a run has a summary once training has ended."""
+    if "I do not know." in completions:
+        return "call before the run"
     return "second evaluation" if Path("run/summary.json").exists() else "first evaluation"
 
 
 async def letters_e(completions: list[str], **_: object) -> list[float]:
     """Return the number of letters e in each completion."""
-    if reached(evaluation()):
+    if reached(moment_of(completions)):
         await anyio.sleep_forever()
     return [float(completion.count("e")) for completion in completions]

@@ -93,7 +93,7 @@ def test_text_without_a_tokenizer_is_refused_at_once() -> None:
 
 def test_components_of_one_name_are_refused() -> None:
     for functions in ([RewardFunction(length), RewardFunction(length)], [RewardFunction(length, name="score")]):
-        with pytest.raises(ValueError, match="functions: expected names of their own, got"):
+        with pytest.raises(ValueError, match="functions: expected names that differ from each other"):
             bridge(*functions)
 
 

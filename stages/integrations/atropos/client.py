@@ -55,7 +55,7 @@ class AtroposClient(Config, frozen=True):
     'http://127.0.0.1:8000'
 
     Raises:
-        ValueError: a number is out of its range, or `api_url` is not an address.
+        InvalidConfig: a number is out of its range, or `api_url` is not an address.
     """
 
     batch_size: int
@@ -95,10 +95,12 @@ class AtroposClient(Config, frozen=True):
         normalize_numbers(self, "request_timeout_s", "batch_timeout_s", "lease_s")
         normalize_numbers(self, "reconnect_timeout_s", zero=True)
         if self.num_steps < self.starting_step:
-            raise ValueError(f"num_steps: expected at least starting_step, {self.starting_step}, got {self.num_steps}")
+            raise InvalidConfig(
+                f"num_steps: expected at least starting_step, {self.starting_step}, got {self.num_steps}"
+            )
         check_url(self.api_url, "api_url")
         if self.token is not None and urlsplit(self.api_url).username is not None:
-            raise ValueError("token: expected none beside the one in api_url, got one")
+            raise InvalidConfig("token: expected none beside the one in api_url, got one")
 
     def __repr__(self) -> str:
         return f"<AtroposClient of {without_token(self.api_url)}, steps {self.starting_step} to {self.num_steps}>"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock._pipeline.util.named_objects import import_object
+from penstock._pipeline.util.named_objects import call_object, import_object
 from penstock.errors import InvalidConfig
 
 
@@ -44,8 +44,44 @@ def test_an_unknown_module_or_name_is_reported_with_the_nearest_one(folder: Path
         import_object("my_rewards:privat")
 
 
-def test_an_error_within_the_module_is_not_taken_for_its_absence(folder: Path) -> None:
-    (folder / "needy.py").write_text("import absent_module\n")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import absent_module\n", "ModuleNotFoundError: No module named 'absent_module' (needy.py, line 1)"),
+        ("x = 1\ndef f(:\n", "SyntaxError: invalid syntax (needy.py, line 2)"),
+        ("import json\njson.loads('{')\n", "property name enclosed in double quotes: line 1 column 2"),
+        ("from json import absent\n", "ImportError: cannot import name 'absent' from 'json'"),
+        ("raise ValueError('two\\nlines')\n", "ValueError: two lines (needy.py, line 1)"),
+        ("exit(3)\n", "SystemExit: 3 (needy.py, line 1)"),
+        ("undefined\n", "NameError: name 'undefined' is not defined (needy.py, line 1)"),
+    ],
+)
+def test_an_error_within_the_module_is_told_with_its_place(source: str, message: str, folder: Path) -> None:
+    (folder / "needy.py").write_text(source)
 
-    with pytest.raises(ModuleNotFoundError, match="absent_module"):
-        import_object("needy:accuracy")
+    with pytest.raises(InvalidConfig) as refused:
+        import_object("needy:accuracy", "reward.function")
+
+    assert str(refused.value).startswith(
+        "reward.function: expected a module that can be imported, got 'needy', which raised "
+    )
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("make = 3\n", "config: prepare: expected a function, got needy:make, which is int"),
+        ("def make():\n    return 1\n", "TypeError: make() takes 0 positional arguments but 1 was given"),
+        ("def make(config):\n    return {}['a']\n", "got KeyError: 'a' (needy.py, line 2)"),
+        ("import sys\ndef make(config):\n    sys.exit(1)\n", "got SystemExit: 1 (needy.py, line 3)"),
+    ],
+)
+def test_an_error_of_a_named_function_is_told_with_its_place(source: str, message: str, folder: Path) -> None:
+    (folder / "needy.py").write_text(source)
+
+    with pytest.raises(InvalidConfig) as refused:
+        call_object("needy:make", "config: prepare", None)
+
+    assert message in str(refused.value)

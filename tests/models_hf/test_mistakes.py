@@ -1,0 +1,297 @@
+"""`penstock check` and `penstock run` answer a mistake in configuration, data or reward with one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock._cli import main
+
+ModelFolder = Callable[[str], Path]
+
+REWARD = """
+import json, re, time
+import numpy as np
+
+def good(completions, **columns): return [float(len(c)) for c in completions]
+def of_column(completions, difficulty, **columns): return [0.0 for c in completions]
+def of_verl(data_source, solution_str, ground_truth, extra_info=None): return float(solution_str == ground_truth)
+def score(completions, **columns): return [0.0 for c in completions]
+def raises(completions, **columns): return [c["no such key"] for c in completions]
+def of_no_column(completions, **columns): return [columns["anser"] for c in completions]
+def undefined(completions, **columns): return [undefned for c in completions]
+def too_few(completions, **columns): return [1.0]
+def one(completions, **columns): return 1.0
+def none(completions, **columns): pass
+def text(completions, **columns): return ["right" for c in completions]
+def not_finite(completions, **columns): return [float("inf") for c in completions]
+def lists(completions, **columns): return [[1.0] for c in completions]
+def mapping(completions, **columns): return [{"value": 1.0} for c in completions]
+def positional(a, b, c, d): return [1.0, 1.0]
+def no_arguments(): return [1.0, 1.0]
+def slow(completions, **columns): time.sleep(1); return [1.0, 1.0]
+def exits(completions, **columns): raise SystemExit(3)
+def two_lines(completions, **columns): raise ValueError("two\\nlines")
+async def late(completions, **columns): raise RuntimeError("late")
+def absent(completions, **columns): return [None for c in completions]
+def booleans(completions, **columns): return [True for c in completions]
+def array(completions, **columns): return np.ones(len(completions))
+def generator(completions, **columns): return (1.0 for c in completions)
+def of_text(completion): return completion.text.count("4")
+def loss(): return 3
+def raising_loss(): return 1 / 0
+def wants_arguments(config, more): return None
+def prepare(config): raise RuntimeError("no network")
+number = 3
+class Class: pass
+"""
+
+MODULES = {
+    "syntax": "def good(:\n",
+    "needy": "import a_module_that_is_absent\n",
+    "wrong_name": "from json import lods\n",
+    "fails": "raise KeyError('token')\n",
+    "leaves": "import sys; sys.exit(2)\n",
+    "tabs": "def good():\n\treturn 1\n        return 2\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_folder: ModelFolder) -> Iterator[Path]:
+    """Work in a folder with a configuration, questions and reward functions, and forget what was imported from it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before, handler = set(sys.modules), signal.getsignal(signal.SIGINT)
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "other.jsonl").write_text('{"text": "no question"}\n' * 8)
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text("question,answer\n" + "1+1=,2\n" * 8)
+    (tmp_path / "numbers.jsonl").write_text('{"question": 3}\n' * 8)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    for name, source in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "model": {"path": str(model_folder("qwen2"))},
+                "data": {"path": "train.jsonl", "prompt": "question", "evaluation": 4},
+                "reward": {"functions": [{"function": "rewards:good"}]},
+                "algorithm": {"steps": 2, "prompts": 2, "group_size": 4},
+                "sampling": {"max_completion_tokens": 6},
+            }
+        )
+    )
+    yield tmp_path
+    signal.signal(signal.SIGINT, handler)
+    for name in set(sys.modules) - before & {"rewards", *MODULES} | {"rewards", *MODULES}:
+        sys.modules.pop(name, None)
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: str) -> str:
+    """Return the line with which a command ends; empty where it succeeds."""
+    monkeypatch.setattr(sys, "argv", ["penstock", command, "config.yaml", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return "" if ended.value.code in {0, None} else str(ended.value.code)
+
+
+def function(name: str, **options: Any) -> str:
+    text = ", ".join(f"{key}: {value}" for key, value in {"function": f"'{name}'", **options}.items())
+    return f"reward.functions=[{{{text}}}]"
+
+
+MISTAKES: list[tuple[str, str]] = [
+    # keys and values
+    ("algorithm.stepz=3", "did you mean 'steps'?"),
+    ("algoritm.steps=3", "did you mean 'algorithm'?"),
+    ("algorithm.steps=many", "at `$.algorithm.steps`"),
+    ("algorithm.steps=0", "Expected `int` >= 1, got 0"),
+    ("algorithm.steps=1.5", "at `$.algorithm.steps`"),
+    ("algorithm.group_size=1", "Expected `int` >= 2, got 1"),
+    ("algorithm.optimizer.lr=0", "at `$.algorithm.optimizer.lr`"),
+    ("algorithm.optimizer.lr=-1e-5", "at `$.algorithm.optimizer.lr`"),
+    ("algorithm.optimizer.lr=.nan", "at `$.algorithm.optimizer.lr`"),
+    ("algorithm.optimizer.lr=.inf", "at `$.algorithm.optimizer.lr`"),
+    ("algorithm.optimizer.lr=1e999", "at `$.algorithm.optimizer.lr`"),
+    ("algorithm.optimizer.schedule=linera", "did you mean 'linear'?"),
+    ("algorithm.optimizer.betas=[0.9]", "at `$.algorithm.optimizer.betas`"),
+    ("algorithm.advantages=grop", "did you mean 'grpo'?"),
+    ("algorithm={advantages: maxrl, preset: verl}", "config: algorithm.advantages: mode with preset 'verl': expected"),
+    ("algorithm.advantages=gae", "advantages: expected a mode without a critic"),
+    ("algorithm.preset=vrl", "did you mean 'verl'?"),
+    ("algorithm.loss=pppo", "did you mean 'ppo'?"),
+    ("algorithm.loss=rewards:loss", "expected algorithm.loss to return a loss of penstock.losses, got int"),
+    ("algorithm.loss=rewards:raising_loss", "ZeroDivisionError: division by zero (rewards.py, line 31)"),
+    ("algorithm.loss=rewards:wants_arguments", "missing 2 required positional arguments"),
+    ("algorithm.loss=rewards:number", "config: algorithm.loss: expected a function, got rewards:number"),
+    ("algorithm.clip=[1.5, 0.2]", "config: algorithm.clip"),
+    ("algorithm.clip=0.2", "at `$.algorithm.clip`"),
+    ("algorithm={loss: sapo, clip: [0.2, 0.2]}", "clip: expected with loss"),
+    ("algorithm.reference.share=0.5", "reference: expected a positive kl"),
+    ("algorithm.adaptive_kl={target: 0.1}", "adaptive_kl: expected a positive kl"),
+    ("algorithm.kl=.nan", "at `$.algorithm.kl`"),
+    ("algorithm.entropy=.inf", "at `$.algorithm.entropy`"),
+    ("model.precision=fp16", "Expected one of float32, bfloat16, got 'fp16'"),
+    ("model.path=nowhere", "nowhere"),
+    ("model.path=", "at `$.model.path`"),
+    ("model.attention=spda", "spda"),
+    ("model.lora={rank: 0}", "rank: expected a whole number"),
+    ("model.lora={alpha: 0}", "alpha: expected"),
+    ("model.lora={dropout: 1}", "dropout: expected"),
+    ("model.lora={targets: q_prj}", "expected names of layers, got 'q_prj'"),
+    ("placement.samplers=3", "placement: expected samplers that divide the 2 prompts"),
+    ("placement.device=gpu", "config: placement.device: expected a device"),
+    ("placement={ray: {}, joining: {}}", "placement: expected either ray or joining"),
+    ("engine=vlm", "did you mean 'vllm'?"),
+    ("engine=vllm", "engine: expected server"),
+    ("server={url: 'http://h:1'}", "engine: expected no server"),
+    ("trackers=tensorbord", "did you mean 'tensorboard'?"),
+    ("trackers=rewards:loss", "expected rewards:loss to return an object with start"),
+    ("trackers=rewards:raising_loss", "ZeroDivisionError"),
+    ("sampling.temperature=-1", "temperature: expected"),
+    ("sampling.top_p=2", "top_p: expected at most 1"),
+    ("sampling.stop=['']", "stop: expected"),
+    ("sampling.max_completion_tokens=0", "max_completion_tokens: expected"),
+    ("prepare=rewards:nothing", "config: prepare: expected a name in rewards"),
+    ("prepare=rewards", "at `$.prepare`"),
+    ("evaluation={every: 0}", "at `$.evaluation.every`"),
+    ("evaluation={answer: 'rewards:no'}", "config: evaluation.answer: expected a name in rewards"),
+    ("seed=-1", "at `$.seed`"),
+    ("seed", "expected key=value"),
+    # data
+    ("data.path=nowhere.jsonl", "expected a file or a folder at nowhere.jsonl"),
+    ("data.path=empty.jsonl", "expected at least one row"),
+    ("data.path=broken.jsonl", ": expected one JSON object in a line"),
+    ("data.path=other.jsonl", "expected the prompt in column 'question'"),
+    ("data.path=numbers.jsonl", "got int"),
+    ("data.path=.", "expected a folder that save_to_disk"),
+    ("data.prompt=questoin", "set prompt to one of 'question'"),
+    ("data.evaluation=16", "expected at least one row for train"),
+    ("data.evaluation=1.5", "expected a share below 1 or a whole number of rows"),
+    ("data={path: train.jsonl, prompt: question, chat: false, system: x}", "expected none without chat"),
+    ("data.sets=[{path: train.jsonl}]", "path: expected either it or sets"),
+    ("data={sets: [{path: train.jsonl, prompt: question}, {path: train.jsonl, prompt: question}]}", "'train' twice"),
+    ("evaluation={sets: [{path: nowhere.jsonl}]}", "expected a file or a folder at nowhere.jsonl"),
+    ("evaluation={sets: [{path: other.jsonl}]}", "expected the prompt in column 'prompt'"),
+    # modules and names of rewards
+    (function("nowhere:good"), "expected a module that is installed or a file in"),
+    (function("rewards:god"), "did you mean 'good'?"),
+    (function("rewards.good"), "reward.functions[0].function: expected module:name, for example reward:accuracy"),
+    (function("rewards:number"), "expected rewards:number to be a function"),
+    (function("rewards:Class"), "expected rewards:Class to be a function"),
+    (function("syntax:good"), "SyntaxError: invalid syntax (syntax.py, line 1)"),
+    (function("tabs:good"), "(tabs.py, line 3)"),
+    (function("needy:good"), "No module named 'a_module_that_is_absent' (needy.py, line 1)"),
+    (function("wrong_name:good"), "cannot import name 'lods' from 'json'"),
+    (function("fails:good"), "KeyError: 'token' (fails.py, line 1)"),
+    (function("leaves:good"), "SystemExit: 2 (leaves.py, line 1)"),
+    (function("rewards:good", kind="tlr"), "got 'tlr'"),
+    (function("rewards:good", weight=".nan"), "weight: expected a finite number"),
+    (function("rewards:good", on_failure="ignore"), "on_failure"),
+    (function("rewards:score"), "functions: expected names that differ"),
+    ("reward.functions=[{function: 'rewards:good'}, {function: 'rewards:good'}]", "got 'good' again: set name"),
+    ("reward.clip=[1, -1]", "clip: expected [low, high]"),
+    ("reward.ordered=true", "ordered: expected two markers"),
+    # the first call of rewards
+    (function("rewards:of_column"), "expected the data to have a column 'difficulty'"),
+    (function("rewards:of_verl", kind="verl") + " data.path=other.jsonl data.prompt=text", "column 'ground_truth'"),
+    (function("rewards:raises"), "reward.functions[0]: expected raises to return a number, or None, for any"),
+    (function("rewards:of_no_column"), "KeyError: 'anser' (rewards.py, line 10)"),
+    (function("rewards:undefined"), "NameError: name 'undefned' is not defined (rewards.py, line 11)"),
+    (function("rewards:too_few"), "expected 2 values, one for each completion, got 1"),
+    (function("rewards:one"), "reward.functions[0]: expected one to return a number"),
+    (function("rewards:none"), "reward.functions[0]: expected none to return a number"),
+    (function("rewards:text"), "could not convert string to float: 'right'"),
+    (function("rewards:not_finite"), "expected a finite number, got inf"),
+    (function("rewards:lists"), "reward.functions[0]: expected lists to return a number"),
+    (function("rewards:mapping"), "expected a number or a mapping with a"),
+    (function("rewards:positional"), "expected the data to have a column 'a'"),
+    (function("rewards:slow", reward_timeout_s=0.1), "expected a value within 0.1 s, got none"),
+    (function("rewards:exits"), "SystemExit: 3 (rewards.py, line 22)"),
+    (function("rewards:two_lines"), "ValueError: two lines (rewards.py, line 23)"),
+    (function("rewards:late"), "RuntimeError: late (rewards.py, line 24)"),
+    (function("rewards:good", kind="completion"), "reward.functions[0]: expected good to return a number"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[arguments for arguments, _ in MISTAKES])
+@pytest.mark.usefixtures("folder", "one_thread")
+def test_check_answers_a_mistake_with_one_line(arguments: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = arguments.replace("] data.", "]\0data.").replace("jsonl data.", "jsonl\0data.").split("\0")
+
+    line = answer(monkeypatch, "check", *overrides)
+
+    assert line.startswith("penstock: ")
+    assert message in line
+    assert len(line.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.stepz=3", "did you mean 'steps'?"),
+        ("algorithm.loss=rewards:raising_loss", "ZeroDivisionError"),
+        ("prepare=rewards:prepare", "RuntimeError: no network (rewards.py, line 33)"),
+        ("data.prompt=questoin", "set prompt to one of 'question'"),
+        (function("rewards:raises"), "reward.functions[0]: expected raises to return a number"),
+        (function("rewards:of_column"), "expected the data to have a column 'difficulty'"),
+    ],
+)
+@pytest.mark.usefixtures("one_thread")
+def test_run_answers_it_before_the_model_is_read(
+    override: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = answer(monkeypatch, "run", override)
+
+    assert line.startswith("penstock: ")
+    assert message in line
+    assert len(line.splitlines()) == 1
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["good", "absent", "booleans", "array", "generator", "no_arguments"])
+@pytest.mark.usefixtures("folder", "one_thread")
+def test_a_function_with_values_for_the_first_call_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer(monkeypatch, "check", function(f"rewards:{name}")) == ""
+
+
+@pytest.mark.usefixtures("folder", "one_thread")
+def test_a_function_of_one_completion_is_called_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer(monkeypatch, "check", function("rewards:of_text", kind="completion")) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {path: [}", "expected YAML of plain values"),
+        ("- a\n", "Expected `object`, got `list`"),
+        ("", "missing required field `model`"),
+        ("model: {path: m}\nmodel: {path: n}\n", "expected each key once, got 'model'"),
+        ("model: {path: m}\ndata: {path: d}\nreward:\n", "got `null` - at `$.reward`"),
+        ("\tmodel: x", "expected YAML of plain values"),
+        ("model: {{ path }}", "config: expected text as a key"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_a_mistake_in_the_file_is_one_line(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("config.yaml").write_text(text)
+
+    line = answer(monkeypatch, "check")
+
+    assert message in line
+    assert len(line.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_file_that_is_absent_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("config.yaml").unlink()
+
+    assert answer(monkeypatch, "check") == "penstock: [Errno 2] No such file or directory: 'config.yaml'"
