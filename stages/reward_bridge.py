@@ -30,6 +30,7 @@ from .._pipeline.util.exception_groups import unwrap_first
 from .._pipeline.util.user_code import await_user, call_user, open_user
 from .._schemas import TrajectoryGroup, TrajectoryId
 from .._schemas.config import load_config, parse_config
+from .engines.end_tokens import end_ids_of
 from .engines.policies import Tokenizer
 from .group_stack import GroupStack
 from .rewards.configured_functions import configured_functions
@@ -305,7 +306,7 @@ def _values(outcomes: Mapping[str, Sequence[Outcome]], keep: NDArray[np.bool_]) 
 
 
 def turns_of(group: TrajectoryGroup, tokenizer: Tokenizer) -> Turns:
-    """Return the text of each completion, turn by turn, without end-of-sequence tokens."""
+    """Return the text of each completion, turn by turn, without the tokens that end one."""
     return [[_decoded(row.tokens[a:b], tokenizer) for a, b in _runs(row.loss_mask)] for row in group]
 
 
@@ -316,4 +317,5 @@ def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def _decoded(tokens: NDArray[np.int32], tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(tokens[tokens != tokenizer.eos_id].tolist())
+    ends = end_ids_of(tokenizer)
+    return tokenizer.decode([token for token in tokens.tolist() if token not in ends])

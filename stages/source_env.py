@@ -36,6 +36,7 @@ from .._schemas import GroupId, TrajectoryGroup, TrajectoryId
 from .._schemas.numbers import normalize_counts, normalize_numbers
 from .chat.chat_format import ChatFormat
 from .data.prompts import identity_of
+from .engines.end_tokens import HasEndTokens
 from .engines.policies import Completion, Engine, FollowsWeights, Policy, Tokenizer
 from .engines.sampling_params import TEMPERATURES, SamplingParams
 from .environments import Environment, RolloutResult, TaskFn, open_tasks
@@ -172,6 +173,16 @@ class SourceEnv:
     def samplings(self) -> tuple[SamplingParams, ...]:
         """Return the parameters of each turn; the last are those of all later turns."""
         return self.sampling if isinstance(self.sampling, tuple) else (self.sampling,)
+
+    def ending_completions(self) -> SourceEnv:
+        """Return this source with the `end_ids` of its tokenizer in every request, which any engine obeys.
+
+        A tokenizer with `eos_id` alone adds none: an engine knows that token.
+        """
+        tokenizer = self.decodes_with
+        if not isinstance(tokenizer, HasEndTokens):
+            return self
+        return replace(self, sampling=tuple(sampling.ending_at(tokenizer.end_ids) for sampling in self.samplings))
 
     @property
     def recorded(self) -> dict[str, Any]:

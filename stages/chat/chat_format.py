@@ -7,22 +7,20 @@ rendered by transformers, as its `apply_chat_template` does. Knows no environmen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-from ..._pipeline.errors import InvalidConfig, InvalidData, UnstableTemplate
-from ..._pipeline.util.extras import extra
+from ..._pipeline.errors import InvalidConfig, UnstableTemplate
+from ..engines.chat_templates import rendered, renderer, template_of
+from ..engines.end_tokens import TURN, end_ids_of, named
 from ..engines.policies import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": "user", "content": "…"}`, with any other keys that the template reads."""
 
 ObservationRole: TypeAlias = Literal["user", "tool"]
-
-TURN = "penstock turn"
-"""Content of the turn whose end is searched; no template changes it."""
 
 PROBES = ("an answer", "<think>\na thought\n</think>\n\nan answer")
 """Turns that a template must write unchanged where another message follows."""
@@ -47,8 +45,8 @@ class ChatFormat:
             InvalidConfig: the tokenizer has no template, or a field has another type.
             MissingExtra: transformers is not installed.
         """
-        _renderer()
-        if self._template is None:
+        renderer()
+        if template_of(self.tokenizer, tools=bool(self.tools)) is None:
             raise InvalidConfig(
                 f"ChatFormat.tokenizer: expected a tokenizer with a chat template, got none in {self.tokenizer!r}: "
                 f"write one to chat_template.jinja in its folder"
@@ -73,7 +71,8 @@ class ChatFormat:
         Args:
             messages: the conversation so far; the last message is the policy's turn.
             new: the messages that follow it.
-            ended: whether the policy sampled the end token; else the returned tokens begin with it.
+            ended: whether the policy sampled the token with which the template ends a turn; else the returned tokens
+                begin with it.
 
         Raises:
             UnstableTemplate: see `check_turns`.
@@ -89,7 +88,7 @@ class ChatFormat:
         """Check that the template writes earlier turns of the policy as they were sampled; a second call costs nothing.
 
         Raises:
-            UnstableTemplate: it changes them, or does not end them with the end token of the tokenizer.
+            UnstableTemplate: it changes them, or does not end them with a token that ends a completion.
         """
         if self._instability is not None:
             raise UnstableTemplate(self._instability)
@@ -97,8 +96,6 @@ class ChatFormat:
     @cached_property
     def _instability(self) -> str | None:
         """The reason to refuse the template for several turns; None if there is none."""
-        if list(self.tokenizer.encode(self._end)) != [self.tokenizer.eos_id]:
-            return f"{self.tokenizer!r}: expected {self._end!r}, the text of the end token, to be one token, got more"
         try:
             for probe in PROBES:
                 self._probe(probe, self.observation_role)
@@ -131,10 +128,11 @@ class ChatFormat:
                 f"{self.tokenizer!r}: expected a chat template that writes an earlier turn of the assistant as it was "
                 f"sampled, {before + turn!r}, got {text!r}"
             )
-        if not rest.startswith(self._end):
+        ids = list(self.tokenizer.encode(rest))
+        if not ids or ids[0] not in end_ids_of(self.tokenizer):
             raise UnstableTemplate(
-                f"{self.tokenizer!r}: expected a chat template that writes the end token {self._end!r} after a turn of "
-                f"the assistant, got {rest!r}"
+                f"{self.tokenizer!r}: expected a chat template that writes an end token, one of "
+                f"{named(self.tokenizer)}, after a turn of the assistant, got {rest!r}"
             )
         return rest
 
@@ -150,43 +148,6 @@ class ChatFormat:
         advice = "write one that does to chat_template.jinja in the tokenizer's folder, from which servers load it too"
         return f'{advice}; or use ChatFormat(observation_role="{other}"), with which it does' if stable else advice
 
-    @property
-    def _end(self) -> str:
-        return self.tokenizer.decode([self.tokenizer.eos_id])
-
     def _rendered(self, messages: Sequence[Message]) -> str:
         """Return the text of `messages` and of the beginning of the policy's turn."""
-        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        render, template_error = _renderer()
-        try:
-            ((text,), _) = render(
-                conversations=[present],
-                tools=[dict(tool) for tool in self.tools] or None,
-                chat_template=self._template,
-                add_generation_prompt=True,
-                **getattr(self.tokenizer, "special_tokens_map", {}),
-            )
-        except template_error as error:
-            roles = ", ".join(str(message.get("role")) for message in present)
-            raise InvalidData(
-                f"{self.tokenizer!r}: expected messages that its chat template takes, got roles {roles}: {error}"
-            ) from error
-        return str(text)
-
-    @property
-    def _template(self) -> str | None:
-        """The template; of several, the one for tools if there are any."""
-        found = getattr(self.tokenizer, "chat_template", None)
-        if isinstance(found, list):  # as tokenizer_config.json has several
-            found = {each["name"]: each["template"] for each in found}
-        if isinstance(found, Mapping):
-            found = found.get("tool_use" if self.tools and "tool_use" in found else "default")
-        return found or None
-
-
-def _renderer() -> tuple[Callable[..., Any], type[Exception]]:
-    """Return the function that renders templates, and the error of a template."""
-    with extra("train", "ChatFormat"):
-        from jinja2 import TemplateError, ext  # noqa: F401, PLC0415 (transformers renders with it)
-        from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 (a second to import)
-    return render_jinja_template, TemplateError
+        return rendered(self.tokenizer, messages, self.tools)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engines.end_tokens import end_ids_of
 from ..engines.policies import Completion, Tokenizer
 from .chat_format import ChatFormat, Message
 
@@ -93,10 +94,11 @@ class ChatConversation:
         """
         self._messages.append({"role": "assistant", "content": text_of(self._chat.tokenizer, completion)})
         new = self._as_messages(observation, self._chat.observation_role)
-        ended = len(completion.tokens) > 0 and completion.tokens[-1] == self._chat.tokenizer.eos_id
-        between = self._chat.after(self._messages, new, ended=bool(ended))
+        between = np.asarray(self._chat.after(self._messages, new, ended=False), np.int32)
         self._messages += new
-        return np.asarray(between, np.int32)
+        # A turn that ended with another token than the template writes, such as `<eos>`, gets the template's too.
+        ended = len(completion.tokens) > 0 and completion.tokens[-1] == between[0]
+        return between[1:] if ended else between
 
     @staticmethod
     def _as_messages(observation: Any, role: str) -> list[Message]:
@@ -108,8 +110,8 @@ class ChatConversation:
 
 
 def text_of(tokenizer: Tokenizer, completion: Completion) -> str:
-    """Return the text of a completion, without the end-of-sequence token."""
+    """Return the text of a completion, without the token that ends it."""
     tokens = completion.tokens
-    if len(tokens) and tokens[-1] == tokenizer.eos_id:
+    if len(tokens) and int(tokens[-1]) in end_ids_of(tokenizer):
         tokens = tokens[:-1]
     return tokenizer.decode(tokens.tolist())

@@ -7,7 +7,7 @@ were sampled. Log-probabilities are those of the server, or none. docs/decisions
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Annotated, Any, TypeAlias
 
@@ -105,9 +105,13 @@ _id_decoder = msgspec.json.Decoder(TokenId)
 class StreamedCompletion:
     """One completion, parsed event by event."""
 
-    def __init__(self, max_completion_tokens: int) -> None:
+    def __init__(self, max_completion_tokens: int, stop_ids: Collection[int] = ()) -> None:
         self._max_completion_tokens = max_completion_tokens
         """Bound of the request."""
+        self._stop_ids = stop_ids
+        """Tokens that end the completion, also at a server that goes on after them."""
+        self.cut = False
+        """True if the server went on, so that nothing that arrives belongs to the completion."""
         self.done = False
         """True if the finish_reason has arrived."""
         self._tokens: list[int] = []
@@ -137,9 +141,10 @@ class StreamedCompletion:
 
     def _take(self, choice: _StreamChoice) -> None:
         ids = _ids(choice)
-        self._tokens += ids
         if ids and self.done:
             raise ProtocolMismatch(f"expected no token after the finish_reason, got {len(ids)}")
+        count = self._count_to_end(ids)
+        self._tokens += ids[:count]
         if len(self._tokens) > self._max_completion_tokens:
             raise ProtocolMismatch(f"expected at most {self._max_completion_tokens} tokens, got {len(self._tokens)}")
         if ids and self._logprobs is not None:
@@ -147,13 +152,22 @@ class StreamedCompletion:
             if logprobs is None:
                 self._logprobs = None
             else:
-                self._logprobs += _check_count(logprobs, ids)
+                self._logprobs += _check_count(logprobs, ids)[:count]
+        if count < len(ids):
+            self.cut, self.done, self._stop_reason = True, True, StopReason.STOP
+            return
         if choice.finish_reason is not None:
             if choice.finish_reason not in STOP_REASONS:
                 known = ", ".join(STOP_REASONS)
                 raise ProtocolMismatch(f"expected a finish_reason among {known}, got {choice.finish_reason!r}")
             self._stop_reason = STOP_REASONS[choice.finish_reason]
             self.done = True
+
+    def _count_to_end(self, ids: list[int]) -> int:
+        """Return how many of `ids` belong to the completion, which ends with the first of its stop tokens."""
+        if self._tokens and self._tokens[-1] in self._stop_ids:
+            return 0
+        return next((place for place, token in enumerate(ids, 1) if token in self._stop_ids), len(ids))
 
     def completion(self, version: int) -> Completion:
         """Return the completion, sampled with weights of `version`."""

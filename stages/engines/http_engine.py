@@ -151,7 +151,7 @@ class HttpEngine:
         async def complete(index: int, prompt: NDArray[np.int32]) -> None:
             body = self._requests.body(sampling.seeded_for(index))
             async with self._permits:
-                completion = await self._complete(body | {"prompt": prompt.tolist()})
+                completion = await self._complete(body | {"prompt": prompt.tolist()}, sampling)
             completions[index] = self._without_logprobs(completion, omitted) if omitted else completion
 
         with unwrap_first():
@@ -167,7 +167,7 @@ class HttpEngine:
             log.warning("logprobs_omitted", reason=reason)
         return msgspec.structs.replace(completion, logprobs=None)
 
-    async def _complete(self, body: dict[str, Any]) -> Completion:
+    async def _complete(self, body: dict[str, Any], sampling: SamplingParams) -> Completion:
         fields: dict[str, Any] = {"model": self._policy.model, "stream": True, "logprobs": 1}
         encoded = msgspec.json.encode(fields | body)
 
@@ -176,19 +176,21 @@ class HttpEngine:
             with self._gate.inside():
                 self._check_weights()
                 version = await self._version_now()
-                return (await self._stream(encoded, body["max_tokens"])).completion(version)
+                return (await self._stream(encoded, sampling)).completion(version)
 
         completion = await self._client.retry("/v1/completions", attempt)
         current().metrics.total("rollout/tokens", len(completion.tokens))
         return completion
 
-    async def _stream(self, body: bytes, max_completion_tokens: int) -> StreamedCompletion:
-        completion, events = StreamedCompletion(max_completion_tokens), Events()
-        longest = bytes_of(max_completion_tokens)
+    async def _stream(self, body: bytes, sampling: SamplingParams) -> StreamedCompletion:
+        completion, events = StreamedCompletion(sampling.max_completion_tokens, sampling.stop_ids), Events()
+        longest = bytes_of(sampling.max_completion_tokens)
         async with self._client.stream("/v1/completions", body, longest=longest) as chunks:
             async for chunk in chunks:
                 for data in events.feed(chunk):
                     completion.take(data)
+                    if completion.cut:
+                        return completion
         if not completion.done:
             raise RequestFailed(HTTPStatus.BAD_GATEWAY, "the stream ended before the completion did")
         return completion

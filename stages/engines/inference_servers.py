@@ -58,6 +58,8 @@ class ServerRequests:
     """Added to every request for a completion: return ids, and do not change the model's distribution unless
     `SamplingParams` do. A server would otherwise take top_p, top_k and penalties from the model's generation
     configuration."""
+    stops_at_ids: bool = True
+    """True if it has `stop_token_ids`. At any other server a completion is cut where it arrives."""
     tempered_logprobs: bool = False
     """True if log-probabilities are those of the tempered distribution; else they are the model's own."""
     raw_logprobs_include: frozenset[Alteration] = _EVERY
@@ -103,6 +105,8 @@ class ServerRequests:
         }
         if sampling.stop:
             body["stop"] = list(sampling.stop)
+        if sampling.stop_ids and self.stops_at_ids:
+            body["stop_token_ids"] = list(sampling.stop_ids)
         if sampling.seed is not None:
             body["seed"] = sampling.seed
         return body | _changes(sampling)
@@ -182,5 +186,7 @@ SERVERS: Mapping[KnownServer, ServerRequests] = {
         version="/model_info",
         needs="--enable-memory-saver for sleep",
     ),
-    "openai": ServerRequests(sampling={"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}),
+    "openai": ServerRequests(
+        sampling={"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}, stops_at_ids=False
+    ),
 }

@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int:
-        """Return the token that ends a completion."""
+        """Return the token that ends a completion; a tokenizer that has several has `end_ids` too."""
         ...
 
     def encode(self, text: str, /) -> Sequence[int]:
@@ -47,12 +47,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """C tokens that the policy sampled for one prompt."""
 
     tokens: NDArray[np.int32]
-    """[C] sampled ids, the end-of-sequence token included where it was sampled."""
+    """[C] sampled ids, the token that ends it included where it was sampled."""
     logprobs: NDArray[np.float32] | None
     """[C] log-probability of each at the temperature of the sampling, before truncation and repetition penalty; None
     where unknown."""
     stop_reason: StopReason
-    """STOP after the end-of-sequence token or a stop string, LENGTH at `max_completion_tokens`."""
+    """STOP after a token that ends a completion or a stop string, LENGTH at `max_completion_tokens`."""
     policy_versions: NDArray[np.int64]
     """[C] version (optimizer step) of the weights that sampled each."""
 

@@ -7,21 +7,23 @@ identity, and `ChatFormat` applies it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from ..._pipeline.durability.checkpoint import verify_if_listed
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.util.extras import extra
+from .end_tokens import GENERATION, generation_ends, template_ends
+from .json_object import json_object
 
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "tokenizer.model", GENERATION),
 )
-"""The files of a tokenizer, as transformers names them; most folders have some of them."""
+"""The files of a tokenizer, as transformers names them, and the one with the tokens that end a completion; most folders
+have some of them."""
 
 
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -41,6 +43,12 @@ class PretrainedTokenizer:
             CheckpointDamaged: a file of a checkpoint or of an exported model is not as it was written.
             InvalidConfig: it contains no tokenizer, or a broken one, or one without the token that ends a completion.
         """
+        self._read(folder)
+        self.end_ids = generation_ends(Path(folder)) | template_ends(self) | {self.eos_id}
+        """The tokens that end a completion: of this tokenizer, of the model's generation, and of the template, which is
+        rendered for it where transformers is installed."""
+
+    def _read(self, folder: str | Path) -> None:
         self.name_or_path: str = str(folder)
         """The folder."""
         path = Path(folder).absolute()
@@ -50,7 +58,7 @@ class PretrainedTokenizer:
         self._tokenizer = _loaded(path / "tokenizer.json")
         config = _config(path / "tokenizer_config.json")
         self.eos_id: int = self._end(config.get("eos_token"), path)
-        """The token that ends a completion."""
+        """The token that ends a text, `eos_token`; `end_ids` has all that end a completion."""
         template = path / "chat_template.jinja"
         self.chat_template: Any = template.read_text() if template.is_file() else config.get("chat_template")
         """The template that makes a prompt of messages; None if there is none."""
@@ -60,8 +68,8 @@ class PretrainedTokenizer:
     def __repr__(self) -> str:
         return f"PretrainedTokenizer({self.name_or_path!r})"
 
-    def __reduce__(self) -> tuple[type[PretrainedTokenizer], tuple[str]]:
-        return PretrainedTokenizer, (self.name_or_path,)
+    def __reduce__(self) -> tuple[Callable[..., PretrainedTokenizer], tuple[str, frozenset[int]]]:
+        return _read_again, (self.name_or_path, self.end_ids)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with no token added at either end."""
@@ -93,11 +101,37 @@ class PretrainedTokenizer:
         return int(index)
 
 
+def _read_again(folder: str, end_ids: frozenset[int]) -> PretrainedTokenizer:
+    """Return the tokenizer in `folder`, whose template another process has rendered to find `end_ids`."""
+    tokenizer = PretrainedTokenizer.__new__(PretrainedTokenizer)
+    tokenizer._read(folder)  # noqa: SLF001 (its own class)
+    tokenizer.end_ids = end_ids
+    return tokenizer
+
+
 def copy_tokenizer(source: Path, into: Path) -> None:
     """Copy the files of the tokenizer in `source`, its template included, to the folder `into`."""
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, into / name)
+
+
+def end_texts_of(tokenizer: Any) -> tuple[str, ...]:
+    """Return the text of the tokens that end a completion, of a tokenizer of transformers or like one. Blocks once.
+
+    They are those of the folder that it was loaded from. If it has none, its `eos_token` alone is known.
+    """
+    own = getattr(tokenizer, "eos_token", None)
+    texts = _end_texts_in(str(getattr(tokenizer, "name_or_path", None) or "")) | ({own} if own else set())
+    return tuple(sorted(texts))
+
+
+@cache
+def _end_texts_in(folder: str) -> frozenset[str]:
+    if not folder or not (Path(folder) / "tokenizer.json").is_file():
+        return frozenset()
+    tokenizer = PretrainedTokenizer(folder)
+    return frozenset(tokenizer.decode([each]) for each in tokenizer.end_ids)
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -121,9 +155,4 @@ def _loaded(path: Path) -> Any:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"{path}: expected a JSON object, got {error}: save it again") from error
+    return json_object(path) if path.is_file() else {}

@@ -7,6 +7,8 @@ policy every ratio is 1. Knows no engine.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import numpy as np
 
@@ -38,6 +40,9 @@ class SamplingParams(Config, frozen=True):
     """Divides positive logits, and multiplies negative ones, of tokens that the prompt or the completion contains."""
     stop: tuple[str, ...] = ()
     """A completion ends after the token with which its text contains one of these."""
+    stop_ids: tuple[int, ...] = ()
+    """A completion ends after one of these tokens too. `SourceEnv` adds the `end_ids` of its tokenizer; a token that is
+    none of these stays in the text that rewards read, as a stop string does."""
     greedy: bool = False
     """Take the most probable token, and ignore temperature and truncation; log-probabilities are at temperature 1."""
     seed: int | None = None
@@ -64,6 +69,7 @@ class SamplingParams(Config, frozen=True):
                 f"SamplingParams.stop: expected a tuple of strings that are not empty, got {self.stop!r}"
             )
         self._set("stop", tuple(self.stop))
+        self._set("stop_ids", _as_ids(self.stop_ids))
 
     def _set(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)
@@ -78,11 +84,23 @@ class SamplingParams(Config, frozen=True):
         """Return the temperature of the distribution whose log-probabilities are returned: 1 for greedy."""
         return 1.0 if self.greedy else self.temperature
 
+    def ending_at(self, ids: Iterable[int]) -> SamplingParams:
+        """Return these parameters with `ids` among the tokens that end a completion."""
+        return msgspec.structs.replace(self, stop_ids=tuple(sorted({*self.stop_ids, *ids})))
+
     def seeded_for(self, *numbers: int) -> SamplingParams:
         """Return these parameters with a seed that depends on the seed and `numbers`; unchanged without a seed."""
         if self.seed is None:
             return self
         return msgspec.structs.replace(self, seed=as_seed([self.seed, *numbers]))
+
+
+def _as_ids(ids: object) -> tuple[int, ...]:
+    if isinstance(ids, Iterable) and not isinstance(ids, str):
+        found = tuple(ids)
+        if all(isinstance(each, int | np.integer) and not isinstance(each, bool) and each >= 0 for each in found):
+            return tuple(map(int, found))
+    raise InvalidConfig(f"SamplingParams.stop_ids: expected token ids, whole numbers of 0 or more, got {ids!r}")
 
 
 def as_seed(numbers: list[int]) -> int:

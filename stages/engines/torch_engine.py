@@ -66,7 +66,7 @@ class TorchEngine:
         self,
         model: CausalModel,
         tasks: TaskGroup,
-        eos_id: int,
+        end_ids: frozenset[int],
         seed: int,
         max_rows: int,
         *,
@@ -81,7 +81,7 @@ class TorchEngine:
         self._weights: Subscriber | None = None
         self._follows = False
         """True if every batch loads newer weights by itself; else `update_weights` does."""
-        self._eos_id = eos_id
+        self._end_ids = end_ids
         self._seed = seed
         self._seeded_for: int | None = None
         """The version that the generator was seeded for last."""
@@ -330,7 +330,7 @@ class TorchEngine:
         return self._in_flight or not self._follows or self._weights is None or not self._weights.stale
 
     def _new_batch(self) -> SamplingBatch:
-        return SamplingBatch(self._model, eos_id=self._eos_id, generator=self._generator_of_device())
+        return SamplingBatch(self._model, end_ids=self._end_ids, generator=self._generator_of_device())
 
     def _load_newest(self) -> None:
         """Load the newest version into a model that follows its publisher."""

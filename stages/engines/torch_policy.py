@@ -19,6 +19,7 @@ from ..._pipeline.util.user_code import call_user
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..._schemas.numbers import normalize_counts
 from ..training.causal_model import CausalModel
+from .end_tokens import HasEndTokens
 from .policies import Engine, Tokenizer
 from .sampling_params import as_seed
 from .torch_engine import TorchEngine
@@ -34,7 +35,7 @@ class TorchPolicy:
     make_model: Callable[[], CausalModel]
     """Makes the model in the process that samples; a module-level function, so that the policy can be pickled."""
     eos_id: int
-    """The token that ends a completion."""
+    """A token that ends a completion, beside those of the tokenizer, of the model and of `SamplingParams.stop_ids`."""
     weights: str | WeightAddress | None = None
     """URL of the WeightPublisher (or WeightFolder) whose newest version every batch begins with, or the address that
     `WeightPublisher.serve` yields, for samplers on any host; without one the model keeps its initial weights, version
@@ -48,7 +49,7 @@ class TorchPolicy:
     """`in_flight`: a completion continues with newer weights as soon as they are published, on the keys and values of
     the older ones; `policy_versions` has the version of each token; a pause does not wait for its end."""
     tokenizer: Tokenizer | None = None
-    """Finds stop strings (`SamplingParams.stop`) in the text of a completion; needed for these alone."""
+    """Finds stop strings (`SamplingParams.stop`) in the text of a completion; its `end_ids` end one."""
 
     def __post_init__(self) -> None:
         normalize_counts(self, "max_rows")
@@ -71,7 +72,7 @@ class TorchPolicy:
             engine = TorchEngine(
                 model,
                 tasks,
-                self.eos_id,
+                self._end_ids(model),
                 as_seed([self.seed, worker.index, worker.restart]),  # differs after a restart too
                 self.max_rows,
                 in_flight=self.weight_updates == "in_flight",
@@ -84,3 +85,7 @@ class TorchPolicy:
             yield engine
         finally:
             await stack.aclose()  # not `async with`: the task group would wrap exceptions of the body
+
+    def _end_ids(self, model: CausalModel) -> frozenset[int]:
+        states: list[object] = [self.tokenizer, model]
+        return frozenset({self.eos_id}).union(*(each.end_ids for each in states if isinstance(each, HasEndTokens)))

@@ -48,7 +48,7 @@ class SampledRow:
     versions: list[int] = field(default_factory=list, init=False)
     """Of the weights that sampled each token."""
     ended: bool = field(default=False, init=False)
-    """True if the last token is the end-of-sequence token, or completes a stop string."""
+    """True if the last token ends a completion, or completes a stop string."""
     done: bool = field(default=False, init=False)
     """True if no token follows."""
 
@@ -56,14 +56,15 @@ class SampledRow:
         self.stop = None if self.request.stop is None else self.request.stop()
         self.random = uniforms(self.seed)
 
-    def add(self, token: int, logprob: float, version: int, eos_id: int) -> None:
-        """Add a token that was drawn, unless the row is done already."""
+    def add(self, token: int, logprob: float, version: int, end_ids: frozenset[int]) -> None:
+        """Add a token that was drawn, unless the row is done already; those of `end_ids` end it."""
         if self.done:
             return
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        self.ended = token == eos_id or (self.stop is not None and self.stop.end_with(token))
+        ends = token in end_ids or token in self.request.sampling.stop_ids
+        self.ended = ends or (self.stop is not None and self.stop.end_with(token))
         full = len(self.tokens) == self.request.sampling.max_completion_tokens
         self.done = self.ended or full or self.request.cancelled()
 

@@ -51,16 +51,16 @@ class Rows(NamedTuple):
 class SamplingBatch:
     """Rows that are being sampled, one pass of the model after the other."""
 
-    def __init__(self, model: CausalModel, *, eos_id: int, generator: torch.Generator) -> None:
+    def __init__(self, model: CausalModel, *, end_ids: frozenset[int], generator: torch.Generator) -> None:
         """Begin without rows.
 
         Args:
             model: on any device, in evaluation mode.
-            eos_id: the token that ends a completion.
+            end_ids: the tokens that end a completion, beside those of a request.
             generator: on the model's device; makes the noise of rows without a seed, unless that is a CPU.
         """
         self._model = model
-        self._eos_id = eos_id
+        self._end_ids = end_ids
         self._generator = generator
         self._inverse = InverseDraw()
         self._sampled = Rows([], None, torch.empty(0, dtype=torch.int64, device=generator.device))
@@ -163,7 +163,7 @@ class SamplingBatch:
         # One copy from the device; float64 holds every token id, and every float32, exactly.
         drawn = torch.stack((chosen.double(), logprobs.double())).tolist()
         for row, token, logprob in zip(rows, *drawn, strict=True):
-            row.add(int(token), logprob, version, self._eos_id)
+            row.add(int(token), logprob, version, self._end_ids)
         return chosen
 
     def _drawn(self, rows: Sequence[SampledRow], columns: _Columns, scores: Tensor) -> tuple[Tensor, Tensor]:

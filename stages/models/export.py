@@ -12,11 +12,12 @@ from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.util.atomic_file import UNFINISHED
 from ..._pipeline.util.os_errors import explaining_os_errors
+from ..engines.end_tokens import CONFIG
 from ..engines.pretrained_tokenizer import copy_tokenizer
 from ..training.torch_trainer import OPTIMIZER, STATE
 from ..training.torch_weights_file import write_weights
 from .hf_model import HFModel
-from .model_files import ADAPTER_CONFIG, CONFIG
+from .model_files import ADAPTER_CONFIG
 
 
 def export(source: str | Path, into: str | Path, *, merge: bool = True) -> Path:

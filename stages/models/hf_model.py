@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.durability.checkpoint import WEIGHTS
 from ..._pipeline.errors import InvalidConfig
+from ..engines.end_tokens import CONFIG, GENERATION, generation_ends
 from ..engines.engine_publisher import PublishedWeights
+from ..engines.json_object import json_object
 from ..losses.tiles import Finish
 from ..training.attention import Attention
 from ..training.causal_model import CausalModel, Read
@@ -35,7 +37,7 @@ from . import hf_attention
 from . import lora as adapters_of
 from .hf_cache import HFCache, cache_of
 from .lora_config import LoRA
-from .model_files import ADAPTER_CONFIG, CONFIG, GENERATION, check_configurations, check_model_files, json_object
+from .model_files import ADAPTER_CONFIG, check_configurations, check_model_files
 from .model_identity import model_identity
 from .transformers_import import import_transformers, quiet_transformers
 
@@ -69,6 +71,8 @@ class HFModel(nn.Module):
         self.module = module
         """The model itself, of transformers."""
         self._config = json_object(folder / CONFIG)
+        self.end_ids = generation_ends(folder)
+        """The tokens that end its completions, as for transformers' `generate`."""
         self._one_row = module.config._attn_implementation.startswith("flash")  # noqa: SLF001 (there is no public name)
         """True if several rows are passed as one, which its kernel for packed sequences needs."""
         self._masked_here = module.config._attn_implementation == "sdpa" and hf_attention.install(module)  # noqa: SLF001 (as above)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ..._pipeline.errors import InvalidConfig, WeightsMismatch
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import nearest
+from ..engines.json_object import json_object
 from .lora_config import LoRA
-from .model_files import ADAPTER_CONFIG, json_object
+from .model_files import ADAPTER_CONFIG
 
 PREFIX = "base_model.model."
 """Begins each name in peft's files."""

@@ -8,15 +8,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from safetensors import SafetensorError, safe_open
 
 from ..._pipeline.durability.checkpoint import WEIGHTS, verify_if_listed
 from ..._pipeline.errors import InvalidConfig
+from ..engines.end_tokens import CONFIG, GENERATION
+from ..engines.json_object import json_object
 
-CONFIG, GENERATION, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 CONFIGURATIONS = {CONFIG, GENERATION, ADAPTER_CONFIG}
 
@@ -45,18 +45,6 @@ def check_model_files(folder: Path) -> None:
     if not verify_if_listed(folder, lambda name: name in CONFIGURATIONS or name.endswith(".safetensors")):
         for path in _weights_files(folder):
             _check_length(path)
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file at `path`. Blocks.
-
-    Raises:
-        InvalidConfig: there is none.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"{path}: expected a JSON object, got {error}: save it again") from error
 
 
 def _weights_files(folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """The files that are read as a whole."""
 
 WEIGHTS = ("*.safetensors", "*.bin")

@@ -45,6 +45,7 @@ sampling.top_k
 sampling.min_p
 sampling.repetition_penalty
 sampling.stop
+sampling.stop_ids
 sampling.greedy
 """
 
@@ -150,6 +151,7 @@ evaluation.sampling.top_k
 evaluation.sampling.min_p
 evaluation.sampling.repetition_penalty
 evaluation.sampling.stop
+evaluation.sampling.stop_ids
 evaluation.sampling.greedy
 evaluation.sampling.seed
 evaluation.sets[].prompt

@@ -28,6 +28,7 @@ from ..data.mixture import MixedPrompts, Mixture
 from ..data.prompt_dataset import LOOKED_AT, PromptDataset, PromptSet
 from ..data.prompt_order import Split
 from ..data.prompts import Prompt
+from ..engines.end_tokens import check_end_of_turn
 from ..engines.http_policy import HttpPolicy
 from ..engines.policies import Policy
 from ..engines.pretrained_tokenizer import PretrainedTokenizer
@@ -78,6 +79,8 @@ class RunParts:
         self.tokenizer = PretrainedTokenizer(config.model.path)
         """The one tokenizer of data, policy, reward and trainer."""
         self.chat = ChatFormat(self.tokenizer) if config.data.chat else None
+        if self.chat is not None:
+            check_end_of_turn(self.tokenizer)
         self.rewards = RewardBridge(config.reward, self.tokenizer)
         self.loss = loss_of(config.algorithm)
         self.trackers = [_tracker(name) for name in config.trackers]
@@ -142,7 +145,12 @@ class RunParts:
     @property
     def _greedy(self) -> SamplingParams:
         sampling = self.config.sampling
-        return SamplingParams(max_completion_tokens=sampling.max_completion_tokens, stop=sampling.stop, greedy=True)
+        return SamplingParams(
+            max_completion_tokens=sampling.max_completion_tokens,
+            stop=sampling.stop,
+            stop_ids=sampling.stop_ids,
+            greedy=True,
+        )
 
     def _datasets(self, split: Split) -> list[PromptDataset]:
         data = self.config.data

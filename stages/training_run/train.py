@@ -43,6 +43,7 @@ from ..._pipeline.util.named_objects import call_object, import_object
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..._pipeline.view.watching import View
 from ..._pipeline.weights.weight_address import WeightAddress
+from ..engines.end_tokens import named
 from ..engines.engine_publisher import EnginePublisher
 from ..engines.policies import Policy
 from ..evaluation.evaluation import Evaluation
@@ -196,7 +197,8 @@ def describe_run(config: RunConfig) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return (
-        f"{pipeline.describe()}\n\nmodel: {config.model.path}, {parameters:,} parameters, of which {train:,} train\n\n"
+        f"{pipeline.describe()}\n\nmodel: {config.model.path}, {parameters:,} parameters, of which {train:,} train\n"
+        f"a completion ends after {named(parts.tokenizer)}\n\n"
         f"first prompt, {len(tokens)} tokens:\n{parts.tokenizer.decode(tokens)}"
     )
 

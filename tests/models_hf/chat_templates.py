@@ -97,8 +97,6 @@ QWEN = """\
 THINKING_AHEAD = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
 """Its prompt begins the thought of the next turn; its earlier turns have none."""
 
-ANOTHER_END = CHATML.replace("<|im_end|>", "<|end_of_turn|>")
-
 END_TOKENS = {LLAMA: "<|eot_id|>", MISTRAL: "</s>"}
 
 SPECIAL = [

@@ -116,6 +116,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
     "sampling.min_p": (0.5, sampling("min_p"), 0.5),
     "sampling.repetition_penalty": (1.5, sampling("repetition_penalty"), 1.5),
     "sampling.stop": (["end"], sampling("stop"), ("end",)),
+    "sampling.stop_ids": ([7], sampling("stop_ids"), (7,)),
     "sampling.greedy": (True, sampling("greedy"), True),
 }
 """By key: another value, what it has an effect on, and the effect."""

@@ -13,7 +13,7 @@ import pytest
 import transformers
 from numpy.typing import NDArray
 from tests.models_hf import chat_templates
-from tests.models_hf.chat_templates import ANOTHER_END, CHATML, LLAMA, MISTRAL, QWEN, THINKING_AHEAD
+from tests.models_hf.chat_templates import CHATML, LLAMA, MISTRAL, QWEN, THINKING_AHEAD
 
 from penstock import SourceEnv, StopReason, Worker
 from penstock.chat import ChatFormat
@@ -162,7 +162,10 @@ def test_a_turn_that_was_cut_is_closed_by_the_end_token(folder: Callable[[str], 
             THINKING_AHEAD,
             r"as it was sampled, '.*<think>\\nan answer', got '.*chat_template.jinja in the tok.*load it too$",
         ),
-        (ANOTHER_END, r"writes the end token '<\|im_end\|>' after a turn of the assistant, got '<\|end_of_turn\|>"),
+        (
+            CHATML.replace("<|im_end|>", "<end>"),
+            r"writes an end token, one of '<\|im_end\|>' \(\d+\), after a turn of the assistant, got '<end>",
+        ),
     ],
 )
 def test_a_template_that_changes_earlier_turns_is_refused_with_what_to_do(

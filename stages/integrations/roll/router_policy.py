@@ -97,11 +97,14 @@ def _call(policy: RouterPolicy, prompt: NDArray[np.int32], sampling: SamplingPar
     answer = policy.proxy.generate(messages=[], lm_input=request, generation_config=config)
     if answer is None:
         return None
-    tokens = answer.batch["responses"][0].numpy().astype(np.int32)
+    sampled = answer.batch["responses"][0].numpy().astype(np.int32)
+    ends = np.isin(sampled, [*policy.ends, *sampling.stop_ids])
+    ended = bool(ends.any())
+    tokens = sampled[: ends.argmax() + 1] if ended else sampled  # ROLL's workers know two end tokens alone
     logprobs = None
     if "infer_logprobs" in answer.batch:
-        logprobs = answer.batch["infer_logprobs"][0][-len(tokens) :].numpy().astype(np.float32)
-    ended = len(tokens) and int(tokens[-1]) in policy.ends
+        behind = answer.batch["infer_logprobs"][0][-len(sampled) :].numpy().astype(np.float32)
+        logprobs = behind[: len(tokens)]
     cut = not ended and len(tokens) >= sampling.max_completion_tokens
     return Completion(
         tokens=tokens,

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from ...engines.pretrained_tokenizer import PretrainedTokenizer
+from ...engines.pretrained_tokenizer import PretrainedTokenizer, end_texts_of
 from ...reward_bridge import RewardBridge
 from .gem_environment import GemEnvironment, register
 from .plain import plain
@@ -47,7 +47,7 @@ def _shaped_class() -> Any:
         def __init__(self, *, worker_config: Any, tokenizer: Any, env_config: Any, **others: Any) -> None:
             super().__init__(worker_config=worker_config, tokenizer=tokenizer, env_config=env_config, **others)
             if isinstance(self.env, GemEnvironment):
-                self.env.ends = (tokenizer.eos_token, tokenizer.pad_token)
+                self.env.ends = (*end_texts_of(tokenizer), tokenizer.pad_token)
             self._bridge: RewardBridge | None = None
             if (reward := env_config.get("reward")) is not None:
                 read = PretrainedTokenizer(worker_config.model_args.model_name_or_path)

@@ -17,7 +17,7 @@ SAME = {"temperature", "top_p", "min_p", "repetition_penalty", "seed"}
 IGNORED = {"skip_special_tokens", "include_stop_str_in_output", "logprobs"}
 """Options of vLLM's output that change no token and no log-probability here."""
 
-NAMES = {"max_tokens": "max_completion_tokens", "top_k": "top_k", "stop": "stop"}
+NAMES = {"max_tokens": "max_completion_tokens", "top_k": "top_k", "stop": "stop", "stop_token_ids": "stop_ids"}
 """Parameters with another name or another type."""
 
 MEANINGLESS = (("min_tokens", 1), ("top_k", -1), ("top_k", 0))

@@ -51,8 +51,8 @@ def test_tokens_beyond_the_allowance_or_after_the_end_are_refused_as_they_come()
         taken({"token_ids": [1], "finish_reason": "stop"}, {"token_ids": [1]})
 
 
-def taken(*choices: dict[str, Any]) -> StreamedCompletion:
-    body = StreamedCompletion(max_completion_tokens=8)
+def taken(*choices: dict[str, Any], stop_ids: tuple[int, ...] = ()) -> StreamedCompletion:
+    body = StreamedCompletion(8, stop_ids)
     for choice in choices:
         body.take(json.dumps({"id": "x", "choices": [{"index": 0, "text": "?"} | choice]}).encode())
     body.take(b"[DONE]")
@@ -102,6 +102,32 @@ def test_an_invalid_token_id_is_refused(choice: dict[str, Any]) -> None:
 
 def test_ids_in_the_place_of_tokens_are_read_as_such() -> None:
     assert taken({"logprobs": {"tokens": ["token_id:5", "token_id:0"]}}).completion(0).tokens.tolist() == [5, 0]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [{"token_ids": [5, 7]}, {"token_ids": [6]}],
+        [{"token_ids": [5, 7, 6, 7]}],
+        [{"token_ids": [5]}, {"token_ids": [7, 8, 6]}],
+    ],
+)
+def test_a_completion_is_cut_after_its_stop_token_where_the_server_goes_on(choices: list[dict[str, Any]]) -> None:
+    logprobs = [{"logprobs": {"token_logprobs": [-1.0] * len(choice["token_ids"])}} for choice in choices]
+
+    body = taken(*(choice | known for choice, known in zip(choices, logprobs, strict=True)), stop_ids=(7, 8))
+
+    completion = body.completion(0)
+    assert (body.done, body.cut, completion.stop_reason) == (True, True, StopReason.STOP)
+    assert completion.tokens.tolist() == [5, 7]
+    assert completion.logprobs is not None
+    assert completion.logprobs.tolist() == [-1, -1]
+
+
+def test_a_completion_that_the_server_ends_at_its_stop_token_is_read_to_its_end() -> None:
+    body = taken({"token_ids": [5, 7]}, {"token_ids": [], "finish_reason": "stop"}, stop_ids=(7,))
+
+    assert (body.done, body.cut) == (True, False)
 
 
 def test_a_stream_without_a_stop_reason_is_not_done() -> None:

@@ -247,15 +247,32 @@ RESTRICTED = SamplingParams(max_completion_tokens=3, top_p=0.9, top_k=4, min_p=0
 async def test_restrictions_stop_strings_and_a_seed_a_prompt_reach_the_server(kind: Server, serve: Serve) -> None:
     async with engine(serve(kind), kind) as opened:
         await requests_to(serve(kind))
-        await opened.generate([prompt(3), prompt(4)], msgspec.structs.replace(RESTRICTED, stop=("</a>",)))
+        sampling = msgspec.structs.replace(RESTRICTED, stop=("</a>",), stop_ids=(7, 9))
+        await opened.generate([prompt(3), prompt(4)], sampling)
         asked = (await requests_to(serve(kind)))["asked"]
 
     for request in asked:
         assert request["max_tokens"] == 3
         assert request.items() >= {"top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.2}.items()
         assert request["stop"] == ["</a>"]
+        assert request["stop_token_ids"] == [7, 9]
         assert request.get("include_stop_str_in_output", request.get("no_stop_trim"))
     assert len({request["seed"] for request in asked}) == 2
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+async def test_a_server_that_goes_on_after_a_stop_token_is_hung_up_on(kind: Server, serve: Serve) -> None:
+    stop_ids = tuple(range(1, 9))  # the server in the tests knows its own end token alone
+    asks = prompt(3 if kind == "vllm" else TROUBLE["tokens as ids"])
+    async with engine(serve(kind), kind) as opened:
+        await requests_to(serve(kind))
+        (completion,) = await opened.generate([asks], SamplingParams(max_completion_tokens=64, stop_ids=stop_ids))
+        (asked,) = (await requests_to(serve(kind)))["asked"]
+
+    assert completion.stop_reason == StopReason.STOP
+    assert len(completion.tokens) < 64
+    assert not set(stop_ids).intersection(completion.tokens[:-1].tolist())
+    assert ("stop_token_ids" in asked) == (kind == "vllm")
 
 
 async def test_greedy_sampling_is_not_truncated(serve: Serve) -> None:

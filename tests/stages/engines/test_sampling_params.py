@@ -113,6 +113,10 @@ async def test_stop_strings_without_a_tokenizer_are_refused() -> None:
         ({"seed": -1}, "seed: expected a whole number of at least 0, got -1"),
         ({"stop": "</answer>"}, "stop: expected a tuple of strings that are not empty, got '</answer>'"),
         ({"stop": ("",)}, r"stop: expected a tuple of strings that are not empty, got \(''"),
+        ({"stop_ids": 7}, "stop_ids: expected token ids, whole numbers of 0 or more, got 7"),
+        ({"stop_ids": (-1,)}, r"stop_ids: expected token ids, whole numbers of 0 or more, got \(-1,\)"),
+        ({"stop_ids": ("</s>",)}, r"stop_ids: expected token ids, whole numbers of 0 or more, got \('</s>',\)"),
+        ({"stop_ids": "12"}, "stop_ids: expected token ids, whole numbers of 0 or more, got '12'"),
     ],
 )
 def test_values_that_could_not_sample_are_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -121,6 +125,7 @@ def test_values_that_could_not_sample_are_refused_by_name(options: dict[str, Any
 
 
 def test_sampling_params_travel_to_workers_in_a_policy_and_stay_equal() -> None:
-    sampling = SamplingParams(top_k=np.int64(3), stop=["a"], seed=2)  # type: ignore[arg-type]
+    sampling = SamplingParams(top_k=np.int64(3), stop=["a"], stop_ids=np.array([7]), seed=2)  # type: ignore[arg-type]
 
-    assert pickle.loads(pickle.dumps(sampling)) == sampling == SamplingParams(top_k=3, stop=("a",), seed=2)  # noqa: S301 (our own bytes)
+    assert sampling == SamplingParams(top_k=3, stop=("a",), stop_ids=(7,), seed=2)
+    assert pickle.loads(pickle.dumps(sampling)) == sampling  # noqa: S301 (our own bytes)

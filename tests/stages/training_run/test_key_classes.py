@@ -30,6 +30,7 @@ SAMPLING: dict[str, Any] = {
     "min_p": 0.1,
     "repetition_penalty": 1.1,
     "stop": ["end"],
+    "stop_ids": [7],
     "greedy": False,
     "seed": 5,
 }
@@ -42,6 +43,7 @@ OTHER_SAMPLING: dict[str, Any] = {
     "min_p": 0.2,
     "repetition_penalty": 1.2,
     "stop": ["stop"],
+    "stop_ids": [8],
     "greedy": True,
     "seed": 6,
 }

@@ -21,6 +21,7 @@ import msgspec
 
 from ....._pipeline.errors import PenstockError
 from ....._schemas import StopReason
+from ....engines.pretrained_tokenizer import end_texts_of
 from ..contract import BY_TOKEN, UNTRAINED
 from .messages import Action, EnvironmentTimedOut, Failure, GroupIncomplete, ModelCallRefused, NotScored, StepResult
 
@@ -147,8 +148,9 @@ class Seat:
         before = answered.text + action.text
         if not call.text.startswith(before) or call.text == answered.text:
             return None
-        end = getattr(self.episode.config.tokenizer, "eos_token", None) or ""
-        return call.text[len(before) :].removeprefix(end if action.stop_reason == StopReason.STOP else "")
+        new = call.text[len(before) :]
+        ends = end_texts_of(self.episode.config.tokenizer) if action.stop_reason == StopReason.STOP else ()
+        return new.removeprefix(next(filter(new.startswith, ends), ""))
 
 
 class Episode:
@@ -407,8 +409,8 @@ def _answer_text(row: Mapping[str, Any], tokenizer: Any) -> str | None:
     if tokenizer is None or not row.get("tokens"):
         return None
     trained = [token for token, mask in zip(row["tokens"], row["masks"], strict=True) if mask != UNTRAINED]
-    end = getattr(tokenizer, "eos_token", None) or ""
-    return str(tokenizer.decode(trained)).strip().removesuffix(end)
+    text = str(tokenizer.decode(trained)).strip()
+    return text.removesuffix(next(filter(text.endswith, end_texts_of(tokenizer)), ""))
 
 
 def squeezed(text: str) -> str:
