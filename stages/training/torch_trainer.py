@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from ..._pipeline.weights.weight_specs import check_weights, specs_of
 from ..._schemas import (
     Array,
     GroupId,
+    InvalidConfig,
     InvalidRecord,
     TokenizerIdentity,
     TrainBatch,
@@ -102,8 +103,8 @@ class TorchTrainer:
         reference: a frozen model with the same vocabulary, which scores batches without `ref_logprobs`.
         reference_updates: moves the reference, of the policy's shape, towards the policy; None keeps it as it is.
         autocast: the dtype in which the model computes where that is safe, `torch.bfloat16`; its parameters, the loss
-            and the optimizer stay float32. None computes everything in the model's own dtype. A head that computes in
-            bfloat16 changes every ratio by percents: have the model compute it with autocast off.
+            and the optimizer stay float32. None computes everything in the dtype of the parameters. A head that
+            computes in bfloat16 changes every ratio by percents: have the model compute it with autocast off.
         compile: makes the function that is called in place of the model: `partial(torch.compile, dynamic=True)`.
         state: further state in checkpoints, by name: `{"normalizer": normalizer}`.
         tokenizer: the model's, or its `TokenizerIdentity`: `pipeline.check()` compares it with those of sources and
@@ -111,8 +112,9 @@ class TorchTrainer:
 
     Raises:
         TypeError: the vocabulary of `tokenizer` is unknown.
-        ValueError: a number out of range, another `autocast`, or parameters beside it that are not float32;
-            updates of a reference that is absent, or of a model that ranks share in parts.
+        InvalidConfig: parameters that train are in bfloat16 or float16.
+        ValueError: a number out of range, or another `autocast`; updates of a reference that is absent, or of a model
+            that ranks share in parts.
         WeightsMismatch: the reference is to be updated, and has other tensors than the model.
     """
 
@@ -144,8 +146,7 @@ class TorchTrainer:
         self._forward = model if compile is None else compile(model)
         self._reference = None if reference is None else reference.train(mode=False)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if autocast is not None:
-            _check_autocast(autocast, self._parameters)
+        _check_precision(autocast, model)
         self._optimizer = GivenOptimizer(optimizer, self._parameters, schedule)
         self._reference_updates = reference_updates
         if reference_updates is not None:
@@ -460,16 +461,19 @@ def _columns(batch: TrainBatch, temperature: float) -> dict[str, Array]:
     return columns if own is None else columns | {TEMPERATURE: own}
 
 
-def _check_autocast(autocast: torch.dtype, parameters: Iterable[torch.nn.Parameter]) -> None:
-    if autocast != torch.bfloat16:
+def _check_precision(autocast: torch.dtype | None, model: Trainable) -> None:
+    """Check that small updates are not lost: one below 2**-9 of a parameter leaves it as it is in bfloat16."""
+    if autocast not in {None, torch.bfloat16}:
         raise ValueError(
             f"autocast: expected torch.bfloat16, got {autocast}: in float16 small gradients are 0, and float32 is None"
         )
-    found = {parameter.dtype for parameter in parameters} - {torch.float32}
+    allowed = {torch.float32, torch.float64} if autocast is None else {torch.float32}
+    found = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} - allowed
     if found:
-        raise ValueError(
-            f"expected parameters in float32 beside autocast, which casts a copy where that is safe, got "
-            f"{', '.join(sorted(map(str, found)))}: make the model with model.float()"
+        raise InvalidConfig(
+            f"TorchTrainer.model: expected parameters that train in float32, in which small updates are not lost, got "
+            f"{', '.join(sorted(map(str, found)))}: make the model without a dtype, or with model.float(), and give "
+            f"TorchTrainer(autocast=torch.bfloat16) to compute in bfloat16"
         )
 
 

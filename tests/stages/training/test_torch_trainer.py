@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from penstock import AdvantageNormalizer, GroupId, TrainBatch
 from penstock._pipeline.durability.manifest import write_manifest
-from penstock.errors import InvalidRecord, TokenizersDiffer, WeightsMismatch
+from penstock.errors import InvalidConfig, InvalidRecord, TokenizersDiffer, WeightsMismatch
 from penstock.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, Loss, Mean, PPOClip, Scored
 from penstock.testing import batch, drive, group
 from penstock.torch import Attention, KVCache, TorchTrainer
@@ -536,11 +536,24 @@ def test_checkpoints_of_mixed_precision_go_on_bit_for_bit(tmp_path: Path) -> Non
         assert torch.equal(tensor, resumed.weights()[name])
 
 
-def test_master_weights_that_are_not_float32_are_refused() -> None:
-    model = TinyModel(vocabulary=VOCABULARY).bfloat16()
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_in_which_small_updates_are_lost_are_refused(
+    dtype: torch.dtype, autocast: torch.dtype | None
+) -> None:
+    model = TinyModel(vocabulary=VOCABULARY).to(dtype)
 
-    with pytest.raises(ValueError, match=r"expected parameters in float32 beside autocast.*got torch.bfloat16"):
-        trainer(model, autocast=torch.bfloat16)
+    with pytest.raises(InvalidConfig, match=rf"parameters that train in float32.*got {dtype}: .*\(autocast=torch.bf"):
+        trainer(model, autocast=autocast)
+
+
+def test_parameters_that_do_not_train_may_be_in_any_dtype() -> None:
+    model = TinyModel(vocabulary=VOCABULARY).bfloat16()
+    model.head.float()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.startswith("head")
+
+    assert trainer(model, autocast=torch.bfloat16).steps == 0
 
 
 def test_a_compiled_model_trains_as_it_does_uncompiled_under_its_own_names() -> None:
