@@ -213,6 +213,10 @@ class EngineFailed(PenstockError):
     """An engine failed at a valid request in every attempt; the message says how."""
 
 
+class LogitsNotFinite(PenstockError, FloatingPointError):
+    """A model computed logits of which no token can be drawn; the message has the version of its weights."""
+
+
 class EngineTimedOut(PenstockError, TimeoutError):
     """An engine exceeded its timeout in every attempt; the message gives the timeout."""
 

@@ -123,6 +123,7 @@ class TorchEngine:
         Raises:
             ValueError: a prompt is empty.
             InvalidConfig: there are stop strings, and no tokenizer, or a token that the model lacks.
+            LogitsNotFinite: the model computed logits that are not finite.
             anyio.ClosedResourceError: the policy was closed before the end.
         """
         check_prompts(prompts, self._vocabulary)

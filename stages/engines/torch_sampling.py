@@ -10,6 +10,7 @@ Axes: b rows of the cache, U different prompts, P tokens of the longest one, V v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..._pipeline.errors import LogitsNotFinite
 from ..training.attention import Attention
 from ..training.causal_model import Cache, CausalModel, JoinableCache, positions_of
 from .torch_draw import InverseDraw, draw_by_noise
@@ -148,7 +150,11 @@ class SamplingBatch:
     # -- draws ---------------------------------------------------------------------------------------------------------
 
     def _draw(self, rows: Sequence[SampledRow], columns: _Columns, logits: Tensor, version: int) -> Tensor:
-        """Draw a token of each row [b] from `logits` [b, V], and add it to the row with its log-probability."""
+        """Draw a token of each row [b] from `logits` [b, V], and add it to the row with its log-probability.
+
+        Raises:
+            LogitsNotFinite: some of them are NaN, +inf, or -inf for every token.
+        """
         logits = logits.float()
         tempered = logits * columns.inverse_temperature
         if (restrictions := columns.restrictions) is None:
@@ -163,6 +169,13 @@ class SamplingBatch:
         # One copy from the device; float64 holds every token id, and every float32, exactly.
         drawn = torch.stack((chosen.double(), logprobs.double())).tolist()
         for row, token, logprob in zip(rows, *drawn, strict=True):
+            if not math.isfinite(logprob) and not row.done:
+                raise LogitsNotFinite(
+                    f"expected finite logits of the model, got a token with log-probability {logprob} after "
+                    f"{len(row.request.prompt)} tokens of a prompt and {len(row.tokens)} of a completion, with weights "
+                    f"of version {version}: the weights are damaged, training diverged, or the model overflows in its "
+                    f"dtype (float16 does beyond 65504)"
+                )
             row.add(int(token), logprob, version, self._end_ids)
         return chosen
 

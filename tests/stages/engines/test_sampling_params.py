@@ -1,3 +1,4 @@
+import math
 import pickle
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from tests.bigram import EOS, Alphabet, Bigram
 
 from penstock import StopReason, Worker
-from penstock.errors import InvalidConfig
+from penstock.errors import InvalidConfig, LogitsNotFinite
 from penstock.policies import Completion, SamplingParams
 from penstock.torch import TorchPolicy
 
@@ -95,6 +96,42 @@ async def test_stop_strings_without_a_tokenizer_are_refused() -> None:
             InvalidConfig, match=r"expected a TorchPolicy with a tokenizer.* got none for \['ab'\]: use"
         ):
             await engine.generate([PROMPT], SamplingParams(stop=("ab",)))
+
+
+# -- logits ------------------------------------------------------------------------------------------------------------
+
+
+def with_logits(row: int, columns: Any, value: float) -> Bigram:
+    model = Bigram()
+    model.table.data[row, columns] = value
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"greedy": True}, {"top_k": 5}, {"repetition_penalty": 1.5}, {"top_p": 0.9}])
+@pytest.mark.parametrize(
+    ("columns", "value"), [([7], math.nan), ([EOS], math.nan), ([0], math.inf), (slice(None), -math.inf)]
+)
+async def test_logits_of_which_no_token_can_be_drawn_end_the_request(
+    columns: Any, value: float, options: dict[str, Any]
+) -> None:
+    policy = TorchPolicy(partial(with_logits, int(PROMPT[0]), columns, value), EOS)
+    finite = np.array([4], np.int32)
+
+    async with policy.open(Worker()) as engine:
+        with pytest.raises(LogitsNotFinite, match=r"finite logits .* 1 tokens of a prompt and 0 .* of version 0"):
+            await engine.generate([PROMPT], SamplingParams(**options))
+        (completion,) = await engine.generate([finite], SamplingParams(max_completion_tokens=1, **options))
+
+    assert len(completion.tokens) == 1
+
+
+async def test_logits_may_exclude_some_tokens() -> None:
+    policy = TorchPolicy(partial(with_logits, int(PROMPT[0]), slice(1, None), -math.inf), EOS)
+
+    async with policy.open(Worker()) as engine:
+        (completion,) = await engine.generate([PROMPT], SamplingParams(max_completion_tokens=1))
+
+    assert completion.tokens.tolist() == [0]
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
