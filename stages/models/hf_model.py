@@ -35,6 +35,7 @@ from ..training.causal_model import CausalModel, Read
 from ..training.torch_weights_file import read_weights
 from . import hf_attention
 from . import lora as adapters_of
+from .adapter_config import lora_of
 from .hf_cache import HFCache, cache_of
 from .lora_config import LoRA
 from .model_files import ADAPTER_CONFIG, check_configurations, check_model_files
@@ -120,7 +121,7 @@ class HFModel(nn.Module):
         check_model_files(path)
         if (path / ADAPTER_CONFIG).is_file():
             saved = path / ADAPTERS
-            lora, path = adapters_of.lora_of(path)
+            lora, path = lora_of(path)
             check_model_files(path)
         _check(path, attention)
         with quiet_transformers("HFModel") as transformers, _refusals_of(path):
@@ -289,7 +290,7 @@ class HFModel(nn.Module):
         """Warn if the adapters in `checkpoint` were trained with another scale: no tensor has it. Blocks."""
         if self.lora is None or not (checkpoint / ADAPTER_CONFIG).is_file():
             return
-        trained, _ = adapters_of.lora_of(checkpoint)
+        trained, _ = lora_of(checkpoint)
         if trained.alpha != self.lora.alpha:
             log.warning("adapter_scale_differs", checkpoint=str(checkpoint), before=trained.alpha, now=self.lora.alpha)
 

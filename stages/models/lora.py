@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from ..._pipeline.errors import InvalidConfig, WeightsMismatch
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import nearest
-from ..engines.json_object import json_object
 from .lora_config import LoRA
-from .model_files import ADAPTER_CONFIG
 
 PREFIX = "base_model.model."
 """Begins each name in peft's files."""
 
 ADAPTER = "default"
 """The name of the adapter within the modules, which peft's files leave out."""
+
+
+PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+"""Names of the matrices of an adapter: of a layer, and of an embedding."""
 
 
 def insert(module: nn.Module, lora: LoRA) -> None:
@@ -45,13 +47,28 @@ def insert(module: nn.Module, lora: LoRA) -> None:
         task_type="CAUSAL_LM",
     )
     _check_targets(module, lora)
+    ends = _tied_ends(module)
     try:
         peft.inject_adapter_in_model(config, module, adapter_name=ADAPTER)
     except ValueError as error:
         raise InvalidConfig(f"LoRA.targets: expected names of layers, got {lora.targets!r}: {error}") from None
+    if adapted := [name for name, _ in _adapted(module) if name in ends]:
+        raise InvalidConfig(
+            f"LoRA.targets: expected layers that share no weights, got {adapted[0]}, whose weights are those of "
+            f"{' and '.join(sorted({*ends} - {*adapted}) or adapted)} too: adapters would change one of them, and no "
+            f"merged model could have both: leave it out"
+        )
     for name, parameter in module.named_parameters():
         if _is_adapter(name):
             parameter.data = parameter.data.float()
+
+
+def _tied_ends(module: Any) -> set[str]:
+    """Return the names of the embedding and of the head where they share their weights."""
+    first, last = module.get_input_embeddings(), module.get_output_embeddings()
+    if first is None or last is None or first.weight is not last.weight:
+        return set()
+    return {name for name, each in module.named_modules() if each is first or each is last}
 
 
 def _check_targets(module: nn.Module, lora: LoRA) -> None:
@@ -77,15 +94,27 @@ def load_adapters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into the adapters of `module`.
 
     Raises:
-        WeightsMismatch: their names are others.
+        WeightsMismatch: their names or shapes are others.
     """
     own = adapters(module)
+    tensors = _without_copies(module, tensors)
     if own.keys() != tensors.keys():
         missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
         raise WeightsMismatch(f"adapters: expected those of the model, got none of {missing} and unknown {unknown}")
+    for name, tensor in own.items():
+        if tensor.shape != tensors[name].shape:
+            shapes = f"{list(tensor.shape)}, got {list(tensors[name].shape)}"
+            raise WeightsMismatch(f"adapters: {name}: expected shape {shapes}: is `rank` that of the file?")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
+
+
+def _without_copies(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return `tensors` without copies of the model's, which peft writes beside the adapters of an embedding."""
+    base = {f"{PREFIX}{name}": tensor for name, tensor in module.state_dict().items() if not _is_adapter(name)}
+    copies = {name for name in tensors.keys() & base.keys() if torch.equal(tensors[name].to(base[name]), base[name])}
+    return {name: tensor for name, tensor in tensors.items() if name not in copies}
 
 
 @torch.no_grad()
@@ -110,19 +139,6 @@ def write_config(module: nn.Module, folder: Path, base: Path) -> None:
     config.save_pretrained(folder)
 
 
-def lora_of(folder: Path) -> tuple[LoRA, Path]:
-    """Return the adapters that `adapter_config.json` in `folder` describes, and the folder of their model."""
-    found = json_object(folder / ADAPTER_CONFIG)
-    targets = found["target_modules"]
-    lora = LoRA(
-        rank=found["r"],
-        alpha=found["lora_alpha"],
-        dropout=found["lora_dropout"],
-        targets=targets if isinstance(targets, str) else tuple(sorted(targets)),
-    )
-    return lora, Path(found["base_model_name_or_path"])
-
-
 def _config(module: Any) -> Any:
     return module.peft_config[ADAPTER]
 
@@ -135,8 +151,9 @@ def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_adapter(name: str) -> bool:
-    return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
+    """Return whether `name` is of an adapter: of a layer, with `.weight` behind it, or of an embedding."""
+    return any(f".{part}.{ADAPTER}." in f"{name}." for part in PARTS)
 
 
 def _saved(name: str) -> str:
-    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+    return PREFIX + f"{name}.".replace(f".{ADAPTER}.", ".").removesuffix(".")

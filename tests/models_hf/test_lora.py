@@ -13,10 +13,11 @@ import pytest
 import torch
 import transformers
 from anyio import to_thread
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock import TrainBatch, Worker
+from penstock.errors import InvalidConfig, WeightsMismatch
 from penstock.losses import KL, AdvantageWeighted, PPOClip
 from penstock.models import HFModel, LoRA, MergedWeights, export
 from penstock.policies import SamplingParams
@@ -237,3 +238,153 @@ def greedy(model: HFModel, prompt: list[int], count: int) -> list[int]:
 
 def with_adapters(folder: Path) -> HFModel:
     return HFModel.from_pretrained(folder, lora=LoRA(rank=4))
+
+
+# -- adapters of peft --------------------------------------------------------------------------------------------------
+
+
+def by_peft(base: Path, folder: Path, **options: Any) -> Tensor:
+    """Write adapters with random weights by peft, and return the logits of the model with them."""
+    import peft  # noqa: PLC0415 (as above)
+
+    torch.manual_seed(1)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **options})
+    adapted: Any = peft.get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter) * 0.1
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    adapted.save_pretrained(folder)
+    with torch.no_grad():
+        logits: Tensor = adapted.eval()(TOKENS).logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lora_dropout": 0.1},
+        {"init_lora_weights": False},
+        {"init_lora_weights": "gaussian"},
+        {"target_modules": r".*\.q_proj"},
+        {"target_modules": "all-linear", "task_type": "CAUSAL_LM"},
+        {"r": 2, "lora_alpha": 3},
+        {"bias": "none", "modules_to_save": None, "rank_pattern": {}},
+    ],
+    ids=str,
+)
+def test_adapters_of_peft_have_the_logits_of_peft(
+    options: dict[str, Any], model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    expected = by_peft(model_folder("llama"), tmp_path, **options)
+
+    torch.testing.assert_close(logits_of(HFModel.from_pretrained(tmp_path)), expected)
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("use_rslora", {"use_rslora": True}),
+        ("alpha_pattern", {"alpha_pattern": {"q_proj": 16}}),
+        ("rank_pattern", {"rank_pattern": {"q_proj": 2}}),
+        ("init_lora_weights", {"init_lora_weights": "pissa"}),
+        ("init_lora_weights", {"init_lora_weights": "olora"}),
+        ("use_dora", {"use_dora": True}),
+        ("bias", {"bias": "all"}),
+        ("lora_bias", {"lora_bias": True}),
+        ("layers_to_transform", {"layers_to_transform": [0]}),
+        ("modules_to_save", {"modules_to_save": ["lm_head"]}),
+        ("exclude_modules", {"exclude_modules": ["v_proj"]}),
+        ("layer_replication", {"layer_replication": [[0, 2], [1, 2]]}),
+        ("trainable_token_indices", {"trainable_token_indices": [3]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_field_of_peft_that_changes_the_computation_is_refused_by_its_name(
+    field: str, options: dict[str, Any], model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    by_peft(model_folder("llama"), tmp_path, **options)
+
+    with pytest.raises(InvalidConfig, match=rf"adapter_config.json: {field}: expected .*merge_and_unload"):
+        HFModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type: expected LORA, got 'IA3'"),
+        ({"peft_type": None}, "peft_type: expected LORA, got None"),
+        ({"r": None}, "r: expected a value, got None"),
+        ({"target_modules": None}, "target_modules: expected a value, got None"),
+        ({"a_field_of_next_year": "on"}, "a_field_of_next_year: expected None, got 'on'"),
+    ],
+)
+def test_a_configuration_of_peft_that_is_not_known_is_refused(
+    changes: dict[str, Any], message: str, model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    by_peft(model_folder("llama"), tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | changes))
+
+    with pytest.raises(InvalidConfig, match=f"adapter_config.json: {message}"):
+        HFModel.from_pretrained(tmp_path)
+
+
+def test_weights_of_another_rank_than_the_configuration_are_refused(model_folder: ModelFolder, tmp_path: Path) -> None:
+    by_peft(model_folder("llama"), tmp_path, r=1)
+    path = tmp_path / "adapter_config.json"
+    path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | {"r": 4}))
+
+    with pytest.raises(WeightsMismatch, match=r"expected shape \[4, 32\], got \[1, 32\]"):
+        HFModel.from_pretrained(tmp_path)
+
+
+# -- adapters of embeddings --------------------------------------------------------------------------------------------
+
+WITH_EMBEDDING = LoRA(rank=4, targets=("embed_tokens", "q_proj", "lm_head"))
+
+
+def test_adapters_of_an_embedding_of_peft_have_the_logits_of_peft(model_folder: ModelFolder, tmp_path: Path) -> None:
+    expected = by_peft(model_folder("llama"), tmp_path, target_modules=["embed_tokens", "q_proj"])
+
+    torch.testing.assert_close(logits_of(HFModel.from_pretrained(tmp_path)), expected)
+
+
+def test_a_changed_embedding_beside_adapters_is_refused(model_folder: ModelFolder, tmp_path: Path) -> None:
+    by_peft(model_folder("llama"), tmp_path, target_modules=["embed_tokens", "q_proj"])
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors["base_model.model.model.embed_tokens.base_layer.weight"] += 1
+    save_file(tensors, path)
+
+    with pytest.raises(WeightsMismatch, match=r"unknown .*embed_tokens.base_layer.weight"):
+        HFModel.from_pretrained(tmp_path)
+
+
+def test_adapters_of_an_embedding_are_trained_saved_exported_and_loaded(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    model = HFModel.from_pretrained(model_folder("llama"), lora=WITH_EMBEDDING)
+    trainer = TorchTrainer(model, optimizer=ADAM, loss=AdvantageWeighted())
+    fresh = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    for _ in range(3):
+        trainer.step(answers())
+
+    checkpoint = trainer.save(tmp_path / "run" / "checkpoints", {})
+    again = HFModel.from_pretrained(checkpoint)
+    exported = HFModel.from_pretrained(export(tmp_path / "run", tmp_path / "exported"))
+
+    trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trainer.weights()) == len(trained_names) == 2 * 4
+    assert all(not torch.equal(tensor, fresh[name]) for name, tensor in trainer.weights().items())
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in trainer.weights().items())
+    torch.testing.assert_close(logits_of(again), logits_of(model.eval()))
+    torch.testing.assert_close(logits_of(exported), logits_of(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_adapters_of_an_embedding_that_is_the_head_too_are_refused(target: str, model_folder: ModelFolder) -> None:
+    with pytest.raises(InvalidConfig, match=rf"LoRA.targets: expected layers that share no weights, got .*{target}"):
+        HFModel.from_pretrained(model_folder("qwen2"), lora=LoRA(rank=4, targets=(target, "q_proj")))
