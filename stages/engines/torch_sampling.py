@@ -235,12 +235,15 @@ class _Columns:
 def _left_padded(
     prompts: Sequence[NDArray[np.int32]],
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-    """Return tokens and mask [U, P] of the different prompts, left-padded, and the index of each prompt in them [b]."""
+    """Return tokens and mask [U, P] of the different prompts, left-padded, and the index of each prompt in them [b].
+
+    A prompt is padded with its own first token: token 0 may be the model's padding, whose states need not be finite.
+    """
     first: dict[bytes, int] = {}
     owner = [first.setdefault(prompt.tobytes(), len(first)) for prompt in prompts]
     unique = [np.frombuffer(key, np.int32) for key in first]
     lengths = np.array([len(prompt) for prompt in unique])
     mask = np.arange(lengths.max()) >= (lengths.max() - lengths)[:, None]
-    tokens = np.zeros(mask.shape, np.int64)
+    tokens = np.repeat([[prompt[0]] for prompt in unique], mask.shape[1], axis=1).astype(np.int64)
     tokens[mask] = np.concatenate(unique)
     return tokens, mask, np.array(owner)

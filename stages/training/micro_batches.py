@@ -57,7 +57,7 @@ class MicroBatch(NamedTuple):
     """Some sequences of a batch, as tensors."""
 
     tokens: Tensor
-    """[R, W] int64, 0 where there is none."""
+    """[R, W] int64; where there is none, the first of the row: a padding token of the model may have no gradient."""
     positions: Tensor
     """[R, W] int64, position of each token within its sequence; they continue over the padding behind it."""
     sequences: Tensor
@@ -96,11 +96,12 @@ def micro_batches(
     return [_laid_out(sequences, columns, rows, lengths, device) for rows in laid]
 
 
-def empty_micro_batch(device: torch.device) -> MicroBatch:
-    """Return a micro-batch of one token, which does not train."""
+def empty_micro_batch(sequences: Sequences, device: torch.device) -> MicroBatch:
+    """Return a micro-batch of one token, of `sequences` if they have any, which does not train."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    return MicroBatch(one, one, one, predicted_at=none, targets=none, lengths=none, columns={})
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    one = torch.full_like(zero, int(sequences.tokens[0]) if len(sequences.tokens) else 1)
+    return MicroBatch(one, zero, zero, predicted_at=none, targets=none, lengths=none, columns={})
 
 
 def lay_out(lengths: list[int], max_tokens: int | None) -> list[Rows]:
@@ -168,13 +169,15 @@ def _laid_out(
         flat[at] = values
         return torch.from_numpy(flat).view(len(rows), width).to(device)
 
+    tokens, owners = rectangle(sequences.tokens[taken], 0), rectangle(owner, -1)
+
     def column(values: Array) -> Tensor:
         return torch.from_numpy(values[taken[trains]]).to(device)
 
     return MicroBatch(
-        tokens=rectangle(sequences.tokens[taken], 0),
+        tokens=torch.where(owners < 0, tokens[:, :1], tokens),
         positions=torch.from_numpy(positions).view(len(rows), width).to(device),
-        sequences=rectangle(owner, -1),
+        sequences=owners,
         predicted_at=torch.from_numpy(at[trains] - 1).to(device),
         targets=column(sequences.tokens).long(),
         lengths=torch.from_numpy(np.bincount(owner[trains], minlength=len(order))).to(device),

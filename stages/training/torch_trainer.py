@@ -278,7 +278,7 @@ class TorchTrainer:
     def _accumulate(self, part: MicroBatch | None, batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
         """Add the gradients of a micro-batch, None if only other ranks have one; return its share of the metrics."""
         if part is None:
-            empty = empty_micro_batch(self._device)
+            empty = empty_micro_batch(batch, self._device)
             none = self._read(self._forward, empty, lambda found: found.logprobs_of(empty.targets).sum())
             torch.autograd.backward(0 * none)
             return {}
