@@ -45,7 +45,7 @@ FILES = {"metrics.jsonl", "reward.png", "weights.safetensors", "summary.json"}
 
 
 def named_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108 (looked at, not written)
+    return {path.name for path in Path("/dev/shm").glob("*penstock*")}  # noqa: S108 (looked at, not written)
 
 
 def session(leader: int) -> list[int]:
