@@ -44,7 +44,7 @@ class PretrainedTokenizer:
             InvalidConfig: it contains no tokenizer, or a broken one, or one without the token that ends a completion.
         """
         self._read(folder)
-        self.end_ids = generation_ends(Path(folder)) | template_ends(self) | {self.eos_id}
+        self.end_ids: frozenset[int] = generation_ends(Path(folder)) | template_ends(self) | {self.eos_id}
         """The tokens that end a completion: of this tokenizer, of the model's generation, and of the template, which is
         rendered for it where transformers is installed."""
 

@@ -72,7 +72,7 @@ class HFModel(nn.Module):
         self.module = module
         """The model itself, of transformers."""
         self._config = json_object(folder / CONFIG)
-        self.end_ids = generation_ends(folder)
+        self.end_ids: frozenset[int] = generation_ends(folder)
         """The tokens that end its completions, as for transformers' `generate`."""
         self._one_row = module.config._attn_implementation.startswith("flash")  # noqa: SLF001 (there is no public name)
         """True if several rows are passed as one, which its kernel for packed sequences needs."""
