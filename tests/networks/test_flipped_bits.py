@@ -7,6 +7,7 @@ after a longer length, ZeroMQ takes all that follows for the rest of one message
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -70,69 +71,70 @@ class Frames:
 
 
 @dataclass
-class Flip:
-    """Flips one bit of a direction: of a frame's header, of the handshake, or of any byte."""
+class OneByte(ABC):
+    """Changes one byte of a direction, of one connection."""
 
     to_receiver: bool
+    flipped_s: float | None = field(default=None, kw_only=True)
+    """When it was done."""
+    _frames: Frames = field(default_factory=Frames, kw_only=True)
+
+    def __call__(self, to_receiver: bool, part: bytes) -> bytes:  # noqa: FBT001 (see `Change`)
+        if to_receiver != self.to_receiver or self.flipped_s is not None:
+            return part
+        changed = bytearray(part)
+        for index, byte in enumerate(part):
+            if self._is_next(byte):
+                changed[index] = self._changed(byte)
+                self.flipped_s = time.monotonic()
+                break
+        return bytes(changed)
+
+    @abstractmethod
+    def _is_next(self, byte: int) -> bool:
+        """Pass the next byte of the direction, and return whether it is the one."""
+
+    @abstractmethod
+    def _changed(self, byte: int) -> int:
+        """Return the byte that arrives in its place."""
+
+
+@dataclass
+class Flip(OneByte):
+    """Flips one bit of a direction: of a frame's header, of the handshake, or of any byte."""
+
     kind: str
     """header, handshake or byte."""
     number: int
     """Which byte of the kind."""
     bit: int
-    flipped_s: float | None = None
-    """When it was done."""
     _seen: int = 0
-    _frames: Frames = field(default_factory=Frames)
 
-    def __call__(self, to_receiver: bool, part: bytes) -> bytes:  # noqa: FBT001 (see `Change`)
-        if to_receiver != self.to_receiver or self.flipped_s is not None:
-            return part
-        changed = bytearray(part)
-        for index, byte in enumerate(part):
-            if self._next_kind(byte) and self._count():
-                changed[index] ^= 1 << self.bit
-                self.flipped_s = time.monotonic()
-                break
-        return bytes(changed)
-
-    def _count(self) -> bool:
-        self._seen += 1
-        return self._seen > self.number
-
-    def _next_kind(self, byte: int) -> bool:
-        """Return whether the next byte of the direction is one of the kind."""
+    def _is_next(self, byte: int) -> bool:
         handshake = self._frames.complete <= HANDSHAKE_FRAMES
         in_header = self._frames.advance(byte)
-        return {"header": in_header, "handshake": handshake, "byte": True}[self.kind]
+        self._seen += {"header": in_header, "handshake": handshake, "byte": True}[self.kind]
+        return self._seen > self.number
+
+    def _changed(self, byte: int) -> int:
+        return byte ^ 1 << self.bit
 
 
 @dataclass
-class CommandFlag:
+class CommandFlag(OneByte):
     """Sets the command flag of message `number` of a direction: ZeroMQ drops the message, and stays connected."""
 
-    to_receiver: bool
     number: int
-    flipped_s: float | None = None
     _messages: int = 0
-    _frames: Frames = field(default_factory=Frames)
 
-    def __call__(self, to_receiver: bool, part: bytes) -> bytes:  # noqa: FBT001 (see `Change`)
-        if to_receiver != self.to_receiver or self.flipped_s is not None:
-            return part
-        changed = bytearray(part)
-        for index, byte in enumerate(part):
-            if self._begins_the_message(byte):
-                changed[index] |= COMMAND
-                self.flipped_s = time.monotonic()
-                break
-        return bytes(changed)
-
-    def _begins_the_message(self, byte: int) -> bool:
-        """Return whether the next byte of the direction is the first one of message `number`."""
+    def _is_next(self, byte: int) -> bool:
         begins_message = self._frames.at_header and not byte & COMMAND
         self._frames.advance(byte)
         self._messages += begins_message
         return begins_message and self._messages > self.number
+
+    def _changed(self, byte: int) -> int:
+        return byte | COMMAND
 
 
 class Told:
@@ -162,14 +164,14 @@ class Told:
 class Ends:
     """What became of one connection."""
 
-    flip: Flip | CommandFlag
+    flip: OneByte
     intact: bool
     """Whether all records arrived and both ends closed without an error."""
     told_after_s: float
     """Seconds from the flip until both ends were told, or had closed."""
 
 
-async def flipped(flips: Iterable[Flip | CommandFlag], capacity: int = 4) -> list[Ends]:
+async def flipped(flips: Iterable[OneByte], capacity: int = 4) -> list[Ends]:
     """Send records through a relay once for each flip, `AT_ONCE` at a time, and wait until both ends are told."""
     told, ends, pending = Told(), list[Ends](), iter(list(flips))
     async with serve(
@@ -199,7 +201,7 @@ async def flipped(flips: Iterable[Flip | CommandFlag], capacity: int = 4) -> lis
     return ends
 
 
-async def one(inbox: Any, told: Told, name: str, flip: Flip | CommandFlag) -> Ends:
+async def one(inbox: Any, told: Told, name: str, flip: OneByte) -> Ends:
     """Send the records of one connection, and wait until both ends are told of its end."""
     failure: Exception | None = None
     async with relayed(int(inbox.url.rpartition(":")[2]), lambda: flip) as port:
