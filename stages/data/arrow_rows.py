@@ -1,6 +1,6 @@
-"""Rows of a Parquet file, or of a folder that the library `datasets` saved: Arrow tables, a row of which is converted.
+"""Rows of Parquet files, of a data frame, or of a folder that `datasets` saved: a row of an Arrow table is converted.
 
-A folder of `datasets` is mapped into memory. A Parquet file is decoded by row group, and the groups that were used last
+A folder of `datasets` is mapped into memory. Parquet files are decoded by row group, and the groups that were used last
 are kept as Arrow tables. Needs the extra `train`, which brings both libraries.
 """
 
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from ..._pipeline.errors import InvalidData
 from ..._pipeline.util.extras import extra
+from .file_version import FileVersion, check_unchanged, version_of
 from .plain_values import plain_row
 
 KEPT_BYTES = 1 << 28
@@ -23,35 +25,43 @@ KEPT_BYTES = 1 << 28
 and decoding a group takes milliseconds."""
 
 
+LISTED = 8
+"""Paths that a message names, at most."""
+
+
 class ParquetRows:
-    """The rows of a Parquet file, by number.
+    """The rows of Parquet files, by number: those of the first file, then those of the next one.
+
+    A file is opened for every row group that is read: a set may have thousands.
 
     Raises:
         MissingExtra: pyarrow is not installed.
-        InvalidData: it is no Parquet file, a group of rows cannot be read, or JSON cannot hold a value.
+        InvalidData: one is no Parquet file or has other columns, a group of rows cannot be read, or JSON cannot hold a
+            value.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, paths: Sequence[Path]) -> None:
         with extra("train", "PromptDataset of a Parquet file"):
             import pyarrow as pa  # noqa: PLC0415 (needs an extra)
             import pyarrow.parquet as pq  # noqa: PLC0415 (needs an extra)
-        self._path = path
+        self._open = pq.ParquetFile
         self._errors = (pa.ArrowException, OSError)
         """OSError: what Arrow raises where a page is damaged."""
-        try:
-            self._file: Any = pq.ParquetFile(path)
-        except self._errors as error:
-            raise InvalidData(f"{path}: expected a Parquet file, got one that cannot be read ({error})") from error
-        metadata = self._file.metadata
-        counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._files = [_ParquetFile(path, version_of(path), self._metadata(path)) for path in paths]
+        for file in self._files:
+            _check_columns(self._files[0], file)
+        self._groups = [(file, group) for file in self._files for group in range(file.metadata.num_row_groups)]
+        counts = [file.metadata.row_group(group).num_rows for file, group in self._groups]
         self._ends = np.cumsum(np.array(counts, np.int64))
         """[groups] the number of the row after the last one of each group."""
+        self._begins = {file.path: begin for file, begin in zip(self._files, _begins(self._files), strict=True)}
+        """The number of the first row of each file."""
         self._tables: OrderedDict[int, Any] = OrderedDict()
         """Row groups, the one that was used last at the end."""
         self._kept_bytes = 0
         """Of the tables."""
         self._lock = threading.Lock()
-        """For the file and the tables: a reader of Arrow belongs to one thread at a time."""
+        """For the tables."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -63,11 +73,12 @@ class ParquetRows:
         with self._lock:
             table = self._table(group)
         begin = int(self._ends[group]) - table.num_rows
-        return _row(table.slice(index - begin, 1), lambda: f"{self._path}: row {index}")
+        path = self._groups[group][0].path
+        return _row(table.slice(index - begin, 1), lambda: f"{path}: row {index - self._begins[path]}")
 
     def _table(self, group: int) -> Any:
         if group not in self._tables:
-            self._keep(group, self._read(group))
+            self._keep(group, self._read(*self._groups[group]))
         self._tables.move_to_end(group)
         return self._tables[group]
 
@@ -78,11 +89,79 @@ class ParquetRows:
             self._kept_bytes -= self._tables.popitem(last=False)[1].nbytes
         self._tables[group] = table
 
-    def _read(self, group: int) -> Any:
+    def _metadata(self, path: Path) -> Any:
         try:
-            return self._file.read_row_group(group)
+            with self._open(path) as file:
+                return file.metadata
         except self._errors as error:
-            raise InvalidData(f"{self._path}: expected row group {group} to be readable, got {error}") from error
+            raise InvalidData(f"{path}: expected a Parquet file, got one that cannot be read ({error})") from error
+
+    def _read(self, file: _ParquetFile, group: int) -> Any:
+        check_unchanged(file.path, file.version)
+        try:
+            with self._open(file.path, metadata=file.metadata) as opened:
+                return opened.read_row_group(group)
+        except self._errors as error:
+            raise InvalidData(f"{file.path}: expected row group {group} to be readable, got {error}") from error
+
+
+class _ParquetFile(NamedTuple):
+    """One of the files of a set."""
+
+    path: Path
+    version: FileVersion
+    """When its metadata was read."""
+    metadata: Any
+
+
+def _begins(files: Sequence[_ParquetFile]) -> list[int]:
+    return [0, *accumulate(file.metadata.num_rows for file in files[:-1])]
+
+
+def _check_columns(first: _ParquetFile, other: _ParquetFile) -> None:
+    expected, got = (file.metadata.schema.to_arrow_schema().names for file in (first, other))
+    if set(expected) != set(got):
+        raise InvalidData(
+            f"{other.path}: expected the columns of {first.path.name} ({', '.join(expected)}), got {', '.join(got)}: "
+            f"files of one set have the same columns"
+        )
+
+
+@runtime_checkable
+class Frame(Protocol):
+    """A table that Arrow can read: a DataFrame of pandas or polars, a Table of pyarrow."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """Return the stream of Arrow's interface for C."""
+        ...
+
+
+class FrameRows:
+    """The rows of a data frame, by number.
+
+    Raises:
+        MissingExtra: pyarrow is not installed.
+        InvalidData: Arrow cannot hold a column, or JSON a value.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        with extra("train", "PromptDataset of a data frame"):
+            import pyarrow as pa  # noqa: PLC0415 (needs an extra)
+        try:
+            self._table: Any = pa.table(frame)
+        except (pa.ArrowException, TypeError) as error:
+            raise InvalidData(
+                f"{type(frame).__name__}: expected columns of one type each, got {error}: give a list of rows, as "
+                f"to_dict('records') of pandas returns"
+            ) from error
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return row `index`."""
+        return _row(self._table.slice(index, 1), lambda: f"row {index}")
 
 
 class FolderRows:
@@ -100,8 +179,8 @@ class FolderRows:
             loaded: Any = datasets.load_from_disk(path)
         except (OSError, ValueError) as error:
             raise InvalidData(
-                f"{path}: expected a folder that save_to_disk of `datasets` wrote, got another one ({error}); for a "
-                f"file in it, give its path"
+                f"{path}: expected a folder that save_to_disk of `datasets` wrote, got another one, without Parquet "
+                f"files ({error}){_advice(path)}"
             ) from error
         if isinstance(loaded, dict):
             paths = ", ".join(str(path / split) for split in loaded)
@@ -116,6 +195,13 @@ class FolderRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return row `index`."""
         return _row(self._rows[index], lambda: f"{self._path}: row {index}")
+
+
+def _advice(folder: Path) -> str:
+    """Return what to do about a folder without a set: the folders and files in it that have one."""
+    within = [*folder.glob("*/*.parquet"), *folder.glob("*/*/*.parquet")]
+    found = {str(path.parent) for path in within} | {str(path) for path in folder.glob("*.jsonl")}
+    return f": take one of {', '.join(sorted(found)[:LISTED])}" if found else "; for a file in it, give its path"
 
 
 def _row(table: Any, place: Callable[[], str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._pipeline.errors import InvalidData
+from .file_version import check_unchanged, version_of
 from .plain_values import plain_row
 
 BLOCK_BYTES = 1 << 24
@@ -42,7 +43,7 @@ class JsonlRows:
     def __init__(self, path: Path) -> None:
         self._path = path
         with FileIO(path) as file:
-            self._version = _version(file)
+            self._version = version_of(file.fileno())
             self._begins = _row_begins(file)
             """[rows + 1] the offset at which each row begins, and the end of the file."""
 
@@ -54,8 +55,7 @@ class JsonlRows:
         """Return row `index`."""
         begin, end = int(self._begins[index]), int(self._begins[index + 1])
         with FileIO(self._path) as file:
-            if _version(file) != self._version:
-                raise InvalidData(f"{self._path}: expected the file as it was when the run began, got a changed one")
+            check_unchanged(self._path, self._version, file.fileno())
             line = os.pread(file.fileno(), end - begin, begin)
         try:
             row = _decoder.decode(line)
@@ -70,11 +70,6 @@ class JsonlRows:
         with FileIO(self._path) as file:
             blocks = (file.read(min(BLOCK_BYTES, begin - at)) for at in range(0, begin, BLOCK_BYTES))
             return 1 + sum(block.count(b"\n") for block in blocks)
-
-
-def _version(file: FileIO) -> tuple[int, int, int]:
-    status = os.fstat(file.fileno())
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _row_begins(file: FileIO) -> NDArray[np.int64]:

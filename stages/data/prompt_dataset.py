@@ -50,7 +50,8 @@ class PromptDataset:
     """
 
     source: Source
-    """A JSONL file, a Parquet file (`.parquet`), a folder that `datasets` saved, or a sequence of mappings."""
+    """A JSONL file, a Parquet file, a folder of Parquet files or of `datasets`, a sequence of mappings, or a data
+    frame."""
     prompt: str = "prompt"
     """The column of the prompt: text, or a list of messages."""
     split: Split = "train"

@@ -1,6 +1,6 @@
 """Digests of the rows of a source, by which a continued run knows whether it has the rows that it began with.
 
-A file, or the Arrow files of a folder that `datasets` saved, are compared by their bytes, which are read in chunks;
+Files, those of a folder of Parquet files or of `datasets` too, are compared by their bytes, which are read in chunks;
 other rows by their values. docs/resuming.md has the speed. Knows no order and no prompt.
 """
 
@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from .rows import Rows, Source
+from .arrow_rows import Frame, FrameRows
+from .rows import Rows, Source, files_of
 
 CHUNK_BYTES = 1 << 22
 """Bytes that are read at once."""
@@ -27,9 +28,6 @@ BATCH = 1024
 SAMPLED = 10_000
 """Rows that are read of a source that is neither a file, a list nor of `datasets`: such a source may be slow."""
 
-ARROW = "*.arrow"
-"""The files with the rows in a folder that `datasets` saved."""
-
 
 def digest_of(source: Source) -> str:
     """Return a digest of the rows of `source`, with the name of its algorithm. Blocks.
@@ -39,10 +37,8 @@ def digest_of(source: Source) -> str:
         OSError: a file cannot be read.
     """
     if not isinstance(source, str | Path):
-        return _digest_of_rows(source)
-    path = Path(source)
-    files = sorted(path.glob(ARROW)) if path.is_dir() else [path]
-    return _digest_of_files(tuple((file, _version(file)) for file in files))
+        return _digest_of_rows(FrameRows(source) if isinstance(source, Frame) else source)
+    return _digest_of_files(tuple((file, _version(file)) for file in files_of(Path(source))))
 
 
 @lru_cache(maxsize=16)
@@ -64,8 +60,11 @@ def _digest_of_rows(rows: Rows) -> str:
 
 
 def _batches(rows: Any) -> Iterator[Any]:
-    """Yield all rows of a list, or of `datasets` by columns; or some rows, spread evenly, of another source."""
+    """Yield all rows of a list or a frame, or of `datasets` by columns; or some, spread evenly, of another source."""
     count = len(rows)
+    if isinstance(rows, FrameRows):
+        yield from (rows[place] for place in range(count))
+        return
     if isinstance(rows, list | tuple) or _is_of_datasets(rows):
         yield from (rows[begin : begin + BATCH] for begin in range(0, count, BATCH))
         return

@@ -82,7 +82,7 @@ class DataConfig(Config, frozen=True):
     """The prompts. Every column of a row reaches the reward functions."""
 
     path: str = ""
-    """JSONL or Parquet file, or a folder of `datasets`; left out where there are `sets`."""
+    """JSONL or Parquet file, a folder of Parquet files or of `datasets`; left out where there are `sets`."""
     prompt: Text = "prompt"
     """Column of the prompt: text, or a list of messages."""
     sets: tuple[DataSetConfig, ...] = ()

@@ -227,7 +227,7 @@ class RunParts:
             MissingColumn: a set lacks a column that a function takes.
         """
         for dataset in [*self._datasets("train"), *self._further_sets()]:
-            prompt = _first_prompt(await anyio.to_thread.run_sync(dataset))
+            prompt = await anyio.to_thread.run_sync(lambda rows: _first_prompt(rows()), dataset)
             await try_functions(self.rewards.components, prompt, self.tokenizer)
 
     # -- training ------------------------------------------------------------------------------------------------------

@@ -73,7 +73,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_folder: ModelF
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "other.jsonl").write_text('{"text": "no question"}\n' * 8)
     (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "broken.jsonl").write_text("question,answer\n" + "1+1=,2\n" * 8)
+    (tmp_path / "broken.jsonl").write_text('{"question": "1+1=",, "answer": 2}\n' * 8)
+    (tmp_path / "table.csv").write_text("question,answer\n" + "1+1=,2\n" * 8)
+    (tmp_path / "array.json").write_text(json.dumps(rows))
     (tmp_path / "numbers.jsonl").write_text('{"question": 3}\n' * 8)
     (tmp_path / "rewards.py").write_text(REWARD)
     for name, source in MODULES.items():
@@ -169,7 +171,9 @@ MISTAKES: list[tuple[str, str]] = [
     # data
     ("data.path=nowhere.jsonl", "expected a file or a folder at nowhere.jsonl"),
     ("data.path=empty.jsonl", "expected at least one row"),
-    ("data.path=broken.jsonl", ": expected one JSON object in a line"),
+    ("data.path=table.csv", "table.csv: expected JSON lines or Parquet, got a CSV file"),
+    ("data.path=array.json", "array.json: expected JSON lines or Parquet, got a JSON array"),
+    ("data.path=broken.jsonl", "broken.jsonl:2: expected one JSON object in a line"),
     ("data.path=other.jsonl", "expected the prompt in column 'question'"),
     ("data.path=numbers.jsonl", "got int"),
     ("data.path=.", "expected a folder that save_to_disk"),
