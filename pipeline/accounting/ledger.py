@@ -45,9 +45,11 @@ class Progress(NamedTuple):
 
     failed: int
     rejected: int
+    unsampled: int
+    """Those among the rejected whose prompt a worker of a source rejected."""
     untrained: int
-    """Trajectories that ended otherwise than trained. A copy of a known trajectory counts if more copies came than a
-    replay sends, and what the trainer evaluated does not count."""
+    """Trajectories that ended otherwise than trained, those of `unsampled` apart. A copy of a known trajectory counts
+    if more copies came than a replay sends, and what the trainer evaluated does not count."""
     succeeded: int
     """Rollouts that succeeded."""
     trained: int
@@ -82,6 +84,8 @@ class Ledger:
         """Rollouts that succeeded in this process, or in a worker whose counters are detached."""
         self.ended_here: int = 0
         """Trajectories that ended in this ledger, in any state."""
+        self._unsampled = 0
+        """Trajectories that were rejected in a worker whose counters are detached."""
         self._copies = 0
         """Copies of trajectories that are in flight here, or were trained."""
         self._restored = 0
@@ -277,6 +281,7 @@ class Ledger:
         held = counters.in_flight
         self._admitted += counters.admitted
         self._succeeded += counters.succeeded
+        self._unsampled += counters.ended("rejected")
         for reported_state, reported_reason, count in counters.ends():
             self._count(reported_state, reported_reason, count)
         self._count(state, reason, held)
@@ -297,15 +302,21 @@ class Ledger:
         """Trajectories in flight in this ledger: admitted here or taken over, and not ended anywhere."""
         return self._in_flight
 
+    @property
+    def in_flight_in_workers(self) -> int:
+        """Trajectories that workers of sources hold, or that are on their way here."""
+        return sum(counters.in_flight for counters in self._worker_counters)
+
     def progress(self) -> Progress:
         """Return the counts of all processes that show whether the run makes progress."""
         succeeded, *ended = SharedCounters.added_up(self._worker_counters)
-        trained = self._ends["trained"]
+        trained, unsampled = self._ends["trained"], self._unsampled + ended[_REJECTED]
         replayed = min(self._copies, self._admitted - self._copies + self._restored)
         return Progress(
             failed=self._ends["failed"] + ended[_FAILED],
             rejected=self._ends["rejected"] + ended[_REJECTED],
-            untrained=self.ended_here + sum(ended) - trained - replayed - self._evaluated,
+            unsampled=unsampled,
+            untrained=self.ended_here + sum(ended) - trained - unsampled - replayed - self._evaluated,
             succeeded=self._succeeded + succeeded,
             trained=trained,
         )

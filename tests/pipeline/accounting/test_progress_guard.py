@@ -311,3 +311,59 @@ def test_no_prompt_fits_where_one_worker_has_looked_at_all_and_no_rollout_has_su
 
     assert run.ledger.epoch == Epoch(GROUP, none_fits=True)
     assert Epoch.of_all([Epoch(), Epoch(GROUP)]) == Epoch(GROUP)
+
+
+def worker_of(run: Rollouts) -> tuple[SharedCounters, Callable[[int], None]]:
+    """Return the counters of a worker, and a function that rejects so many groups in it before the next check."""
+    run.ledger.attach_counters(counters := SharedCounters(bytearray(COUNTERS_BYTES)))
+
+    def reject(groups: int) -> None:
+        counters.admit(groups * GROUP)
+        counters.end("rejected", groups * GROUP)
+        run.guard.check()
+
+    return counters, reject
+
+
+def test_prompts_that_a_worker_rejects_while_others_are_sampled_do_not_count() -> None:
+    run = Rollouts()
+    run.ledger.epoch = Epoch(100 * GROUP)
+    counters, reject = worker_of(run)
+    counters.admit(GROUP)
+    counters.succeed(GROUP)  # on its way here
+
+    for _ in range(3):
+        reject(10_000)
+        counters.succeed(GROUP)
+
+
+def test_prompts_that_are_sampled_for_long_allow_as_many_rejected_ones_as_trajectories_that_wait() -> None:
+    run = Rollouts()
+    run.ledger.epoch = Epoch(100 * GROUP)
+    counters, reject = worker_of(run)
+    counters.admit(GROUP)
+
+    for _ in range(199):
+        reject(10)
+    with pytest.raises(NothingTrained, match=r"of 10,240 trajectories in a row to be sampled, got 16,000 .*rejected"):
+        reject(10)
+
+
+def test_prompts_that_workers_reject_in_a_row_end_the_run() -> None:
+    run = Rollouts()
+    _, reject = worker_of(run)
+
+    reject(1280)
+    with pytest.raises(NothingTrained, match=r"in a row to be sampled, got 10,248"):
+        reject(1)
+
+
+def test_rejections_of_a_worker_that_has_ended_are_counted_no_second_time() -> None:
+    run = Rollouts()
+    counters, reject = worker_of(run)
+    reject(1000)
+    before = run.ledger.progress()
+
+    run.ledger.detach_counters(counters, "lost", "its worker died")
+
+    assert run.ledger.progress() == before
