@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
@@ -107,7 +107,7 @@ class CallProcess:
         """Return whether the process has ended."""
         return self._process.returncode is not None
 
-    async def ask(self, *request: str) -> bytes:
+    async def ask(self, *request: str | Sequence[str]) -> bytes:
         """Return the reply to a request, as JSON."""
         try:
             await self._requests.send(msgspec.json.encode(request) + b"\n")

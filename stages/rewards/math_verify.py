@@ -7,14 +7,15 @@ busy without end. A process that hangs or dies is replaced.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from ..._pipeline.errors import MissingColumn
+from ..._pipeline.errors import InvalidData, MissingColumn
 from ..._pipeline.processes.call_process import Callee, CallProcesses
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import nearest
@@ -31,7 +32,8 @@ class MathVerify(RewardComponent):
     r"""1 for a completion whose final answer equals the answer in the data, 0 for any other. Needs the extra `math`.
 
     Both may be numbers or LaTeX: `0.5` equals `$\frac{1}{2}$`. The last answer of the completion counts, and one in
-    `\boxed{}` before any other. Where the answer in the data cannot be read, nothing is added to the reward.
+    `\boxed{}` before any other. The answer in the data may be a formula with or without dollar signs, a number within a
+    sentence or after `####`, words, or a list of right answers. Where it is empty, nothing is added to the reward.
 
     >>> MathVerify("solution", weight=2.0).name
     'math_verify'
@@ -73,9 +75,22 @@ class MathVerify(RewardComponent):
                 f"{self.name}: expected the data to have a column {self.answer!r}, got rows with {sorted(row)}"
                 f"{nearest(self.answer, row)}. Name the column: MathVerify(answer=…)"
             )
+        answers = _answers(self.answer, row[self.answer])
         async with processes.borrowed() as process:
-            received = await process.ask(str(row[self.answer]), completion.text)
+            received = await process.ask(answers, completion.text)
         reply = msgspec.json.decode(received, type=Reply)
         if reply.error:
             raise ValueError(reply.error)
         return None if reply.correct is None else float(reply.correct)
+
+
+def _answers(column: str, value: Any) -> tuple[str, ...]:
+    """Return the right answers of a row as text; none if there is no content.
+
+    Raises:
+        InvalidData: they are neither text nor numbers.
+    """
+    each = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    if not all(answer is None or isinstance(answer, str | int | float) for answer in each):
+        raise InvalidData(f"{column}: expected an answer that is text or a number, or a list of these, got {value!r}")
+    return tuple("" if answer is None else str(answer) for answer in each)

@@ -1,0 +1,103 @@
+"""Answers of every form: each equals itself in any notation, and nothing else in it does. One process for them all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tests.stages.answers import answering
+
+from penstock.errors import InvalidData
+from penstock.rewards import MathVerify, RewardInput
+
+Judge = Callable[[Any, str], Awaitable[float | None]]
+
+
+class Answer(NamedTuple):
+    kind: str
+    text: str
+    notation: str = ""
+    """The same answer as another writes it."""
+
+
+LINES = (Path(__file__).parent / "answers.tsv").read_text().splitlines()[1:]
+ANSWERS = [Answer(*line.replace("\\n#", "\n#").split("\t")) for line in LINES]
+
+FORMULAS = [each for each in ANSWERS if each.kind != "sentence"]
+
+OF_A_VALUE = {"number", "unit", "percentage", "sentence"}
+"""Kinds of answers whose number is the answer."""
+
+NUMBER = re.compile(r"(?<![\d.,:\w])-?\d+(?:\.\d+)?(?![\d:,_])")
+
+
+async def verdicts(*cases: tuple[Any, str]) -> list[float | None]:
+    """Return what `MathVerify` says about each completion, given the right answer in the data."""
+    async with MathVerify().open() as judge:
+        return [await judge(completion(answer, text)) for answer, text in cases]
+
+
+def completion(answer: Any, text: str) -> RewardInput:
+    group = answering(text, meta={"row": {"answer": answer}})
+    return RewardInput(trajectory=group[0], score=0.0, text=text, meta={"row": {"answer": answer}})
+
+
+async def judged(cases: list[tuple[Any, str]], expected: float) -> None:
+    """Expect the same verdict of all cases, and name those that have another."""
+    found = await verdicts(*cases)
+    assert [case for case, verdict in zip(cases, found, strict=True) if verdict != expected] == []
+
+
+async def test_an_answer_equals_itself_in_a_box_between_dollar_signs_and_in_another_notation() -> None:
+    boxed = [(each.text, rf"So it is \boxed{{{each.text}}}.") for each in FORMULAS if "boxed" not in each.text]
+    marked = [(each.text, f"It is ${each.text.strip('$')}$") for each in FORMULAS if "\\(" not in each.text]
+    other = [(each.text, rf"\boxed{{{each.notation}}}") for each in ANSWERS if each.notation]
+
+    await judged([*boxed, *marked, *other], 1)
+
+
+async def test_a_lone_number_of_an_answer_is_another_answer() -> None:
+    numbers = [(each.text, n) for each in ANSWERS if each.kind not in OF_A_VALUE for n in NUMBER.findall(each.text)]
+    equal = {each.text: each.notation for each in ANSWERS}
+
+    assert len(numbers) > 60
+    await judged([(text, rf"\boxed{{{n}}}") for text, n in numbers if n not in (text, equal[text])], 0)
+
+
+async def test_an_answer_equals_no_answer_of_another_row() -> None:
+    others = ["17", r"3\sqrt{17}", r"\text{Tuesday}", "seat"]
+
+    await judged([(each.text, rf"\boxed{{{other}}}") for each in ANSWERS for other in others], 0)
+
+
+async def test_a_number_of_a_formula_without_dollar_signs_in_a_completion_is_no_answer() -> None:
+    await judged([("3", r"The answer is 3\sqrt{13}."), ("13", r"It is $3\sqrt{13}$"), ("2", r"so \frac{1}{2}")], 0)
+    await judged(
+        [(r"3\sqrt{13}", r"The answer is 3\sqrt{13}."), ("1/2", r"so \frac{1}{2}."), ("5", "It is −x, or 5.")], 1
+    )
+
+
+async def test_a_list_has_several_right_answers() -> None:
+    given: list[tuple[Any, str, float | None]] = [
+        (["1/2", "0.7"], "0.7", 1),
+        ([3, 4.5, None], r"\boxed{4.5}", 1),
+        (("east", "west"), r"\boxed{West}", 1),
+        (["1", ""], "2", 0),
+        (["", None], "2", None),
+        ([], "2", None),
+        (None, "2", None),
+        (1e-07, "0.0000001", 1),
+        (True, r"\boxed{true}", 1),
+    ]
+
+    found = await verdicts(*((answers, text) for answers, text, _ in given))
+
+    assert found == [verdict for *_, verdict in given]
+
+
+async def test_an_answer_of_another_type_is_an_error_with_its_column() -> None:
+    with pytest.raises(InvalidData, match=r"answer: expected an answer that is text or a number, .* got \{'a': 1\}"):
+        await verdicts(({"a": 1}, "1"))
