@@ -17,6 +17,8 @@ from .user_code import call_user
 def import_object(name: str, root: str = "config") -> Any:
     """Return the object that `module:name` names; like a script, it can be in a file of the current folder.
 
+    It can also be in one of a folder of `import_from`.
+
     >>> import_object("math:sqrt")(9)
     3.0
 
@@ -39,10 +41,16 @@ def import_object(name: str, root: str = "config") -> Any:
     return found
 
 
+def import_from(folder: Path) -> None:
+    """Have modules found in `folder` too, as in that of a script."""
+    path = str(folder.absolute())
+    if path not in sys.path:  # stays: worker processes are given this path
+        sys.path.insert(0, path)
+
+
 def _imported(place: str, root: str) -> ModuleType:
     folder = str(Path.cwd())
-    if folder not in sys.path:  # stays: worker processes are given this path
-        sys.path.insert(0, folder)
+    import_from(Path(folder))
     importlib.invalidate_caches()
     try:
         return call_user(importlib.import_module, place)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 
 from ..._pipeline.errors import InvalidData
 
@@ -24,11 +24,25 @@ _WRITTEN_BY_SPARK = re.compile(r"(?P<set>part)-\d+-[0-9a-f]{8}-[0-9a-f-]{27}.*")
 
 def parquet_sets(folder: Path) -> dict[str, list[Path]]:
     """Return the Parquet files of a folder by the name of their set, in the order of their names. Reads the folder."""
-    files = [path for path in folder.iterdir() if path.suffix.lower() == SUFFIX and path.name[0] not in "._"]
     sets: dict[str, list[Path]] = {}
-    for path in sorted(files):
+    for path in sorted(path for path in folder.iterdir() if _is_shard(path)):
         sets.setdefault(_set_of(path.stem), []).append(path)
     return sets
+
+
+def sets_among(paths: Iterable[PurePosixPath]) -> dict[str, list[PurePosixPath]]:
+    """Return files of any folders by the path of their set: Parquet files, and each of JSON lines as its own."""
+    sets: dict[str, list[PurePosixPath]] = {}
+    for path in sorted(paths):
+        if _is_shard(path):
+            sets.setdefault(str(path.parent / _set_of(path.stem)), []).append(path)
+        elif path.suffix.lower() == ".jsonl":
+            sets[str(path)] = [path]
+    return sets
+
+
+def _is_shard(path: PurePath) -> bool:
+    return path.suffix.lower() == SUFFIX and path.name[0] not in "._"
 
 
 def check_shards(files: Iterable[Path]) -> None:

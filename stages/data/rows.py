@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ..._pipeline.errors import InvalidData
+from ..._pipeline.util.hub import absent
 from .arrow_rows import FolderRows, Frame, FrameRows, ParquetRows
 from .file_kinds import HEAD_BYTES, is_parquet, other_kind
 from .jsonl_rows import JsonlRows
@@ -108,7 +109,7 @@ def files_of(path: Path) -> list[Path]:
 
 def _existing(path: Path) -> Path:
     if not path.exists():
-        raise InvalidData(f"expected a file or a folder at {path}, got nothing there (looked from {Path.cwd()})")
+        raise InvalidData(f"expected a file or a folder at {path}, got {absent(path)}")
     if not path.is_file():
         raise InvalidData(f"{path}: expected a file, got a pipe, a socket or a device: write its rows to a file")
     return path

@@ -15,6 +15,7 @@ from typing import Any
 from ..._pipeline.durability.checkpoint import verify_if_listed
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.util.extras import extra
+from ..._pipeline.util.hub import absent
 from .end_tokens import GENERATION, generation_ends, template_ends
 from .json_object import json_object
 
@@ -52,6 +53,8 @@ class PretrainedTokenizer:
         self.name_or_path: str = str(folder)
         """The folder."""
         path = Path(folder).absolute()
+        if not path.is_dir():
+            raise InvalidConfig(f"expected the folder of a model at {folder}, got {absent(Path(folder))}")
         self.revision: str | None = path.name if path.parent.name == "snapshots" else None
         """The commit, if the folder is in the cache of Hugging Face's hub."""
         verify_if_listed(path, lambda name: name in FILES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import suppress
 from functools import cached_property, partial
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -19,12 +20,14 @@ from ..._pipeline.trackers.tensorboard import TensorBoard
 from ..._pipeline.trackers.tracker import Tracker
 from ..._pipeline.trackers.wandb import WandB
 from ..._pipeline.util.extras import extra
+from ..._pipeline.util.hub import dataset_path, model_folder
 from ..._pipeline.util.named_objects import call_object, import_object
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..advantage_normalizer import AdvantageNormalizer
 from ..batcher import Batcher
 from ..chat.chat_format import ChatFormat
 from ..data.mixture import MixedPrompts, Mixture
+from ..data.parquet_shards import sets_among
 from ..data.prompt_dataset import LOOKED_AT, PromptDataset, PromptSet
 from ..data.prompt_order import Split
 from ..data.prompts import Prompt
@@ -51,6 +54,7 @@ from ..training.causal_model import CausalModel
 from ..training.optimizers import ReferenceUpdates, adamw
 from ..training.torch_trainer import TorchTrainer
 from ..truncation_mask import TruncationMask
+from .paths import with_paths
 from .run_config import AlgorithmConfig, PlacementConfig, RunConfig
 
 CONCURRENCY = 256
@@ -76,7 +80,9 @@ class RunParts:
         self.config = config
         for key in ("device", "sampler_device"):
             _check_device(key, getattr(config.placement, key))
-        self.tokenizer = PretrainedTokenizer(config.model.path)
+        self.folder = model_folder(config.model.path)
+        """The folder of the model, which is downloaded first where its path is a name of the hub."""
+        self.tokenizer = PretrainedTokenizer(self.folder)
         """The one tokenizer of data, policy, reward and trainer."""
         self.chat = ChatFormat(self.tokenizer) if config.data.chat else None
         if self.chat is not None:
@@ -163,7 +169,7 @@ class RunParts:
     ) -> PromptDataset:
         data = self.config.data
         return PromptDataset(
-            path,
+            dataset_path(path, sets_among),
             prompt=prompt,
             split=split,
             evaluation=data.evaluation if evaluation is None else evaluation,
@@ -210,7 +216,7 @@ class RunParts:
                 tokenizer=self.tokenizer,
             )
         return TorchPolicy(
-            partial(_sampled_model, config),
+            partial(_sampled_model, config, self.folder),
             eos_id=self.tokenizer.eos_id,
             weights=weights,
             seed=config.seed,
@@ -236,7 +242,7 @@ class RunParts:
         """Return the model with its weights, on the device that trains."""
         model = self.config.model
         return HFModel.from_pretrained(
-            model.path,
+            self.folder,
             attention=model.attention,
             gradient_checkpointing=model.gradient_checkpointing,
             device=device_of(self.config),
@@ -245,7 +251,7 @@ class RunParts:
 
     def empty_model(self) -> HFModel:
         """Return the model without weights, to look at."""
-        model = HFModel.empty(self.config.model.path, attention=self.config.model.attention)
+        model = HFModel.empty(self.folder, attention=self.config.model.attention)
         if self.config.model.lora is not None:
             insert(model.module, self.config.model.lora)
         return model
@@ -256,8 +262,8 @@ class RunParts:
             return None
         if self.config.model.lora is not None:
             return model.reference()
-        path, attention = self.config.model.path, self.config.model.attention
-        return HFModel.from_pretrained(path, attention=attention, device=device_of(self.config))
+        attention = self.config.model.attention
+        return HFModel.from_pretrained(self.folder, attention=attention, device=device_of(self.config))
 
     def trainer(self, model: HFModel, reference: CausalModel | None) -> TorchTrainer:
         """Return the trainer of `model`."""
@@ -409,10 +415,14 @@ def _policy_term(algorithm: AlgorithmConfig) -> Term:
 
 
 def digest_of(config: RunConfig) -> str:
-    """Return the digest of what all processes of a run must agree on: the configuration without places and folder."""
+    """Return the digest of what all processes of a run must agree on: the configuration without places and folder.
+
+    Of a path the last part counts: each process has its own, by the folder of its file and by its home.
+    """
     free = {"allow_changes": False, "skip_damaged": False}
     agreed = structs.replace(config, placement=PlacementConfig(), folder="", trackers=(), **free)
-    return hashlib.sha256(msgspec.json.encode(agreed, order="deterministic")).hexdigest()
+    values = with_paths(msgspec.to_builtins(agreed), lambda text: Path(text).name)
+    return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()
 
 
 def device_of(config: RunConfig) -> torch.device:
@@ -430,10 +440,10 @@ def _check_device(key: str, name: str) -> None:
         ) from None
 
 
-def _sampled_model(config: RunConfig) -> HFModel:
+def _sampled_model(config: RunConfig, folder: str) -> HFModel:
     """Make the model that samples, in its process: without weights, which are published, or with adapters alone."""
-    path, attention, lora = config.model.path, config.model.attention, config.model.lora
+    attention, lora = config.model.attention, config.model.lora
     device = config.placement.sampler_device or device_of(config)
     if lora is None and str(device) == "cpu":
-        return HFModel.empty(path, attention=attention)
-    return HFModel.from_pretrained(path, attention=attention, device=device, lora=lora)
+        return HFModel.empty(folder, attention=attention)
+    return HFModel.from_pretrained(folder, attention=attention, device=device, lora=lora)

@@ -5,7 +5,8 @@
 
 The type of the field decides what a value is. A field of text takes it as it is, `data.system=Answer after ####`; a
 number is decimal; a list or a section is YAML, `algorithm.clip=[0.2, 0.28]`, `model.lora={rank: 8}`; null is none where
-the field can be none.
+the field can be none. A path in a file begins at the folder of the file, another one at the current folder; `~` is the
+home of the user. Code that the file names may be in a file beside it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.util.named_objects import import_from
 from ..._schemas.config import load_values, parse_config
 from ..._schemas.field_types import types_at
 from ..._schemas.yaml_values import parse_argument
+from .paths import at_home, beside
 from .run_config import RunConfig
 
 PREFIX = "PENSTOCK__"
@@ -41,7 +44,9 @@ def load_run_config(source: str | Path | Mapping[str, Any], overrides: Iterable[
         OSError: the file cannot be read.
     """
     if isinstance(source, str | Path):
-        values = load_values(RunConfig, source, root="config")
+        folder = Path(source).parent
+        import_from(folder)
+        values = beside(load_values(RunConfig, source, root="config"), folder)
         for name, path in _of_environment(os.environ):
             values = _with_text(values, path, os.environ[name], root=name)
     else:
@@ -51,7 +56,7 @@ def load_run_config(source: str | Path | Mapping[str, Any], overrides: Iterable[
         if not equals:
             raise InvalidConfig(f"config: expected key=value, for example model.path=./model, got {override!r}")
         values = _with_text(values, key.split("."), text, root=key)
-    return parse_config(RunConfig, values, root="config")
+    return parse_config(RunConfig, at_home(values), root="config")
 
 
 def _of_environment(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:

@@ -142,7 +142,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("algorithm.kl=.nan", "at `$.algorithm.kl`"),
     ("algorithm.entropy=.inf", "at `$.algorithm.entropy`"),
     ("model.precision=fp16", "Expected one of float32, bfloat16, got 'fp16'"),
-    ("model.path=nowhere", "nowhere"),
+    ("model.path=nowhere", "expected the folder of a model at nowhere, got nothing there"),
     ("model.path=", "at `$.model.path`"),
     ("model.attention=spda", "spda"),
     ("model.lora={rank: 0}", "rank: expected a whole number"),
@@ -170,6 +170,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("seed", "expected key=value"),
     # data
     ("data.path=nowhere.jsonl", "expected a file or a folder at nowhere.jsonl"),
+    ("data.path=trian.jsonl", "did you mean 'train.jsonl'?"),
     ("data.path=empty.jsonl", "expected at least one row"),
     ("data.path=table.csv", "table.csv: expected JSON lines or Parquet, got a CSV file"),
     ("data.path=array.json", "array.json: expected JSON lines or Parquet, got a JSON array"),
@@ -265,6 +266,19 @@ def test_run_answers_it_before_the_model_is_read(
 @pytest.mark.usefixtures("folder", "one_thread")
 def test_a_function_with_values_for_the_first_call_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer(monkeypatch, "check", function(f"rewards:{name}")) == ""
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_configuration_is_checked_from_any_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    monkeypatch.setattr(sys, "argv", ["penstock", "check", "../config.yaml"])
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code in {0, None}
+    assert not list((folder / "elsewhere").iterdir())
 
 
 @pytest.mark.usefixtures("folder", "one_thread")

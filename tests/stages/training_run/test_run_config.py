@@ -25,8 +25,9 @@ def refusal(*overrides: str, **values: Any) -> str:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "config.yaml"
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = Path("config.yaml")
     file.write_text("model: {path: m}\ndata: {path: d.jsonl}\nreward: {clip: [-1, 1]}\nseed: 1\n")
     return file
 

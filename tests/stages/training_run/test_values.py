@@ -68,8 +68,9 @@ TEXTS = [
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "config.yaml"
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = Path("config.yaml")
     file.write_text(FILE)
     return file
 

@@ -1,0 +1,60 @@
+"""The paths of a configuration: those in a file are of the folder of the file, others of the current one.
+
+`~` is the home of the user. A name of Hugging Face's hub stays as it is: its files are downloaded where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..._pipeline.util.hub import is_hub_name
+
+PATHS = (
+    "model.path",
+    "data.path",
+    "data.sets.[].path",
+    "evaluation.sets.[].path",
+    "folder",
+    "server.weights",
+    "placement.joining.key",
+)
+"""The keys that are paths; `[]` is any place."""
+
+
+def beside(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the values of a file with its paths, which begin at `folder`, the one of the file."""
+    if folder == Path():
+        return dict(values)
+    makes_files = values.get("prepare") is not None
+
+    def within(text: str) -> str:
+        is_named = is_hub_name(text, folder) and not makes_files
+        return text if is_named or text.startswith("~") else str(folder / text)
+
+    return with_paths({"folder": "run", **values}, within)
+
+
+def at_home(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with paths in which `~` is replaced."""
+    return with_paths(values, lambda text: str(Path(text).expanduser()) if text.startswith("~") else text)
+
+
+def with_paths(values: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Return values with each path changed; those of other types stay, and are refused later."""
+    changed: Any = values
+    for key in PATHS:
+        changed = _changed(changed, key.split("."), change)
+    return dict(changed)
+
+
+def _changed(value: Any, keys: Sequence[str], change: Callable[[str], str]) -> Any:
+    if not keys:
+        return change(value) if value and isinstance(value, str) else value
+    key, *rest = keys
+    if key == "[]" and isinstance(value, list | tuple):
+        return [_changed(each, rest, change) for each in value]
+    if isinstance(value, Mapping) and key in value:
+        return {**value, key: _changed(value[key], rest, change)}
+    return value
