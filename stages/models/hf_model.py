@@ -32,8 +32,9 @@ from ..engines.json_object import json_object
 from ..losses.tiles import Finish
 from ..training.attention import Attention
 from ..training.causal_model import CausalModel, Read
+from ..training.torch_sharding import device_of
 from ..training.torch_weights_file import read_weights
-from . import hf_attention
+from . import hf_attention, hf_packing
 from . import lora as adapters_of
 from .adapter_config import lora_of
 from .hf_cache import HFCache, cache_of
@@ -48,12 +49,9 @@ ADAPTERS = "adapter_model.safetensors"
 """The file of adapters, as peft names it."""
 
 
-PACKING_TOLERANCE = 0.02
-"""Difference of logits, as a share of the largest, that rounding in bfloat16 explains."""
-
-
 CHECKED_KERNELS = ("eager", "sdpa")
-"""Kernels of the attention with which a loaded model is tried on two packed sequences."""
+"""Kernels of the attention with which a model is tried on packed sequences as soon as it is loaded: others are compiled
+first, or need a device that the model may get later."""
 
 
 class HFModel(nn.Module):
@@ -87,6 +85,8 @@ class HFModel(nn.Module):
         """Function of the products of the head."""
         self._passes_hidden = _is_head_of(module, self._finish)
         """True if logits are this function of the product of hidden states and the weights of the head."""
+        self._packs: set[tuple[torch.device, torch.dtype]] = set()
+        """Devices on which, and dtypes in which, packed sequences were found not to see each other."""
 
     @classmethod
     def from_pretrained(
@@ -137,15 +137,15 @@ class HFModel(nn.Module):
                 f"{path}: expected all weights of a {type(module).__name__}, got none of {', '.join(missing[:5])} "
                 f"({len(missing)} are missing), which transformers would draw at random: save the model again"
             )
+        hf_packing.check_layers(module, str(path))
         if gradient_checkpointing:
             _checkpoint_activations(module)
         model = cls(module, path, lora)
         if saved is not None:
             model.load_state_dict(read_weights(saved))
         model = (model if device is None else model.to(device)).eval()
-        # Other kernels are compiled first, or need a device that the model may get later.
         if attention in CHECKED_KERNELS:
-            _check_packing(model)
+            model.check_packing()
         return model
 
     @classmethod
@@ -214,12 +214,12 @@ class HFModel(nn.Module):
             return attend.sequences >= 0 if cached else None
         if cached and attend.tokens in {1, attend.sequences.shape[1]} and not bool((attend.sequences < 0).any()):
             attend = attend._replace(one_sequence=True)
-        return hf_attention.sight(attend, self._dtype(attend), self._window)
+        return hf_attention.sight(attend, self._compute_dtype(attend.sequences.device), self._window)
 
-    def _dtype(self, attend: Attention) -> torch.dtype:
+    def _compute_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of queries."""
-        kind = attend.sequences.device.type
         own: torch.dtype = next(self.module.parameters()).dtype
+        kind = device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own
 
     def new_cache(self, batch: int, capacity: int) -> HFCache:  # noqa: ARG002 (it grows as it is filled)
@@ -227,10 +227,29 @@ class HFModel(nn.Module):
         states = import_transformers("HFModel").DynamicCache(config=self.module.config)
         return cache_of(states, self.module.config)
 
+    def check_packing(self) -> None:
+        """Check that packed sequences do not see each other, on this device; see `PackingModel`.
+
+        Raises:
+            InvalidConfig: they do.
+        """
+        device = device_of(next(self.parameters()))
+        tried = device, self._compute_dtype(device)
+        if tried in self._packs:
+            return
+        hf_packing.check_layers(self.module, str(self.folder))
+        training = self.training
+        self.eval()
+        try:
+            hf_packing.check_calls(self, *tried, str(self.folder))
+        finally:
+            self.train(training)
+        self._packs.add(tried)
+
     @property
     def vocabulary(self) -> int:
         """Return the number of tokens that the model reads, the rows of its embedding."""
-        return int(self.module.get_input_embeddings().num_embeddings)
+        return len(self.module.get_input_embeddings().weight)
 
     # -- tensors, by transformers' names -------------------------------------------------------------------------------
 
@@ -483,19 +502,6 @@ def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
             del module.forward
         else:
             module.forward = own
-
-
-@torch.inference_mode()
-def _check_packing(model: HFModel) -> None:
-    """Check that a sequence has the same logits behind another one; of a recurrent model, for example, it has not."""
-    pair = torch.arange(2, device=next(model.parameters()).device)[None]
-    twice, sequences = pair.repeat(1, 2), pair.repeat_interleave(2, dim=1)
-    first, second = model(twice, positions=twice, attend=Attention.packed(sequences))[0].chunk(2)
-    if (first - second).abs().max() > PACKING_TOLERANCE * first.abs().max():
-        raise InvalidConfig(
-            f"{model.folder}: expected a model in which packed sequences do not see each other, got a "
-            f"{type(model.module).__name__}, whose logits depend on the sequence before: use one with attention alone"
-        )
 
 
 def _check(folder: Path, attention: str) -> None:

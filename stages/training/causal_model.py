@@ -234,6 +234,27 @@ class SavedModel(Protocol):
 
 
 @runtime_checkable
+class PackingModel(Protocol):
+    """A model that can tell whether its packed sequences see each other: a trainer asks it in its first step."""
+
+    def check_packing(self) -> None:
+        """Check that no sequence sees another one of its row, on the model's device and under the autocast around it.
+
+        All ranks that share a model call it together. What was found once is not computed again.
+
+        Raises:
+            InvalidConfig: a sequence sees another one.
+        """
+        ...
+
+
+def check_packing(model: Any) -> None:
+    """Let `model` check that its packed sequences do not see each other, if it can tell; see `PackingModel`."""
+    if isinstance(model, PackingModel):
+        model.check_packing()
+
+
+@runtime_checkable
 class IdentifiedModel(Protocol):
     """A model that a continued run can compare with the one that it began with."""
 

@@ -24,7 +24,7 @@ from ..engines.sampling_params import TEMPERATURES
 from ..losses.distributions import Distributions
 from ..losses.tiles import Finish
 from .attention import Attention
-from .causal_model import CausalModel
+from .causal_model import CausalModel, check_packing
 from .micro_batches import MicroBatch, Packed, micro_batches
 
 TEMPERATURE = "temperature"
@@ -130,6 +130,7 @@ def scored_tokens(
     if own is not None:
         known[TEMPERATURE] = own
     passes_hidden = reads(model)
+    check_packing(model)
     for part in micro_batches(packed, known, micro_batch_tokens, device):
         of_part = partial(_called, use, part.targets)
         found = read_distributions(model, part, of_part, passes_hidden=passes_hidden, temperature=temperature)

@@ -44,7 +44,7 @@ from ..losses.metrics import Mean, Metric, check_used, merge
 from ..losses.policy import PPOClip
 from ..losses.scored import Scored
 from ..losses.terms import Loss, LossValue
-from .causal_model import CausalModel, IdentifiedModel, SavedModel
+from .causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
 from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .scoring import TEMPERATURE, check_temperature, own_temperatures, read_distributions, reads
@@ -210,6 +210,7 @@ class TorchTrainer:
         `timing_s/{prepare,forward,backward,optimizer}`. With several updates they are means or extremes over all.
 
         Raises:
+            InvalidConfig: the first batch, and sequences of one row see each other; the model is unchanged.
             InvalidRecord: the batch lacks a column that the loss needs, has no token that trains, or was sampled at
                 another temperature; the model is unchanged.
             FloatingPointError: the gradient is not finite; the update was not applied.
@@ -221,6 +222,7 @@ class TorchTrainer:
             )
         check_temperature(batch.groups, self._temperature, "TorchTrainer")
         clock = StepClock(self._device)
+        self._check_packing()
         self._model.train()
         columns = _columns(batch, self._temperature)
         parts: list[MicroBatch | None] = [*micro_batches(batch, columns, self._micro_batch_tokens, self._device)]
@@ -245,6 +247,12 @@ class TorchTrainer:
     @property
     def _device(self) -> torch.device:
         return device_of(self._parameters[0])
+
+    def _check_packing(self) -> None:
+        """Check the model, and the reference, in the dtype in which they compute."""
+        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            check_packing(bare(self._model))
+            check_packing(self._reference)
 
     def _check_reference(self) -> None:
         if self._reference is None:

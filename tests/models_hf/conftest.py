@@ -33,7 +33,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "gemma 2": ("Gemma2", {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}),
-    "mamba": ("Mamba", {"state_size": 4, "num_hidden_layers": 1}),
 }
 """The class of each, and what it has besides grouped queries: tied and untied heads, windows of 4 tokens."""
 

@@ -66,7 +66,7 @@ def made(folder: Path, name: str, **options: Any) -> HFModel:
     return HFModel.from_pretrained(folder, attention="eager")
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mamba"])
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_hidden_states_and_head_make_the_logits(family: str, model_folder: ModelFolder) -> None:
     model = HFModel.from_pretrained(model_folder(family), attention="eager")

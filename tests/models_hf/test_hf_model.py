@@ -230,11 +230,6 @@ async def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(model_folde
             await engine.generate([np.array([5], np.int32), np.array([7, 320], np.int32)], SamplingParams())
 
 
-def test_a_model_whose_packed_sequences_influence_each_other_is_refused(model_folder: ModelFolder) -> None:
-    with pytest.raises(InvalidConfig, match="got a MambaForCausalLM, whose logits depend on the sequence before"):
-        HFModel.from_pretrained(model_folder("mamba"), attention="eager")
-
-
 def test_a_model_that_bounds_its_attention_scores_is_refused_by_sdpa(model_folder: ModelFolder) -> None:
     for make in (HFModel.from_pretrained, HFModel.empty):
         with pytest.raises(InvalidConfig, match=r'bounds its attention scores .*: give attention="eager"'):
