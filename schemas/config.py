@@ -10,15 +10,15 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from .errors import InvalidConfig
-from .field_types import keys_in, names_in, types_at
+from .field_types import keys_in, names_in, paths_in, types_at
 from .yaml_values import parse_yaml
 
 
@@ -28,6 +28,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Subclass it with fields, and repeat `frozen=True` for the type checkers. A rule over values goes into
     `__post_init__`, which raises `InvalidConfig("field: expected …, got …")`.
     """
+
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """Keys of other programs, with the last of their sections, by the keys that have their meaning here; and values, as
+    `key=value`. A message about an unknown one names the key."""
 
 
 C = TypeVar("C", bound=Config)
@@ -87,6 +91,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {public[close[0]]!r}?" if close else ""
 
 
+PLACES = 3
+"""Places of a key that a message names, at most."""
+
 _MESSAGE = re.compile(r"(?P<what>.*?)(?P<at> - at `\$(?P<path>[^`]*)`)?", re.DOTALL)
 
 _PLACES = re.compile(r"\.(\w+)|\[(\d+)\]")
@@ -100,17 +107,50 @@ def _explained(schema: type[Config], values: Any, message: str) -> str:
     if found is None:
         return message
     what, at, path = found["what"], found["at"] or "", found["path"] or ""
-    types = types_at(schema, [key or int(place) for key, place in _PLACES.findall(path)])
+    keys = [key or int(place) for key, place in _PLACES.findall(path)]
+    types = types_at(schema, keys)
     if unknown := _UNKNOWN_KEY.fullmatch(what):
-        return message + nearest(unknown["key"], keys_in(types))
+        key = unknown["key"]
+        section = [each for each in keys if isinstance(each, str)]
+        leaf = _first_leaf(_value_at(values, path).get(key))
+        return message + (_counterpart(schema, [*section, key, *leaf]) or _elsewhere(schema, key, keys_in(types)))
     if ", got " in what or "[...]" in path:
         return message
     if what.startswith("Invalid enum value"):
         value, known = _value_at(values, path), names_in(types)
-        return f"Expected one of {', '.join(known)}, got {value!r}{at}{nearest(value, known)}"
+        advice = counterpart_of_value(schema, path.lstrip("."), value) or nearest(value, known)
+        return f"Expected one of {', '.join(known)}, got {value!r}{at}{advice}"
     if what.startswith("Expected"):
         return f"{what}, got {_value_at(values, path)!r}{at}"
     return message
+
+
+def counterpart_of_value(schema: type[Config], key: str, value: str) -> str:
+    """Return the counterpart of another program's value of `key`, as the end of an error message; empty without one."""
+    found = schema.other_names.get(f"{key}={value}")
+    return f"; here it is {found}" if found else ""
+
+
+def _counterpart(schema: type[Config], path: Sequence[str]) -> str:
+    """Return the key that has the meaning of another program's key, which is the end of `path` or all of it."""
+    whole = [".".join(path[begin:end]) for end in range(len(path), 0, -1) for begin in range(end)]
+    found = next((schema.other_names[each] for each in whole if each in schema.other_names), None)
+    return f"; here it is {found}" if found else ""
+
+
+def _elsewhere(schema: type[Config], key: str, beside: Iterable[str]) -> str:
+    """Return the places of a key in other sections, or the nearest key in this one."""
+    places = [place for place in paths_in((schema,)) if place.rpartition(".")[2] == key]
+    return f"; did you mean {' or '.join(places)}?" if 0 < len(places) <= PLACES else nearest(key, beside)
+
+
+def _first_leaf(value: Any) -> list[str]:
+    """Return the keys that lead to the first value in mappings."""
+    keys = []
+    while isinstance(value, Mapping) and value:
+        key, value = next(iter(value.items()))
+        keys.append(str(key))
+    return keys
 
 
 def _value_at(values: Any, path: str) -> Any:

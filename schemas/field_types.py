@@ -94,6 +94,18 @@ def keys_in(types: Types) -> list[str]:
     return sorted({key for each in types if is_struct(each) for key in each.__struct_fields__})
 
 
+def paths_in(types: Types) -> list[str]:
+    """Return the paths of all keys in mappings of `types`, those of the items of a list with `[]`."""
+    paths = []
+    for each in types:
+        if is_list(each):
+            paths += [f"[].{path}" for path in paths_in(alternatives(get_args(each)[0]))]
+        for key, annotation in _hints(each).items() if is_struct(each) else ():
+            inner = (f"{key}{'' if path.startswith('[') else '.'}{path}" for path in paths_in(alternatives(annotation)))
+            paths += [key, *inner]
+    return paths
+
+
 def can_be_none(types: Types) -> bool:
     """Return whether null is one of `types`."""
     return NoneType in types
@@ -105,4 +117,6 @@ def _origin(type_: Any) -> Any:
 
 @cache
 def _hints(schema: type[msgspec.Struct]) -> dict[str, Any]:
-    return get_type_hints(schema)
+    """Return the annotations of the fields."""
+    hints = get_type_hints(schema)
+    return {name: hints[name] for name in schema.__struct_fields__}

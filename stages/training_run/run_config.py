@@ -19,12 +19,13 @@ import msgspec
 
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.placement import ABSENCE_TIMEOUT_S, JOIN_URL, PLACEMENT_TIMEOUT_S, Strategy
-from ..._schemas.config import Config, nearest
+from ..._schemas.config import Config, counterpart_of_value, nearest
 from ..advantages.formulas import Mode
 from ..advantages.presets import Library
 from ..engines.sampling_params import SamplingParams
 from ..models.lora_config import LoRA
 from ..rewards.reward_shaping import RewardConfig
+from .other_names import OTHER_NAMES
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -180,7 +181,8 @@ class AlgorithmConfig(Config, frozen=True):
             raise InvalidConfig("reference: expected a positive kl beside a share, got none: nothing else reads it")
         if self.loss not in LOSSES and ":" not in self.loss:
             known = f"{', '.join(LOSSES)} or module:function"
-            raise InvalidConfig(f"loss: expected {known}, got {self.loss!r}{nearest(self.loss, LOSSES)}")
+            advice = counterpart_of_value(RunConfig, "algorithm.loss", self.loss) or nearest(self.loss, LOSSES)
+            raise InvalidConfig(f"loss: expected {known}, got {self.loss!r}{advice}")
         if ":" in self.loss and (self.entropy or self.adaptive_kl is not None or self.aggregation != "token-mean"):
             raise InvalidConfig(
                 f"loss: expected neither entropy, adaptive_kl nor aggregation beside {self.loss}, which returns the "
@@ -278,6 +280,8 @@ class EvaluationConfig(Config, frozen=True):
 
 class RunConfig(Config, frozen=True):
     """A training run."""
+
+    other_names = OTHER_NAMES
 
     model: ModelConfig
     data: DataConfig

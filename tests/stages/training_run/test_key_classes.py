@@ -200,7 +200,8 @@ BESIDE: dict[str, dict[str, Any]] = {"reward.combine": {"reward.right_from": Non
 
 def keys_of(config: type[Config], root: str = "") -> Iterator[str]:
     """Yield the keys of a configuration, and its sections that can be null or are lists."""
-    for name, hint in get_type_hints(config).items():
+    hints = get_type_hints(config)
+    for name, hint in ((name, hints[name]) for name in config.__struct_fields__):
         key = f"{root}.{name}" if root else name
         sections = [each for each in within(hint) if isinstance(each, type) and issubclass(each, Config)]
         is_list = bool(sections) and get_origin(hint) is tuple
