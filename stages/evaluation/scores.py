@@ -2,7 +2,8 @@
 
 mean@n is the share of right completions. pass@k is the probability that at least one of k completions is right, by the
 unbiased estimator of Chen et al. (2021, "Evaluating Large Language Models Trained on Code"), of n >= k completions.
-maj@n is the share of prompts whose most frequent answer is right. Knows no engine and no reward.
+maj@n is the share of prompts whose most frequent answer is right; of equally frequent ones it is their mean.
+Knows no engine and no reward.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ def pass_at_k(right: Sequence[bool], k: int) -> float:
 
 
 def maj_at_n(right: Sequence[bool], answers: Sequence[Hashable | None]) -> float:
-    """Return 1 if the most frequent answer is right, else 0.
+    """Return the probability that an answer drawn among the most frequent ones is right.
 
-    It is right if the first completion with it is. Of answers that are equally frequent the first counts: completions
-    have no order, so this is a draw among them. None is no answer; if there is no other, the first completion counts.
+    It does not depend on the order of the completions. None is no answer; without any other the result is the share of
+    right completions.
 
     >>> maj_at_n([True, False, False], ["4", "5", "5"])
     0.0
+    >>> maj_at_n([True, False], ["4", "5"])
+    0.5
     """
     votes = Counter(answer for answer in answers if answer is not None)
-    first = answers.index(max(votes, key=votes.__getitem__)) if votes else 0
-    return float(right[first])
+    most = max(votes.values(), default=0)
+    return mean_at_n([each for each, answer in zip(right, answers, strict=True) if votes[answer] == most])
 
 
 def ks(n: int) -> list[int]:

@@ -29,6 +29,9 @@ Divergence: TypeAlias = Literal["tv", "kl"]
 TINY = 1e-8
 """Added to the probability of other tokens before its logarithm, as verl and SkyRL do."""
 
+LARGEST_LOG_RATIO = 80.0
+"""Bound on log-ratios where ratios have none: their products with advantages and log-probabilities stay finite."""
+
 
 class PolicyTerm(Term):
     """A term that can be weighted for samples of another policy: `term * ImportanceWeight()`."""
@@ -174,7 +177,8 @@ class DPPO(RatioTerm):
     π_old log(π_old/π) + (1 − π_old) log((1 − π_old)/(1 − π)). A token has value 0 where A > 0, π > π_old and
     d > `high`, or A < 0, π < π_old and d > `low`; it still counts in the mean. `highest` truncates r, as in the paper
     and verl; with `math.inf`, or where no ratio is above it, the gradient is that of SkyRL and prime-rl, whose value
-    is −r · A. The divergences over the K most probable tokens, which these libraries do not have either, are left out.
+    is −r · A, up to ratios of e^80. The divergences over the K most probable tokens, which these libraries do not have
+    either, are left out.
     """
 
     divergence: Divergence = "tv"
@@ -196,7 +200,7 @@ class DPPO(RatioTerm):
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return token values; see `Term`. `pg_clipfrac`: share with value 0; by bound `/low`, `/high`."""
         advantages = scored.advantage()
-        ratio = scored.ratio(self.old).detach()
+        ratio = scored.log_ratio(self.old).detach().clamp(max=LARGEST_LOG_RATIO).exp()
         change, divergence = self._divergences(scored)
         at = {
             "low": (advantages < 0) & (change < 0) & (divergence > self.low),
@@ -208,8 +212,8 @@ class DPPO(RatioTerm):
     @torch.no_grad()
     def _divergences(self, scored: Scored) -> tuple[Tensor, Tensor]:
         """Return [T] π − π_old, and [T] the divergence."""
-        before = (scored.proximal() if self.old == "proximal" else scored.behavior()).exp()
-        now = scored.logprobs.exp()
+        before = (scored.proximal() if self.old == "proximal" else scored.behavior()).exp().clamp(max=1.0)
+        now = scored.logprobs.exp().clamp(max=1.0)  # rounding may bring both above 1, of which "kl" has no logarithm
         change = now - before
         if self.divergence == "tv":
             return change, change.abs()

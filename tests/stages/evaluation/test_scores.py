@@ -27,13 +27,20 @@ def test_the_majority_is_right_where_the_most_frequent_answer_is() -> None:
         votes = {answer: answers.count(answer) for answer in answers}
         winners = [answer for answer, count in votes.items() if count == max(votes.values())]
 
-        assert maj_at_n(right, answers) == float(winners[0] == "a")
+        assert maj_at_n(right, answers) == ("a" in winners) / len(winners)
+
+
+def test_the_majority_does_not_depend_on_the_order_of_the_completions() -> None:
+    completions = [(True, "4"), (False, "5"), (True, "4"), (False, "5"), (False, None)]
+
+    found = {maj_at_n(*zip(*order, strict=True)) for order in itertools.permutations(completions)}
+
+    assert found == {0.5}
 
 
 def test_a_completion_without_an_answer_does_not_vote() -> None:
     assert maj_at_n([False, False, True], [None, None, "4"]) == 1
-    assert maj_at_n([True, False], [None, None]) == 1
-    assert maj_at_n([False, True], [None, None]) == 0
+    assert maj_at_n([True, False], [None, None]) == 0.5
 
 
 def test_pass_at_k_is_reported_for_powers_of_two_and_for_all_completions() -> None:

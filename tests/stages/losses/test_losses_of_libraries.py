@@ -174,6 +174,26 @@ def test_dppo_has_the_gradients_of_skyrl(*, kl: bool) -> None:
     np.testing.assert_allclose(gradient, expected[given.mask.astype(bool)], rtol=1e-12, atol=1e-12)
 
 
+def test_a_ratio_without_a_bound_is_that_of_prime_rl_beyond_20_nats() -> None:
+    one = np.ones((1, 2))
+    given = Rows(new=one * [-3.0, -5.0], old=one, rollout=one * [-30.0, -40.0], advantages=one, mask=one)
+
+    _, gradient = found(DPPO(low=0.1, high=0.1, highest=math.inf), given)
+
+    np.testing.assert_allclose(gradient, prime_rl_dppo(given, low=0.1, high=0.1)[1][0], rtol=1e-12)
+    assert gradient[0] == pytest.approx(-math.exp(27))
+
+
+@pytest.mark.parametrize("above", [0.0, 1e-7])
+def test_a_log_probability_that_rounding_brought_above_0_is_masked_as_0_is(above: float) -> None:
+    one = np.ones((1, 1))
+    given = Rows(new=one * -3.0, old=one, rollout=one * above, advantages=-one, mask=one)
+
+    _, gradient = found(DPPO("kl", low=0.1, high=0.1), given)
+
+    assert gradient.tolist() == [0.0]
+
+
 def test_dppo_has_the_gradients_of_prime_rl() -> None:
     given = rows(7)
 
