@@ -75,7 +75,7 @@ $(TRACKERS)/ready: scripts/trackers/requirements.txt | $(READY)
 	touch $@
 
 test-trl: $(READY) $(TRL)/ready
-	PYTHONPATH=$(CURDIR)/$(TRL) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/trl_real/against_trl.py
+	PYTHONPATH=$(CURDIR)/$(TRL) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/trl_real/against_*.py
 
 $(TRL)/ready: scripts/trl/requirements.txt | $(READY)
 	rm -rf $(TRL)

@@ -122,7 +122,7 @@ class InvalidData(PenstockError, ValueError):
 
 
 class UnstableTemplate(PenstockError, ValueError):
-    """A chat template changes earlier turns of the policy when other messages follow; the message says what to do."""
+    """A chat template is not usable for several turns, or changes earlier ones; the message says what to do."""
 
 
 class InvalidPipeline(PenstockError):

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from ..engines.end_tokens import end_ids_of
 from ..engines.policies import Completion, Tokenizer
-from .chat_format import ChatFormat, Message
+from ..engines.start_tokens import prompt_ids
+from .chat_format import ChatFormat
+from .messages import Message, asked, normalized
 
 
 class Conversation(Protocol):
@@ -36,7 +38,7 @@ def conversation(tokenizer: Tokenizer, chat: ChatFormat | None) -> Conversation:
 
 
 class TextConversation:
-    """Observations are encoded as they are."""
+    """Observations are encoded as they are, the first one after the tokens that begin a text."""
 
     meta: Mapping[str, Any] = {}
 
@@ -50,20 +52,24 @@ class TextConversation:
             TypeError: the observation is no text.
             ValueError: it has no tokens.
         """
-        prompt = self.go_on(None, observation)
+        prompt = np.asarray(prompt_ids(self._tokenizer, _text(observation)), np.int32)
         if not len(prompt):
             raise ValueError(f"expected a prompt of at least one token, got none for {observation!r}")
         return prompt
 
-    def go_on(self, _: Completion | None, observation: Any, /) -> NDArray[np.int32]:
+    def go_on(self, _: Completion, observation: Any, /) -> NDArray[np.int32]:
         """See `Conversation`.
 
         Raises:
             TypeError: the observation is no text.
         """
-        if not isinstance(observation, str):
-            raise TypeError(f"expected an observation of type str, got {type(observation).__name__}")
-        return np.asarray(self._tokenizer.encode(observation), np.int32)
+        return np.asarray(self._tokenizer.encode(_text(observation)), np.int32)
+
+
+def _text(observation: Any) -> str:
+    if not isinstance(observation, str):
+        raise TypeError(f"expected an observation of type str, got {type(observation).__name__}")
+    return observation
 
 
 class ChatConversation:
@@ -80,8 +86,9 @@ class ChatConversation:
 
         Raises:
             TypeError: the observation is neither text nor a list of messages.
+            InvalidData: a part of a message is no text.
         """
-        self._messages = self._as_messages(observation, "user")
+        self._messages = list(asked(self._as_messages(observation, "user")))
         self.meta = {"messages": list(self._messages)}
         return np.asarray(self._chat.prompt(self._messages), np.int32)
 
@@ -93,7 +100,7 @@ class ChatConversation:
             UnstableTemplate: the template changes earlier turns.
         """
         self._messages.append({"role": "assistant", "content": text_of(self._chat.tokenizer, completion)})
-        new = self._as_messages(observation, self._chat.observation_role)
+        new = normalized(self._as_messages(observation, self._chat.observation_role))
         between = np.asarray(self._chat.after(self._messages, new, ended=False), np.int32)
         self._messages += new
         # A turn that ended with another token than the template writes, such as `<eos>`, gets the template's too.
@@ -101,12 +108,12 @@ class ChatConversation:
         return between[1:] if ended else between
 
     @staticmethod
-    def _as_messages(observation: Any, role: str) -> list[Message]:
+    def _as_messages(observation: Any, role: str) -> Sequence[Message]:
         if isinstance(observation, str):
             return [{"role": role, "content": observation}]
         if not isinstance(observation, Sequence) or not all(isinstance(message, Mapping) for message in observation):
             raise TypeError(f"expected an observation of type str or a list of messages, got {observation!r}")
-        return list(observation)
+        return observation
 
 
 def text_of(tokenizer: Tokenizer, completion: Completion) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, get_args
 
 from ..._pipeline.errors import InvalidConfig, InvalidData
 from ..._schemas.numbers import normalize_counts, normalize_numbers
-from ..chat.chat_format import Message
+from ..chat.messages import Message, are_messages, asked
 from .prompt_order import Shuffled, Split, split_rows
 from .prompts import Prompt
 from .row_digests import digest_of
@@ -152,7 +152,7 @@ class PromptSet:
             InvalidData: the row cannot be read, or its prompt is neither text nor messages.
         """
         place = number % len(self) if self._order is None else self._order.place(number)
-        return self._prompt_of(self.row(place))
+        return self._prompt_of(self.row(place), self._index(place))
 
     def row(self, place: int) -> dict[str, Any]:
         """Return a row of the split by its place in the source's order, as the reward reads it.
@@ -160,7 +160,11 @@ class PromptSet:
         Raises:
             InvalidData: it cannot be read.
         """
-        return dict(self._rows[place if self._chosen is None else int(self._chosen[place])])
+        return dict(self._rows[self._index(place)])
+
+    def _index(self, place: int) -> int:
+        """Return the number of a row of the split in the source."""
+        return place if self._chosen is None else int(self._chosen[place])
 
     def _check(self) -> None:
         dataset = self._dataset
@@ -182,14 +186,14 @@ class PromptSet:
             return error
         return None
 
-    def _prompt_of(self, row: dict[str, Any]) -> Prompt:
+    def _prompt_of(self, row: dict[str, Any], index: int) -> Prompt:
         dataset = self._dataset
         content = self._content(row)
         meta: dict[str, Any] = {"data_source": dataset.data_source, "row": row}
         if isinstance(content, str):
             meta["prompt"] = content  # functions get the form of the row, whatever the format makes of it
         if dataset.chat is not None:
-            messages = self._messages(content)
+            messages = self._messages(content, index)
             meta |= {} if isinstance(content, str) else {"messages": messages}
             content = dataset.chat.prompt(messages)
         return Prompt(content=content, meta=meta, max_tokens=dataset.max_prompt_tokens)
@@ -204,12 +208,12 @@ class PromptSet:
                 f"prompt to one of {', '.join(map(repr, near))}"
             )
         content = row[dataset.prompt]
-        if isinstance(content, str) or (dataset.chat is not None and _are_messages(content)):
+        if isinstance(content, str) or (dataset.chat is not None and are_messages(content)):
             return content
         expected = "text" if dataset.chat is None else "text or a list of messages with role and content"
         advice = (
             ": messages need PromptDataset(chat=ChatFormat(…))"
-            if dataset.chat is None and _are_messages(content)
+            if dataset.chat is None and are_messages(content)
             else ""
         )
         raise InvalidData(
@@ -217,22 +221,13 @@ class PromptSet:
             f"{type(content).__name__}{advice}"
         )
 
-    def _messages(self, content: Any) -> list[Message]:
+    def _messages(self, content: Any, index: int) -> Sequence[Message]:
         said = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        messages = _without_absent_keys(said)
+        try:
+            messages = asked(said)
+        except InvalidData as error:
+            place = f"{self._dataset.data_source}: row {index}, column {self._dataset.prompt!r}"
+            raise InvalidData(f"{place}: {error}") from None
         if self._dataset.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._dataset.system})
         return messages
-
-
-def _without_absent_keys(messages: Sequence[Message]) -> list[Message]:
-    """Return messages without keys that are None: Arrow gives each message the keys of all, and templates read them."""
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
-
-
-def _are_messages(content: Any) -> bool:
-    return (
-        isinstance(content, list)
-        and bool(content)
-        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in content)
-    )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ..._pipeline.errors import InvalidData
 from ..._pipeline.util.extras import extra
+
+PROBE = "penstock content"
+"""Content that is searched in what a template writes."""
 
 
 def template_of(tokenizer: Any, *, tools: bool = False) -> str | None:
@@ -24,39 +28,67 @@ def rendered(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
     *,
+    arguments: Mapping[str, Any] | None = None,
     generation_prompt: bool = True,
 ) -> str:
     """Return the text of `messages`, and of the beginning of the policy's turn if there is a `generation_prompt`.
+
+    The content of messages is text, or absent. `arguments` are those of the template, by name.
 
     Raises:
         InvalidData: the template refuses these messages.
         MissingExtra: transformers is not installed.
     """
-    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    render, template_error = renderer()
+    template = template_of(tokenizer, tools=bool(tools))
+    special: Mapping[str, str] = getattr(tokenizer, "special_tokens_map", {})
+    given = [dict(message) for message in messages]
+    if template and _takes_parts(template):
+        given = [_in_parts(message) for message in given]
+    render = renderer()
     try:
         ((text,), _) = render(
-            conversations=[present],
+            conversations=[given],
             tools=[dict(tool) for tool in tools] or None,
-            chat_template=template_of(tokenizer, tools=bool(tools)),
+            chat_template=template,
             add_generation_prompt=generation_prompt,
-            **getattr(tokenizer, "special_tokens_map", {}),
+            **{**special, **(arguments or {})},
         )
-    except template_error as error:
-        roles = ", ".join(str(message.get("role")) for message in present)
+    except Exception as error:  # a template is a program: jinja's errors, and any of Python
+        roles = ", ".join(str(message.get("role")) for message in given)
         raise InvalidData(
             f"{tokenizer!r}: expected messages that its chat template takes, got roles {roles}: {error}"
         ) from error
     return str(text)
 
 
-def renderer() -> tuple[Callable[..., Any], type[Exception]]:
-    """Return the function that renders templates, and the error of a template.
+@lru_cache(maxsize=64)
+def _takes_parts(template: str) -> bool:
+    """Return whether `template` writes the content of a message as a list of parts only, as some for images do."""
+    render, message = renderer(), {"role": "user", "content": PROBE}
+
+    def writes(message: Mapping[str, Any]) -> bool:
+        try:
+            ((text,), _) = render(conversations=[[message]], chat_template=template, bos_token="", eos_token="")
+        except Exception:  # noqa: BLE001 (a template is a program)
+            return False
+        return PROBE in str(text)
+
+    return not writes(message) and writes(_in_parts(message))
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+
+
+def renderer() -> Callable[..., Any]:
+    """Return the function that renders templates.
 
     Raises:
         MissingExtra: transformers is not installed.
     """
     with extra("train", "ChatFormat"):
-        from jinja2 import TemplateError, ext  # noqa: F401, PLC0415 (transformers renders with it)
+        from jinja2 import ext  # noqa: F401, PLC0415 (transformers renders with it)
         from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 (a second to import)
-    return render_jinja_template, TemplateError
+    function: Callable[..., Any] = render_jinja_template
+    return function

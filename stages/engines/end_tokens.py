@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.errors import InvalidConfig, InvalidData
 from .chat_templates import rendered, template_of
 from .json_object import json_object
 from .policies import Tokenizer
@@ -101,6 +101,6 @@ def _after_turn(tokenizer: Any, *, last: bool) -> str:
     following = [] if last else [{"role": "user", "content": "another"}]
     try:
         text = rendered(tokenizer, [*messages, *following], generation_prompt=False)
-    except Exception:  # noqa: BLE001 (a template may refuse in any way; `ChatFormat` says so where it is used)
+    except InvalidData:  # `ChatFormat` says so where it is used
         return ""
     return text.partition(TURN)[2].strip()

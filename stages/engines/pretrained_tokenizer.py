@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ class PretrainedTokenizer:
         config = _config(path / "tokenizer_config.json")
         self.eos_id: int = self._end(config.get("eos_token"), path)
         """The token that ends a text, `eos_token`; `end_ids` has all that end a completion."""
+        self.start_ids: tuple[int, ...] = _start_ids(self._tokenizer)
+        """The tokens that begin a text, such as `<bos>`; none with many tokenizers."""
         template = path / "chat_template.jinja"
         self.chat_template: Any = template.read_text() if template.is_file() else config.get("chat_template")
         """The template that makes a prompt of messages; None if there is none."""
@@ -110,6 +113,13 @@ def _read_again(folder: str, end_ids: frozenset[int]) -> PretrainedTokenizer:
     tokenizer._read(folder)  # noqa: SLF001 (its own class)
     tokenizer.end_ids = end_ids
     return tokenizer
+
+
+def _start_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that `tokenizer` adds before a text, as transformers does when it is called with one."""
+    encoded = tokenizer.encode("a")
+    before = takewhile(lambda pair: pair[1], zip(encoded.ids, encoded.special_tokens_mask, strict=True))
+    return tuple(index for index, _ in before)
 
 
 def copy_tokenizer(source: Path, into: Path) -> None:

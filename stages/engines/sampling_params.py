@@ -22,6 +22,12 @@ TEMPERATURES = "temperatures"
 COUNTS = {"max_completion_tokens": 1, "top_k": 1, "seed": 0}
 """The least value of each whole number."""
 
+OFF = (-1, 0)
+"""Values of `top_k` that mean all tokens, as vLLM and transformers have them."""
+
+ZERO = {"min_p", "temperature"}
+"""Numbers that may be 0."""
+
 
 class SamplingParams(Config, frozen=True):
     """The parameters of sampling one completion."""
@@ -29,11 +35,11 @@ class SamplingParams(Config, frozen=True):
     max_completion_tokens: int = 512
     """Bound on a completion, its last token included."""
     temperature: float = 1.0
-    """Divides the logits."""
+    """Divides the logits; 0 is `greedy`."""
     top_p: float = 1.0
     """Only the most probable tokens are drawn whose probabilities sum to this or just above; 1 for all."""
     top_k: int | None = None
-    """Only so many of the most probable tokens are drawn; None for all."""
+    """Only so many of the most probable tokens are drawn; None for all, as -1 and 0."""
     min_p: float = 0.0
     """Only tokens are drawn with at least this share of the highest probability; 0 for all."""
     repetition_penalty: float = 1.0
@@ -56,14 +62,19 @@ class SamplingParams(Config, frozen=True):
         Raises:
             InvalidConfig: naming the field.
         """
+        if self.top_k in OFF and not isinstance(self.top_k, bool):
+            self._set("top_k", None)
         for name, least in COUNTS.items():  # `normalize_counts` takes 0.2 ms, and a turn may have parameters of its own
             if (count := getattr(self, name)) is not None or name == "max_completion_tokens":
                 self._set(name, whole_number(f"SamplingParams.{name}", count, least=least))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            number = finite_number(f"SamplingParams.{name}", getattr(self, name), zero=name == "min_p")
+            number = finite_number(f"SamplingParams.{name}", getattr(self, name), zero=name in ZERO)
             if number > 1 and name in {"top_p", "min_p"}:
                 raise InvalidConfig(f"SamplingParams.{name}: expected at most 1, got {number}")
             self._set(name, number)
+        if not self.temperature:
+            self._set("greedy", True)
+            self._set("temperature", 1.0)
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise InvalidConfig(
                 f"SamplingParams.stop: expected a tuple of strings that are not empty, got {self.stop!r}"

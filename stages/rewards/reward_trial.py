@@ -17,6 +17,7 @@ from ..._pipeline.util.user_code import open_user
 from ..._schemas import TrajectoryGroup
 from ..data.prompts import Prompt
 from ..engines.policies import Tokenizer
+from ..engines.start_tokens import prompt_ids
 from .reward_calls import Calls
 from .reward_functions import RewardComponent, RewardFunction
 from .reward_input import RewardInput
@@ -61,7 +62,7 @@ async def _try(component: RewardFunction, root: str, inputs: Sequence[RewardInpu
 
 def _inputs(prompt: Prompt, tokenizer: Tokenizer) -> list[RewardInput]:
     content = prompt.content
-    asked = np.asarray(tokenizer.encode(content) if isinstance(content, str) else content, np.int32)
+    asked = np.asarray(prompt_ids(tokenizer, content) if isinstance(content, str) else content, np.int32)
     said = [np.asarray([*tokenizer.encode(text), tokenizer.eos_id], np.int32) for text in COMPLETIONS]
     group = TrajectoryGroup.build(
         env="trial",

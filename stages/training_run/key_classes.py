@@ -111,6 +111,7 @@ data.sets
 data.sets[].weight
 data.sets[].prompt
 data.chat
+data.template
 data.system
 data.evaluation
 reward.format_markers

@@ -90,6 +90,8 @@ class DataConfig(Config, frozen=True):
     """Several sets, mixed by weight."""
     chat: bool = True
     """Make the prompt with the chat template of the tokenizer; false passes text to the model as it is."""
+    template: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Arguments of the chat template by name, such as enable_thinking."""
     system: str | None = ""
     """Text of the message of the system; empty or null for none."""
     evaluation: Natural | NotNegative = 0
@@ -98,9 +100,11 @@ class DataConfig(Config, frozen=True):
     """Longer prompts are not sampled, and counted as rejected."""
 
     def __post_init__(self) -> None:
-        """Check that there is one source of rows."""
+        """Check that there is one source of rows, and a chat for arguments of its template."""
         if bool(self.path) == bool(self.sets):
             raise InvalidConfig(f"path: expected either it or sets, got path {self.path!r} and {len(self.sets)} sets")
+        if self.template and not self.chat:
+            raise InvalidConfig(f"template: expected no arguments without chat, got {sorted(self.template)}")
 
 
 class OptimizerConfig(Config, frozen=True):

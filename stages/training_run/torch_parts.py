@@ -84,7 +84,7 @@ class RunParts:
         """The folder of the model, which is downloaded first where its path is a name of the hub."""
         self.tokenizer = PretrainedTokenizer(self.folder)
         """The one tokenizer of data, policy, reward and trainer."""
-        self.chat = ChatFormat(self.tokenizer) if config.data.chat else None
+        self.chat = ChatFormat(self.tokenizer, arguments=config.data.template) if config.data.chat else None
         if self.chat is not None:
             check_end_of_turn(self.tokenizer)
         self.rewards = RewardBridge(config.reward, self.tokenizer)

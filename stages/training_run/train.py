@@ -46,6 +46,7 @@ from ..._pipeline.weights.weight_address import WeightAddress
 from ..engines.end_tokens import named
 from ..engines.engine_publisher import EnginePublisher
 from ..engines.policies import Policy
+from ..engines.start_tokens import prompt_ids
 from ..evaluation.evaluation import Evaluation
 from ..evaluation.evaluator import Evaluator
 from ..sink_trainer import WeightSink
@@ -193,7 +194,7 @@ def describe_run(config: RunConfig) -> str:
         thread.submit(anyio.run, parts.try_rewards).result()
     prompt = parts.first_prompt()
     content = prompt.content
-    tokens = parts.tokenizer.encode(content) if isinstance(content, str) else list(content)
+    tokens = prompt_ids(parts.tokenizer, content) if isinstance(content, str) else list(content)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return (

@@ -97,7 +97,54 @@ QWEN = """\
 THINKING_AHEAD = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
 """Its prompt begins the thought of the next turn; its earlier turns have none."""
 
-END_TOKENS = {LLAMA: "<|eot_id|>", MISTRAL: "</s>"}
+CALLS_ONLY = """\
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if not messages[loop.index0 - 1].tool_calls %}{{- raise_exception('expected a call') }}{%- endif %}
+        {{- '<|im_start|>' + message.name + '\\n' + message.content + '<|im_end|>' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}{{- '[INST]' + call.function.name }}{%- endfor %}
+        {{- '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""Takes a message of a tool after a call only."""
+
+RESULTS_IN_TURNS = """\
+{%- for message in messages %}
+    {%- if message.role != 'tool' %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- for call in message.tool_calls or [] %}{{- '[INST]' + (call.function | tojson) + '</s>' }}{%- endfor %}
+        {%- if message.tool_calls %}{{- messages[loop.index0 + 1].content + '[/INST]' }}{%- endif %}
+        {{- message.content + ('' if message.tool_calls and loop.index0 + 2 == messages | length else '<|im_end|>') }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""Writes the result of a call within the turn of the assistant, and no message of a tool without a call."""
+
+PARTS = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- for part in message.content %}{%- if part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""Takes content as a list of parts only."""
+
+NO_TOOLS = CHATML.replace("{%- for message in messages %}", "{%- for message in messages if message.role != 'tool' %}")
+"""Leaves messages of tools out."""
+
+SWITCHED = CHATML.replace(
+    "{{- '<|im_start|>assistant\\n' }}",
+    "{{- '<|im_start|>assistant\\n' + ('' if thinking is defined and thinking else '<think></think>') }}",
+)
+"""Has an argument, `thinking`."""
+
+END_TOKENS = {LLAMA: "<|eot_id|>", MISTRAL: "</s>", RESULTS_IN_TURNS: "</s>"}
 
 SPECIAL = [
     "<|im_start|>",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import transformers
 from numpy.typing import NDArray
+from structlog.testing import capture_logs
 from tests.models_hf import chat_templates
 from tests.models_hf.chat_templates import CHATML, LLAMA, MISTRAL, QWEN, THINKING_AHEAD
 
@@ -154,30 +157,110 @@ def test_a_turn_that_was_cut_is_closed_by_the_end_token(folder: Callable[[str], 
     assert cut == [chat.tokenizer.eos_id, *ended]
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (QWEN, r"as it was sampled.*chat_template.jinja.*; or use ChatFormat\(observation_role=\"tool\"\)"),
-        (
-            THINKING_AHEAD,
-            r"as it was sampled, '.*<think>\\nan answer', got '.*chat_template.jinja in the tok.*load it too$",
-        ),
-        (
-            CHATML.replace("<|im_end|>", "<end>"),
-            r"writes an end token, one of '<\|im_end\|>' \(\d+\), after a turn of the assistant, got '<end>",
-        ),
-    ],
-)
-def test_a_template_that_changes_earlier_turns_is_refused_with_what_to_do(
-    template: str, message: str, folder: Callable[[str], Path]
+CHANGING = {
+    QWEN: r"as it was sampled.*chat_template.jinja.*; or use ChatFormat\(observation_role=\"tool\"\)",
+    THINKING_AHEAD: r"as it was sampled, '.*<think>\\nan answer', got '.*chat_template.jinja in the tok.*load it too$",
+}
+
+
+@pytest.mark.parametrize("template", CHANGING, ids=["qwen", "thinking ahead"])
+def test_a_template_that_changes_earlier_turns_is_named_in_one_warning(
+    template: str, folder: Callable[[str], Path]
 ) -> None:
     chat = ChatFormat(PretrainedTokenizer(folder(template)))
 
-    with pytest.raises(UnstableTemplate, match=f"(?s){message}"):
+    with capture_logs() as logs:
+        chat.check_turns()
+        tokens = chat.after([QUESTION, {"role": "assistant", "content": "<think>\nso\n</think>\n\nyes"}], [QUESTION])
+
+    (warning,) = logs
+    assert re.search(f"(?s){CHANGING[template]}", f"{warning['difference']}; {warning['advice']}")
+    ahead = "<think>\n" if template == THINKING_AHEAD else ""
+    between = f"\n<|im_start|>user\nan answer?<|im_end|>\n<|im_start|>assistant\n{ahead}"
+    assert tokens == list(chat.tokenizer.encode(between))
+
+
+@pytest.mark.parametrize("template", CHANGING, ids=["qwen", "thinking ahead"])
+def test_a_strict_format_refuses_a_template_that_changes_earlier_turns(
+    template: str, folder: Callable[[str], Path]
+) -> None:
+    chat = ChatFormat(PretrainedTokenizer(folder(template)), strict=True)
+
+    with pytest.raises(UnstableTemplate, match=f"(?s){CHANGING[template]}"):
         chat.check_turns()
     with pytest.raises(UnstableTemplate):
         chat.after([QUESTION, {"role": "assistant", "content": "yes"}], [QUESTION])
     assert chat.prompt([QUESTION])
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "message"),
+    [
+        (
+            CHATML.replace("<|im_end|>", "<end>"),
+            "user",
+            r"writes an end token, one of '<\|im_end\|>' \(\d+\), after a turn of the assistant, got '<end>",
+        ),
+        (chat_templates.NO_TOOLS, "tool", r"writes a message of the role 'tool' after a turn of the assistant, got '<"),
+        (MISTRAL, "tool", r"takes, got roles user, .*: expected messages of user and assistant in turn"),
+    ],
+    ids=["no end", "no message of tools", "roles"],
+)
+def test_a_template_that_ends_no_turn_or_has_no_such_role_is_refused_with_what_to_do(
+    template: str, role: Any, message: str, folder: Callable[[str], Path]
+) -> None:
+    chat = ChatFormat(PretrainedTokenizer(folder(template)), observation_role=role)
+
+    with pytest.raises(UnstableTemplate, match=f"(?s){message}"):
+        chat.check_turns()
+    with pytest.raises(UnstableTemplate):
+        chat.after([QUESTION, {"role": "assistant", "content": "yes"}], [{"role": role, "content": "no"}])
+    assert chat.prompt([QUESTION])
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (chat_templates.CALLS_ONLY, "<|im_end|><|im_start|>tool\n4<|im_end|><|im_start|>assistant\n"),
+        (chat_templates.RESULTS_IN_TURNS, "</s>4[/INST]"),
+    ],
+    ids=["a call", "a result within the turn"],
+)
+def test_a_message_of_a_tool_follows_a_call_where_the_template_requires_one(
+    template: str, expected: str, folder: Callable[[str], Path]
+) -> None:
+    chat = ChatFormat(PretrainedTokenizer(folder(template)), observation_role="tool")
+    turn = {"role": "assistant", "content": "add(2, 2)"}
+
+    between = chat.after([QUESTION, turn], [{"role": "tool", "content": "4"}], ended=False)
+
+    assert chat.tokenizer.decode(between) == expected
+
+
+def test_a_template_that_takes_parts_only_is_given_parts(folder: Callable[[str], Path]) -> None:
+    path = folder(chat_templates.PARTS)
+    chat = ChatFormat(PretrainedTokenizer(path))
+    in_parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION["content"]}]}]
+
+    assert chat.prompt([QUESTION]) == by_transformers(path, in_parts)
+    assert len(chat.after([QUESTION, {"role": "assistant", "content": "yes"}], [QUESTION])) > 0
+
+
+def test_arguments_reach_the_template_and_those_of_transformers_are_refused(folder: Callable[[str], Path]) -> None:
+    path = folder(chat_templates.SWITCHED)
+    tokenizer = PretrainedTokenizer(path)
+    reference: Any = transformers.AutoTokenizer.from_pretrained(path)
+
+    for arguments in ({}, {"thinking": True}, {"thinking": False, "other": 1}):
+        ids = reference.apply_chat_template([QUESTION], add_generation_prompt=True, return_dict=False, **arguments)
+        assert ChatFormat(tokenizer, arguments=arguments).prompt([QUESTION]) == ids
+    for reserved in ("messages", "add_generation_prompt", "tools"):
+        with pytest.raises(
+            InvalidConfig, match=f"arguments: expected arguments of the template's own, got '{reserved}'"
+        ):
+            ChatFormat(tokenizer, arguments={reserved: 1})
+    with pytest.raises(InvalidConfig, match="arguments: expected arguments by name, got 3"):
+        ChatFormat(tokenizer, arguments=3)  # type: ignore[arg-type]
 
 
 def test_a_tokenizer_without_a_template_and_tools_that_are_none_are_refused(
@@ -324,7 +407,19 @@ async def test_a_question_of_a_data_set_is_a_message_of_the_user(chatml: ChatFor
 
 
 async def test_a_source_with_an_unstable_template_ends_at_its_start(qwen: ChatFormat) -> None:
-    policy = Scripted(qwen.tokenizer, [])  # type: ignore[arg-type]
+    chat = replace(qwen, strict=True)
 
     with pytest.raises(UnstableTemplate):
-        await drive_source(SourceEnv(Greeting, policy, chat=qwen, groups=1))
+        await drive_source(SourceEnv(Greeting, Scripted(chat.tokenizer, []), chat=chat, groups=1))  # type: ignore[arg-type]
+
+
+async def test_an_episode_of_a_template_that_removes_thoughts_keeps_them_as_sampled(qwen: ChatFormat) -> None:
+    thought = "<think>\none\n</think>\n\nan answer"
+    policy = Scripted(qwen.tokenizer, [thought, "answers"])  # type: ignore[arg-type]
+
+    with capture_logs() as logs:
+        (group,) = await drive_source(SourceEnv(Greeting, policy, chat=qwen, group_size=1, groups=1))
+
+    assert [event["event"] for event in logs] == ["earlier_turns_change"]
+    text = qwen.tokenizer.decode(group.tokens.tolist())
+    assert f"assistant\n{thought}<|im_end|>\n<|im_start|>user\nyou said {thought}<|im_end|>\n" in text

@@ -141,10 +141,12 @@ async def test_logits_may_exclude_some_tokens() -> None:
     ("options", "message"),
     [
         ({"max_completion_tokens": 0}, "max_completion_tokens: expected a whole number of at least 1, got 0"),
-        ({"temperature": 0.0}, "temperature: expected a finite number above 0, got 0.0"),
+        ({"temperature": -0.1}, "temperature: expected a finite number of 0 or more, got -0.1"),
+        ({"temperature": False}, "temperature: expected a finite number of 0 or more, got False"),
         ({"top_p": 0.0}, "top_p: expected a finite number above 0, got 0.0"),
         ({"top_p": 1.5}, "top_p: expected at most 1, got 1.5"),
-        ({"top_k": 0}, "top_k: expected a whole number of at least 1, got 0"),
+        ({"top_k": -2}, "top_k: expected a whole number of at least 1, got -2"),
+        ({"top_k": False}, "top_k: expected a whole number of at least 1, got False"),
         ({"min_p": -0.1}, "min_p: expected a finite number of 0 or more, got -0.1"),
         ({"repetition_penalty": 0}, "repetition_penalty: expected a finite number above 0, got 0"),
         ({"seed": -1}, "seed: expected a whole number of at least 0, got -1"),
@@ -159,6 +161,13 @@ async def test_logits_may_exclude_some_tokens() -> None:
 def test_values_that_could_not_sample_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfig, match=rf"SamplingParams\.{message}"):
         SamplingParams(**options)
+
+
+def test_temperature_0_is_greedy_and_top_k_below_1_takes_all_tokens() -> None:
+    assert SamplingParams(temperature=0) == SamplingParams(temperature=0.0) == SamplingParams(greedy=True)
+    assert SamplingParams(temperature=np.float32(0)).greedy  # type: ignore[arg-type]
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0) == SamplingParams()
+    assert not SamplingParams(top_k=np.int64(-1)).truncates  # type: ignore[arg-type]
 
 
 def test_sampling_params_travel_to_workers_in_a_policy_and_stay_equal() -> None:

@@ -1,0 +1,133 @@
+"""The chat templates that TRL ships: several turns by each, in both roles. `make test-trl` runs this file."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from structlog.testing import capture_logs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.chat import ChatFormat
+from penstock.errors import UnstableTemplate
+from penstock.policies import PretrainedTokenizer
+
+TEMPLATES = sorted(
+    (each.name.removesuffix(".jinja"), each.read_text())
+    for each in files("trl").joinpath("chat_templates").iterdir()
+    if each.name.endswith(".jinja")
+)
+
+SPECIAL = re.compile(r"<\|?[A-Za-z_ ]+\|?>|<[|｜][^<>]*[|｜]>|</s>|\[/?INST\]")
+
+ENDS = {
+    "cohere": ["<|END_OF_TURN_TOKEN|>"],
+    "deepseek": ["<｜end▁of▁sentence｜>"],
+    "diffusion_gemma": ["<turn|>", "<|tool_response>"],
+    "gemma4": ["<turn|>", "<|tool_response>"],
+    "gemma": ["<end_of_turn>"],
+    "glm4": ["<|user|>", "<|observation|>"],
+    "gptoss": ["<|return|>", "<|call|>"],
+    "idefics3": ["<end_of_utterance>"],
+    "llama3": ["<|eot_id|>"],
+    "llava": ["</s>"],
+    "muse": ["<|eot|>"],
+    "phi3": ["<|end|>"],
+    "smolvlm": ["<end_of_utterance>"],
+}
+"""The tokens that end a completion, by the beginning of a template's name; `<|im_end|>` with all others."""
+
+QUESTION = {"role": "user", "content": "2 + 2?"}
+
+OBSERVED = "no, look again"
+
+
+def tokenizer_of(name: str, template: str, folder: Path) -> PretrainedTokenizer:
+    """Write a tokenizer of bytes with the special tokens that the template names."""
+    ends = next((ends for begin, ends in ENDS.items() if name.startswith(begin)), ["<|im_end|>"])
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(sorted({*SPECIAL.findall(template), *ends, "<s>"}))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": ends[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(map(tokenizer.token_to_id, ends))}))
+    (folder / "chat_template.jinja").write_text(template)
+    return PretrainedTokenizer(folder)
+
+
+def conversations(role: str) -> list[list[dict[str, Any]]]:
+    """Return a conversation of two turns, and those in which its second one calls a tool."""
+    observed: dict[str, Any] = {"role": role, "content": OBSERVED, "name": "tool", "tool_call_id": "call00000"}
+    turn: dict[str, Any] = {"role": "assistant", "content": "an answer"}
+    forms: list[dict[str, Any]] = [{}]
+    if role == "tool":
+        arguments: list[Any] = [{}, "{}"]
+        forms += [{"tool_calls": [call(each)]} for each in arguments]
+        forms += [{"content": "", "tool_calls": [call({})]}]
+    return [[QUESTION, turn | form, observed, turn | form, observed] for form in forms]
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": arguments}}
+
+
+def by_transformers(folder: Path, messages: list[dict[str, Any]], *, parts: bool) -> list[int]:
+    """Return the tokens of transformers; none where its template refuses the messages, or leaves the last one out."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    if parts:
+        messages = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception:  # noqa: BLE001 (a template refuses in any way)
+        return []
+    return ids if OBSERVED in tokenizer.decode(ids[-200:]) else []
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize(("name", "template"), TEMPLATES, ids=[name for name, _ in TEMPLATES])
+def test_a_template_gives_the_tokens_of_transformers_between_turns_unless_it_has_no_such_role(
+    name: str, template: str, role: Any, tmp_path: Path
+) -> None:
+    chat = ChatFormat(tokenizer_of(name, template, tmp_path), observation_role=role)
+    expected = [
+        ids
+        for said in conversations(role)
+        for parts in (False, True)
+        if (ids := by_transformers(tmp_path, said, parts=parts))
+    ]
+    first, turn, seen, _, new = conversations(role)[0]
+
+    with capture_logs() as logs:
+        try:
+            between = chat.after([first, turn, seen, turn], [new], ended=False)
+        except UnstableTemplate:
+            assert expected == []
+            return
+
+    assert any(ids[-len(between) :] == between for ids in expected)
+    assert OBSERVED in chat.tokenizer.decode(between)
+    assert len([event for event in logs if event["event"] == "earlier_turns_change"]) <= 1
+
+
+def test_most_templates_take_both_roles(tmp_path: Path) -> None:
+    refused = []
+    for name, template in TEMPLATES:
+        (folder := tmp_path / name).mkdir()
+        tokenizer = tokenizer_of(name, template, folder)
+        for role in ("user", "tool"):
+            with capture_logs():
+                try:
+                    ChatFormat(tokenizer, observation_role=role).check_turns()
+                except UnstableTemplate:
+                    refused.append((name, role))
+
+    assert {role for _, role in refused} == {"tool"}
+    assert {name.split("_")[0].rstrip("23") for name, _ in refused} == {"cohere", "gemma", "llava", "phi"}
