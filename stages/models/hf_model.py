@@ -154,7 +154,8 @@ class HFModel(nn.Module):
 
         Raises:
             CheckpointDamaged: a configuration of a checkpoint or of an exported model is not as it was written.
-            InvalidConfig: the folder has no model or a broken one, or one that this kernel does not compute.
+            InvalidConfig: the folder has no model or a broken one, or one that this kernel does not compute, or that
+                keeps a state of the tokens before.
             MissingExtra: transformers is not installed.
         """
         path = Path(folder).absolute()
@@ -166,6 +167,7 @@ class HFModel(nn.Module):
             module = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype or torch.float32, attn_implementation=attention
             )
+        hf_packing.check_layers(module, str(path))  # a sampler's rows begin with padding, which a state would keep
         return cls(module, path).eval()
 
     def forward(

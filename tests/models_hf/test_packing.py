@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,9 @@ def test_a_model_with_states_of_earlier_tokens_is_refused_by_its_layers(
     initialise(module)
     folder = saved(module, tmp_path)
 
-    for attention in ("eager", "sdpa", "flex_attention"):
+    for make, attention in product((HFModel.from_pretrained, HFModel.empty), ("eager", "sdpa", "flex_attention")):
         with pytest.raises(InvalidConfig) as refused:
-            HFModel.from_pretrained(folder, attention=attention)
+            make(folder, attention=attention)
 
         supported = "does not support" not in str(refused.value)
         assert not supported or f"got a {type(module).__name__} with " in str(refused.value)
