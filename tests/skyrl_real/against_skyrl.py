@@ -24,10 +24,11 @@ from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.skyrl.contract import ASYNC_HOOKS, ENGINE, HOOKS, INPUT, OUTPUT, VLLM_PARAMETERS, arguments_of
-from tests.skyrl_real.conftest import MakeTrainer, samplers
+from tests.skyrl_real.conftest import MakeTrainer
 from tests.skyrl_real.gym_env import Repeated
 from tests.skyrl_real.killed import LAST
 from tests.skyrl_real.training import FULLY_ASYNC, OPTIONS, config_of, trainer_of
+from tests.worker_processes import worker_processes
 
 from penstock._pipeline.accounting.committed_prompts import CommittedPrompts
 from penstock._stages.integrations.skyrl import interface
@@ -267,7 +268,7 @@ def test_a_sampler_that_is_killed_costs_no_step_and_no_row(make_trainer: MakeTra
 
     def kill() -> None:
         if reached.wait(FAILSAFE_S):
-            os.kill(samplers()[0], signal.SIGKILL)
+            os.kill(worker_processes()[0], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()

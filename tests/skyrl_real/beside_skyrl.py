@@ -31,11 +31,11 @@ import aiohttp
 import torch
 from benchmarks.machine import tree_cpu_seconds
 from tests.skyrl_real import gym_env  # noqa: F401 (registers the environment)
-from tests.skyrl_real.conftest import samplers
 from tests.skyrl_real.letters import write_model, write_prompts
 from tests.skyrl_real.on_a_cpu import CPUDispatch
 from tests.skyrl_real.own_engine import InProcess
 from tests.skyrl_real.training import FULLY_ASYNC, config_of, experiment_of, trainer_of
+from tests.worker_processes import worker_processes
 
 STEPS, GROUPS, GROUP, WARM_UP = 22, 4, 8, 2
 KILL_AFTER_S = 0.05
@@ -176,7 +176,9 @@ def killing(trainer: Any, server: subprocess.Popen[str] | None) -> Callable[...,
     async def generated(*args: Any, **kwargs: Any) -> Any:
         if len(trainer.dispatch.losses) == STEPS // 2 and pending:
             pending.clear()
-            asyncio.get_running_loop().call_later(KILL_AFTER_S, kill, samplers()[0] if server is None else server.pid)
+            asyncio.get_running_loop().call_later(
+                KILL_AFTER_S, kill, worker_processes()[0] if server is None else server.pid
+            )
         return await generate(*args, **kwargs)
 
     return generated

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from blockbuster import blockbuster_ctx
 from tests.skyrl_real.letters import write_model, write_prompts
 from tests.skyrl_real.training import config_of, trainer_of
+from tests.worker_processes import worker_processes
 
 MakeTrainer = Callable[..., Any]
 
@@ -64,10 +64,4 @@ def make_trainer(model: Path, data: Path, tmp_path: Path) -> MakeTrainer:
 def _nothing_is_left() -> Iterator[None]:
     """Check that no sampler outlives its training."""
     yield
-    assert samplers() == []
-
-
-def samplers() -> list[int]:
-    """Return the processes of penstock's workers that this process has started."""
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if any("penstock" in part for part in child.cmdline())]
+    assert worker_processes() == []

@@ -23,7 +23,7 @@ from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.verl.contract import FIELDS, TAG
 from tests.verl_real.asking import Asking, padded_by_verl, written_by_verl
-from tests.verl_real.conftest import MakeConfig, MakeManager, samplers, with_paths
+from tests.verl_real.conftest import MakeConfig, MakeManager, with_paths
 from tests.verl_real.flows import Given, group_of, groups
 from tests.verl_real.framework import (
     PPOTrainer,
@@ -40,6 +40,7 @@ from tests.verl_real.framework import (
     config as verl_config,
 )
 from tests.verl_real.training import Sender, train
+from tests.worker_processes import worker_processes
 
 import penstock._stages.integrations.atropos.http_api  # noqa: F401 (else two event loops import it at once)
 from penstock import AdvantageNormalizer, TrajectoryGroup, source
@@ -315,7 +316,7 @@ def test_a_sampler_that_is_killed_is_replaced_and_no_trajectory_is_trained_twice
     assert trained_by(tmp_path, 6) == 6 * 16  # none of them twice
     assert {line["training/off_policy/trajectory_staleness_worst/max"] for line in logged} == {0}
     assert max(line["training/rollout_probs_diff_max"] for line in logged) < 1e-4
-    assert samplers() == []
+    assert worker_processes() == []
 
 
 def test_a_sampler_that_dies_too_often_ends_the_training(make_training: MakeConfig) -> None:
@@ -325,7 +326,7 @@ def test_a_sampler_that_dies_too_often_ends_the_training(make_training: MakeConf
     with pytest.raises(WorkerFailed, match="was killed by SIGKILL"):
         train(make_training(*lines, flow="tests.verl_real.flows:deadly"))
 
-    assert samplers() == []
+    assert worker_processes() == []
 
 
 def test_samplers_end_when_the_trainer_is_killed_and_its_successor_trains_no_trajectory_twice(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from tests.trl_real.letters import write_model
@@ -171,16 +170,6 @@ def make_training(
 ) -> MakeConfig:
     """Return a function that makes the configuration of a training of letters, with lines that are added to it."""
     return partial(training_of, model, tmp_path)
-
-
-def samplers() -> list[int]:
-    """Return the processes of penstock's workers that this process has started."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended, as those of Ray do
-            if any("penstock" in part for part in child.cmdline()):
-                found.append(child.pid)
-    return found
 
 
 def with_paths() -> dict[str, str]:

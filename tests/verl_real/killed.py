@@ -6,15 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.verl_real.conftest import process_group, running_transfer_queue, samplers, training_of
+from tests.verl_real.conftest import process_group, running_transfer_queue, training_of
 from tests.verl_real.training import SyncOnACpu, train
+from tests.worker_processes import worker_processes
 
 
 class Waiting(SyncOnACpu):
     def prepare_step(self) -> Any:
         prepared = super().prepare_step()
         if self.global_steps == 5:
-            print("samplers", *samplers(), flush=True)  # noqa: T201 (read by the test)
+            print("samplers", *worker_processes(), flush=True)  # noqa: T201 (read by the test)
             sys.stdin.read()
         return prepared
 

@@ -1,0 +1,26 @@
+"""What the suites of frameworks count as a worker of penstock, in a clone that is called penstock too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.worker_processes import worker_processes
+
+from penstock._pipeline.processes.worker_payload import interpreter_command
+
+
+def test_only_what_runs_a_worker_counts_as_one(tmp_path: Path) -> None:
+    (folder := tmp_path / "penstock").mkdir()
+    (folder / "script.py").write_text("input()")
+
+    with subprocess.Popen([sys.executable, str(folder / "script.py")], stdin=subprocess.PIPE) as other:
+        assert worker_processes() == []
+        command = interpreter_command("penstock.errors", "unused")
+        code = command.index("-c") + 1
+        command[code] = command[code].replace("import main; main(sys.argv[1])", "import PenstockError; input()")
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
+            assert worker_processes() == [worker.pid]
+            worker.communicate(b"\n")
+        other.communicate(b"\n")
