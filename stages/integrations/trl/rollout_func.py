@@ -77,7 +77,7 @@ class Rollouts:
         self._stepped: list[TrajectoryId] = []
         """Trajectories of batches that are used up, and were not committed."""
         self.report: Report | None = None
-        """The report of the flow, after the body."""
+        """The report of the flow, after the body; None if TRL asked for no batch, as after its last step."""
 
     def __enter__(self) -> Self:
         """Open the publisher."""
