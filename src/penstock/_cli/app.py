@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import signal
 import sys
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from .._pipeline.errors import PenstockError
 from .doctor import doctor
 from .export import export
@@ -23,9 +25,21 @@ from .worker import worker
 commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
 
+def _say_version(asked: bool) -> None:  # noqa: FBT001 (called by typer)
+    if asked:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
 @commands.callback()
-def penstock() -> None:
+def penstock(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version, and exit.")
+    ] = False,
+) -> None:
     """Bring trajectories from reinforcement-learning environments to a trainer."""
+    del version
 
 
 for command in (init, run, check, worker, top, samples, export, doctor, gateway):
@@ -35,7 +49,7 @@ for command in (init, run, check, worker, top, samples, export, doctor, gateway)
 def main() -> None:
     """Run a command."""
     try:
-        commands()
+        commands(prog_name="penstock")
     except (PenstockError, OSError) as error:
         sys.exit(f"penstock: {error}")
     finally:
