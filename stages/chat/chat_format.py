@@ -240,10 +240,8 @@ class ChatFormat:
 
     def _advice(self) -> str:
         other: ObservationRole = "tool" if self.observation_role == "user" else "user"
-        try:
-            unchanged = not any(self._changed(probe, other) for probe in PROBES)
-        except InvalidData:  # the template refuses the role
-            unchanged = False
+        usable = isinstance(self._ending(other), _Ending)
+        unchanged = usable and not any(self._changed(probe, other) for probe in PROBES)
         return f'{ADVICE}; or use ChatFormat(observation_role="{other}"), with which it does' if unchanged else ADVICE
 
     def _rendered(self, messages: Sequence[Message]) -> str:
