@@ -12,8 +12,9 @@ Knows no stage and imports no torch. `training_run` makes the stages.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -285,7 +286,7 @@ class EvaluationConfig(Config, frozen=True):
 class RunConfig(Config, frozen=True):
     """A training run."""
 
-    other_names = OTHER_NAMES
+    other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
 
     model: ModelConfig
     data: DataConfig
