@@ -185,7 +185,7 @@ NO_COUNTS = {"seed", "eos_id", "clip", "gamma", "gae_lambda", "on_failure", "wei
 NO_COUNTS |= {"dropout", "share", "top_p", "min_p"}
 """Arguments that are neither counts nor seconds."""
 
-LEAST = {"Journal.capacity_bytes": 65536, "AtroposGateway.checkpoint_interval": -1}
+LEAST = {"Journal.capacity_bytes": 65536, "AtroposGateway.checkpoint_interval": -1, "SamplingParams.top_k": -1}
 """The least that is meant, where that is neither 0 nor 1."""
 
 FROM_ZERO = {

@@ -126,7 +126,7 @@ def changes_between(before: Any, now: Any, key: str = "") -> Iterator[Change]:
     >>> [str(change) for change in changes_between({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})]
     ['a.c: 2 → 3']
     """
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
+    if isinstance(before, Mapping) and isinstance(now, Mapping) and before and now:
         for name in {**before, **now}:
             inner = f"{key}.{name}" if key else str(name)
             yield from changes_between(before.get(name, UNSET), now.get(name, UNSET), inner)

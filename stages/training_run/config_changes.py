@@ -13,7 +13,7 @@ from msgspec import structs
 from ..._pipeline.durability.checkpoint import latest_checkpoint, step_of
 from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.durability.run_changes import changes_between, config_before, plain, refuse, without_facts
-from .key_classes import class_of
+from .key_classes import class_of, is_of_a_mapping
 from .run_config import RunConfig
 
 CODE = "code"
@@ -31,7 +31,8 @@ def refuse_changes(config: RunConfig) -> None:
     if latest is None or (before := config_before(folder, step_of(latest))) is None:
         return
     changes = changes_between(without_facts(before), _own_values(config))
-    refused = [change for change in changes if change.is_known and class_of(change.key) == "refused"]
+    known = [change for change in changes if change.is_known or is_of_a_mapping(change.key)]
+    refused = [change for change in known if class_of(change.key) == "refused"]
     refuse(refused, folder, step_of(latest), allow_changes=config.allow_changes)
 
 

@@ -170,6 +170,11 @@ CLASSES: dict[str, KeyClass] = {
 _PLACE = re.compile(r"\[\d+\]")
 
 
+def is_of_a_mapping(key: str) -> bool:
+    """Return whether `key` is one that a user chose, in a mapping such as `data.template`."""
+    return _PLACE.sub("[]", key) not in CLASSES
+
+
 def class_of(key: str) -> KeyClass:
     """Return the class of a key, or of the section that contains it: those of a mapping have no classes of their own.
 

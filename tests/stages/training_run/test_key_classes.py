@@ -92,6 +92,7 @@ CHANGED: dict[str, Any] = {
     "data.sets[0].prompt": "question",
     "data.sets[0].name": "other",
     "data.chat": False,
+    "data.template": {"enable_thinking": False},
     "data.system": "Be brief.",
     "data.evaluation": 0.5,
     "data.max_prompt_tokens": 99,
@@ -314,3 +315,14 @@ def test_keys_that_another_version_had_or_lacks_are_no_difference(tmp_path: Path
     RunPart(values, []).write(tmp_path / "run", 0)
 
     refuse_changes(continued(tmp_path / "run", BASE, seed=3))
+
+
+@pytest.mark.parametrize("now", [{"a": 1, "b": 2}, {"b": 1}, {"a": 2}, {}])
+def test_an_argument_of_the_template_that_is_added_removed_or_changed_is_refused(now: Any, tmp_path: Path) -> None:
+    values = values_for("data.template")
+    values["data"]["template"] = {"a": 1}
+    started(tmp_path / "run", values)
+
+    values["data"]["template"] = now
+    with pytest.raises(RunDiffers, match=r"data\.template"):
+        refuse_changes(continued(tmp_path / "run", values))
