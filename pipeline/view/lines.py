@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import anyio
 
 from ..accounting.sample import Sample
+from ..graph.statistics import PipelineStatistics
 from ..util.blocking import in_thread
 from ..util.printing import print_line
 from .sample_text import heading, one_line
@@ -15,8 +16,11 @@ from .snapshot import Snapshot, Watched, number
 EVERY_S = 5.0
 """Seconds between two lines: a run of a day writes at most 17,280."""
 
+START_S = 1.0
+"""Seconds from the beginning of a run to its first line, which says what every stage waits for."""
+
 QUIET_S = 30.0
-"""Seconds without an optimizer step after which a line says what every stage waits for."""
+"""Seconds without an optimizer step, or a change of what stages wait for before the first one, between two lines."""
 
 
 class Lines:
@@ -26,6 +30,8 @@ class Lines:
         self._watched = watched
         self._printed = 0
         """The step of the last line."""
+        self._waits = ""
+        """What stages waited for in the last line."""
         self._samples: tuple[Sample, ...] = ()
         """The samples that were printed last."""
 
@@ -35,11 +41,25 @@ class Lines:
 
     async def refresh(self) -> None:
         """Print lines until cancelled."""
+        await self._step_within(START_S)
         while True:
-            with anyio.move_on_after(QUIET_S):
-                await self._watched.progress.step_after(self._printed)
             await self._print()
             await anyio.sleep(EVERY_S)
+            await self._news()
+
+    async def _news(self) -> None:
+        """Wait for an optimizer step, for QUIET_S, or before the first step for a change of what stages wait for."""
+        with anyio.move_on_after(QUIET_S):
+            while not self._changed():
+                await self._step_within(START_S)
+
+    def _changed(self) -> bool:
+        step = self._watched.progress.step
+        return step > self._printed or (not step and waits(self._watched.statistics()) != self._waits)
+
+    async def _step_within(self, seconds: float) -> None:
+        with anyio.move_on_after(seconds):
+            await self._watched.progress.step_after(self._printed)
 
     async def close(self) -> None:
         """Print the last step, if it was not printed yet."""
@@ -49,6 +69,7 @@ class Lines:
     async def _print(self) -> None:
         self._printed = self._watched.progress.step
         shown = self._watched.snapshot()
+        self._waits = waits(shown.statistics)
         new = () if shown.progress.samples is self._samples else shown.progress.samples
         self._samples = shown.progress.samples
         await in_thread(lambda: print_lines([line(shown.with_memory()), *map(sample_line, new)]))
@@ -63,19 +84,24 @@ def print_lines(lines: Iterable[str]) -> None:
 def line(shown: Snapshot) -> str:
     """Return the state of a run in one line."""
     metrics = [f"{name} {number(last)}" for name, last, _ in shown.progress.metrics]
-    waits = [
-        f"{stage.name} for {stage.waiting_for}"
-        for stage in shown.statistics.stages
-        if stage.state == "running" and stage.waiting_for
-    ]
     parts = [
         f"{shown.steps()}, {shown.times()}",
         ", ".join([*metrics, *shown.speeds()]),
         shown.trajectories(),
         ", ".join(shown.memory_parts()),
-        f"waiting: {', '.join(waits)}" if waits else "",
+        waits(shown.statistics),
     ]
     return "; ".join(filter(None, parts))
+
+
+def waits(statistics: PipelineStatistics) -> str:
+    """Return what every stage waits for; empty where none waits."""
+    causes = [
+        f"{stage.name} for {stage.waiting_for}"
+        for stage in statistics.stages
+        if stage.state == "running" and stage.waiting_for
+    ]
+    return f"waiting: {', '.join(causes)}" if causes else ""
 
 
 def sample_line(sample: Sample) -> str:

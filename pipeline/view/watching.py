@@ -30,7 +30,7 @@ View: TypeAlias = Literal["auto", "live", "lines"]
 
 
 OUTPUT_TIMEOUT_S = 5.0
-"""Bound on showing the beginning or the end: a terminal that is stopped by Ctrl-S takes no output."""
+"""Bound on showing a line, the beginning or the end: a terminal that is stopped by Ctrl-S takes no output."""
 
 
 def refuse_unknown_view(view: object) -> None:
@@ -41,6 +41,13 @@ def refuse_unknown_view(view: object) -> None:
     """
     if view is not None and view not in get_args(View):
         raise InvalidConfig(f"view: expected one of {', '.join(get_args(View))} or None, got {view!r}")
+
+
+async def say(view: View | None, line: str) -> None:
+    """Print what is done before a run begins, unless `view` is None."""
+    if view is not None:
+        with anyio.move_on_after(OUTPUT_TIMEOUT_S):
+            await in_thread(print_line, line)
 
 
 @asynccontextmanager

@@ -41,7 +41,7 @@ from ..._pipeline.util.host_lock import host_lock
 from ..._pipeline.util.json_file import read_json_or_set_aside, write_json
 from ..._pipeline.util.named_objects import call_object, import_object
 from ..._pipeline.util.os_errors import explaining_os_errors
-from ..._pipeline.view.watching import View
+from ..._pipeline.view.watching import View, refuse_unknown_view, say
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..engines.end_tokens import named
 from ..engines.engine_publisher import EnginePublisher
@@ -100,7 +100,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-async def train(config: RunConfig, *, view: View | None = None) -> Summary:
+async def train(config: RunConfig, *, view: View | None = "auto") -> Summary:
     """Train as configured, or continue the run in `config.folder`; return its summary.
 
     SIGTERM, Ctrl-C and SIGHUP stop it at any moment, as they do `Pipeline.run`; before the first step and after the
@@ -108,14 +108,15 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
 
     Args:
         config: see `load_run_config`.
-        view: see `Pipeline.run`.
+        view: see `Pipeline.run`; it also says what is done before the first step. None shows nothing.
 
     Raises:
-        InvalidConfig: a value does not fit the model, the data or the machine.
+        InvalidConfig: a value does not fit the model, the data or the machine, or `view` is none of its values.
         RunDiffers: the run in the folder has other values of keys that are refused, and `allow_changes` is false.
         MissingExtra: the extra `train` is not installed.
         PenstockError: see `Pipeline.run`.
     """
+    refuse_unknown_view(view)
     async with stoppable():
         return await _train(config, view)
 
@@ -123,12 +124,17 @@ async def train(config: RunConfig, *, view: View | None = None) -> Summary:
 async def _train(config: RunConfig, view: View | None) -> Summary:
     began = time.monotonic()
     await anyio.to_thread.run_sync(refuse_changes, config)
+    if config.prepare is not None:
+        await say(view, f"calling {config.prepare}, which prepares the run")
     await anyio.to_thread.run_sync(_prepare, config)
+    await say(view, f"importing torch and transformers, and reading the tokenizer of {config.model.path}")
     parts = await anyio.to_thread.run_sync(parts_of, config)
+    await say(view, "calling each reward function with a first row")
     await parts.try_rewards()
     folder = config.run_folder
     earlier = await anyio.to_thread.run_sync(_begun, config)
     summary = earlier
+    await say(view, f"loading the model {config.model.path}")
     model = await anyio.to_thread.run_sync(parts.model)
     trainer = parts.trainer(model, await anyio.to_thread.run_sync(parts.reference, model))
     async with _published(parts, model) as (policy, publisher):

@@ -91,6 +91,31 @@ def test_a_run_leaves_a_model_that_transformers_loads_and_a_summary(values: dict
     assert PretrainedTokenizer(summary.checkpoint).encode("1+2=")
 
 
+def test_a_run_says_what_it_does_before_its_first_step_and_prints_its_steps(
+    values: dict[str, Any], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / f"rewards_of_{folder.name}.py").write_text(f"{REWARD}\n\ndef ready(config):\n    pass\n")
+
+    trained(values, f"prepare=rewards_of_{folder.name}:ready")
+
+    lines = [line.removeprefix("penstock: ") for line in capfd.readouterr().err.splitlines()]
+    model = values["model"]["path"]
+    assert lines[:4] == [
+        f"calling rewards_of_{folder.name}:ready, which prepares the run",
+        f"importing torch and transformers, and reading the tokenizer of {model}",
+        "calling each reward function with a first row",
+        f"loading the model {model}",
+    ]
+    assert any(line.startswith("step 0/4, ") and "start of SourceEnv" in line for line in lines)
+    assert any(line.startswith("step 4/4, ") for line in lines)
+
+
+def test_a_run_without_a_view_prints_nothing(values: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    anyio.run(partial(train, view=None), load_run_config(values, ["algorithm.steps=1"]))
+
+    assert capfd.readouterr() == ("", "")
+
+
 def test_the_summary_counts_the_prompts_of_all_sets_kept_apart(values: dict[str, Any], folder: Path) -> None:
     (folder / "hard.jsonl").write_text("".join(f'{{"question": "{n}+12="}}\n' for n in range(8)))
     sets = [{"path": f"{name}.jsonl", "prompt": "question"} for name in ("train", "hard")]
@@ -347,6 +372,7 @@ def test_the_command_trains_prints_the_steps_and_the_result(values: dict[str, An
         [*COMMAND, "run", config_file(values), "algorithm.steps=2"], capture_output=True, text=True, check=True
     )
 
+    assert ran.stderr.startswith("penstock: reading config.yaml\n")
     assert "step 2/2" in ran.stderr
     assert "2 steps in" in ran.stdout
     assert "accuracy of prompts kept apart" in ran.stdout

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .._pipeline.util.printing import print_line
+
 CONFIG = Annotated[Path, typer.Argument(help="A YAML file; `penstock init` writes one.")]
 OVERRIDES = Annotated[
     list[str] | None, typer.Argument(help="Values that replace those of the file: model.path=./model seed=3")
@@ -15,6 +17,7 @@ OVERRIDES = Annotated[
 
 def run(config: CONFIG, overrides: OVERRIDES = None) -> None:
     """Train as a configuration says; a run whose folder has a checkpoint is continued."""
+    print_line(f"reading {config}")
     import anyio  # noqa: PLC0415 (not needed for --help)
 
     from ..runs import load_run_config, train  # noqa: PLC0415
@@ -22,7 +25,7 @@ def run(config: CONFIG, overrides: OVERRIDES = None) -> None:
     loaded = load_run_config(config, overrides or ())
 
     async def trained() -> None:
-        typer.echo(await train(loaded, view="auto"))
+        typer.echo(await train(loaded))
 
     anyio.run(trained)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import partial
 
 import anyio
@@ -9,8 +10,8 @@ from tests.loop_clock import LoopClock
 from tests.pipeline.flow_stages import Collect
 from tests.pipeline.view.watched import MEMORY_HERE, STEPS, Silent, small_run
 
-from penstock import source
-from penstock._pipeline.view.lines import QUIET_S
+from penstock import ReceiveChannel, SendChannel, source
+from penstock._pipeline.view.lines import QUIET_S, START_S
 from penstock.errors import InvalidConfig, StageFailed
 
 
@@ -67,6 +68,49 @@ async def test_a_run_without_steps_says_from_time_to_time_what_its_stages_wait_f
         tasks.cancel_scope.cancel()
 
     assert "penstock: ended: cancelled" in "".join([*printed, capsys.readouterr().err])
+
+
+@dataclass(frozen=True)
+class Gated:
+    """Sends one record when it is told to, and ends when the run does."""
+
+    gate: anyio.Event
+
+    async def run(self, outbox: SendChannel[int]) -> None:
+        await self.gate.wait()
+        await outbox.send(1)
+        await anyio.sleep_forever()
+
+
+@dataclass(frozen=True)
+class Holds:
+    """Receives one record, and holds it."""
+
+    async def run(self, inbox: ReceiveChannel[int]) -> None:
+        await inbox.receive()
+        await anyio.sleep_forever()
+
+
+async def test_before_the_first_step_a_second_passes_until_a_line_and_each_change_of_a_wait_has_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock, gate, printed = LoopClock(), anyio.Event(), list[str]()
+    pipeline = source(Gated(gate)).sink(Holds())
+
+    def lines() -> list[str]:
+        printed.append(capsys.readouterr().err)
+        return "".join(printed).splitlines()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(pipeline.run, view="lines"))
+        await clock.set_forward_until(lambda: len(lines()) == 2, START_S)
+        gate.set()
+        await clock.set_forward_until(lambda: len(lines()) == 3, START_S)
+        tasks.cancel_scope.cancel()
+
+    _, first, second, *_ = lines()
+    assert "waiting: Holds for records from Gated" in first
+    assert "waiting" not in second
 
 
 async def test_an_unknown_view_is_refused() -> None:
