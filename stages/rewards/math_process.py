@@ -1,19 +1,25 @@
 """The main module of a process that compares mathematical answers with math-verify.
 
-math-verify bounds its time by `signal.alarm`, which works in the main thread of a process only. Requests and replies
-are lines of JSON: the answers that are right and a text in, a verdict out.
+Its processor time is bounded by a signal, which works in the main thread of a process only. math-verify's own bound is
+by the clock, and on a busy machine right answers would be wrong. Requests and replies are lines of JSON: the answers
+that are right and a text in, a verdict out.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from ..._pipeline.processes.reply_loop import reply_to
 from .answer_forms import formulas_of, in_latex, letters_of, with_marks, words_of
+
+GIVE_UP_S = 5.0
+"""Processor time after which a formula counts as one that cannot be read."""
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -33,9 +39,26 @@ def main(parent: str) -> None:
 
 def _reply(line: bytes) -> Reply:
     try:
-        return Reply(compare(*msgspec.json.decode(line, type=tuple[tuple[str, ...], str])))
+        with bounded():
+            return Reply(compare(*msgspec.json.decode(line, type=tuple[tuple[str, ...], str])))
     except Exception as error:  # noqa: BLE001 (raised in the parent)
         return Reply(error=f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Raise in the body each time it has used GIVE_UP_S; math-verify gives up on what it reads or compares then."""
+    from math_verify.errors import TimeoutException  # noqa: PLC0415 (an extra)
+
+    def give_up(_number: int, _frame: object) -> None:
+        raise TimeoutException
+
+    signal.signal(signal.SIGPROF, give_up)
+    signal.setitimer(signal.ITIMER_PROF, GIVE_UP_S, GIVE_UP_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def compare(answers: str | Sequence[str], text: str) -> bool | None:
@@ -44,19 +67,24 @@ def compare(answers: str | Sequence[str], text: str) -> bool | None:
     >>> compare("0.5", r"It is $\frac{1}{2}$."), compare(["1", "x"], "It is 2."), compare("", "0")
     (True, False, None)
     """
+    import math_verify  # noqa: PLC0415 (an extra)
+
     each = [answers] if isinstance(answers, str) else answers
     readable = [answer for answer in each if answer.strip()]
-    return any(_equal(answer, text) for answer in readable) if readable else None
+    if not readable:
+        return None
+    found = math_verify.parse(with_marks(in_latex(text)), parsing_timeout=None)
+    return any(_equal(answer, text, found) for answer in readable)
 
 
-def _equal(answer: str, text: str) -> bool:
+def _equal(answer: str, text: str, found: list[Any]) -> bool:
+    """Return whether `answer` equals the last one of `text`, of which `found` is what math-verify reads."""
     import math_verify  # noqa: PLC0415 (an extra)
 
     if (words := words_of(answer)) is not None:
-        return words in {letters_of(found) for found in _last_text(text)}
-    found = math_verify.parse(with_marks(in_latex(text)))
-    expected: list[list[Any]] = [math_verify.parse(formula) for formula in formulas_of(answer)]
-    return any(math_verify.verify(each, found) for each in expected if not _one_side(each, found))
+        return words in {letters_of(written) for written in _last_text(text)}
+    expected: list[list[Any]] = [math_verify.parse(formula, parsing_timeout=None) for formula in formulas_of(answer)]
+    return any(math_verify.verify(each, found, timeout_seconds=None) for each in expected if not _one_side(each, found))
 
 
 def _one_side(expected: list[Any], found: list[Any]) -> bool:
@@ -73,5 +101,7 @@ def _last_text(text: str) -> list[str]:
     as_written = latex2sympy2_extended.NormalizationConfig(
         basic_latex=False, units=False, malformed_operators=False, nits=False, boxed="all", equations=False
     )
-    found = math_verify.parse(text, [math_verify.LatexExtractionConfig(normalization_config=as_written)])
+    found = math_verify.parse(
+        text, [math_verify.LatexExtractionConfig(normalization_config=as_written)], parsing_timeout=None
+    )
     return [each for each in found if isinstance(each, str)]

@@ -14,12 +14,13 @@ from tests.stages.answers import Characters, answering
 
 from penstock import RewardBridge, TrajectoryGroup
 from penstock._pipeline.processes import call_process
+from penstock._stages.rewards import math_process
 from penstock.errors import MissingColumn, MissingExtra, RewardProcessDied
 from penstock.rewards import MathVerify, RewardInput
 from penstock.testing import drive
 
 ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
-"""math-verify gives up on it after 5 s."""
+"""It takes more than any bound."""
 
 
 def bridge(**options: Any) -> RewardBridge:
@@ -81,6 +82,16 @@ async def test_a_process_that_dies_fails_one_call_and_is_replaced() -> None:
             os.kill(process, signal.SIGKILL)
 
         assert await judge(completion("4")) == 1
+
+
+def test_a_verdict_depends_on_processor_time_and_on_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "alarm", None)
+    monkeypatch.setattr(math_process, "GIVE_UP_S", 0.5)
+    math_process.compare("1", "1")  # compiles the grammar
+
+    with math_process.bounded():
+        assert math_process.compare("4", r"\boxed{4}")
+        assert not math_process.compare("4", ENDLESS)
 
 
 async def test_a_column_that_the_data_lacks_ends_the_run() -> None:
