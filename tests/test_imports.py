@@ -38,6 +38,7 @@ TORCH_AT_MODULE_LEVEL = {
         "pipeline/weights/weight_tables.py",
         "pipeline/weights/weight_views.py",
         "stages/training/attention.py",
+        "stages/training/autocast.py",
         "stages/training/causal_model.py",
         "stages/losses/*.py",
         "stages/training/micro_batches.py",

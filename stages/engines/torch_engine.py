@@ -72,6 +72,7 @@ class TorchEngine:
         *,
         in_flight: bool = False,
         tokenizer: Tokenizer | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self._model = model
         self._vocabulary = model.vocabulary if isinstance(model, HasVocabulary) else None
@@ -93,6 +94,8 @@ class TorchEngine:
         self._in_flight = in_flight
         self._tokenizer = tokenizer
         """Finds stop strings."""
+        self._autocast = autocast
+        """The dtype in which the model computes; None for that of its parameters."""
         self._pending: deque[_Row] = deque()
         """Rows that are not being sampled yet, in the order of the requests."""
         self._batch: SamplingBatch | None = None
@@ -331,7 +334,8 @@ class TorchEngine:
         return self._in_flight or not self._follows or self._weights is None or not self._weights.stale
 
     def _new_batch(self) -> SamplingBatch:
-        return SamplingBatch(self._model, end_ids=self._end_ids, generator=self._generator_of_device())
+        generator = self._generator_of_device()
+        return SamplingBatch(self._model, end_ids=self._end_ids, generator=generator, autocast=self._autocast)
 
     def _load_newest(self) -> None:
         """Load the newest version into a model that follows its publisher."""

@@ -18,6 +18,7 @@ from ..._pipeline.graph.context import Worker
 from ..._pipeline.util.user_code import call_user
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..._schemas.numbers import normalize_counts
+from ..training.autocast import check_autocast
 from ..training.causal_model import CausalModel
 from .end_tokens import HasEndTokens
 from .policies import Engine, Tokenizer
@@ -50,8 +51,12 @@ class TorchPolicy:
     the older ones; `policy_versions` has the version of each token; a pause does not wait for its end."""
     tokenizer: Tokenizer | None = None
     """Finds stop strings (`SamplingParams.stop`) in the text of a completion; its `end_ids` end one."""
+    autocast: torch.dtype | None = None
+    """The dtype in which the model computes where that is safe, as that of the `TorchTrainer` is: log-probabilities of
+    another one make each ratio differ from 1."""
 
     def __post_init__(self) -> None:
+        check_autocast("TorchPolicy", self.autocast)
         normalize_counts(self, "max_rows")
 
     @asynccontextmanager
@@ -77,6 +82,7 @@ class TorchPolicy:
                 self.max_rows,
                 in_flight=self.weight_updates == "in_flight",
                 tokenizer=self.tokenizer,
+                autocast=self.autocast,
             )
             stack.callback(engine.close)
             if self.weights is not None:

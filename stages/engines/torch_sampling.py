@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..._pipeline.errors import LogitsNotFinite
 from ..training.attention import Attention
+from ..training.autocast import computing_in
 from ..training.causal_model import Cache, CausalModel, JoinableCache, positions_of
 from .torch_draw import InverseDraw, draw_by_noise
 from .torch_rows import SampledRow
@@ -53,17 +54,26 @@ class Rows(NamedTuple):
 class SamplingBatch:
     """Rows that are being sampled, one pass of the model after the other."""
 
-    def __init__(self, model: CausalModel, *, end_ids: frozenset[int], generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        end_ids: frozenset[int],
+        generator: torch.Generator,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         """Begin without rows.
 
         Args:
             model: on any device, in evaluation mode.
             end_ids: the tokens that end a completion, beside those of a request.
             generator: on the model's device; makes the noise of rows without a seed, unless that is a CPU.
+            autocast: the dtype in which the model computes where that is safe; None for that of its parameters.
         """
         self._model = model
         self._end_ids = end_ids
         self._generator = generator
+        self._autocast = autocast
         self._inverse = InverseDraw()
         self._sampled = Rows([], None, torch.empty(0, dtype=torch.int64, device=generator.device))
         """Also rows that are done and did not leave yet."""
@@ -102,7 +112,7 @@ class SamplingBatch:
         longest = max(row.request.sampling.max_completion_tokens for row in rows)
         cache: Cache = self._model.new_cache(len(tokens), mask.shape[1] + longest)
         attend = Attention.causal(mask)
-        logits = self._model(tokens, positions=positions_of(mask), attend=attend, cache=cache)[:, -1]
+        logits = self._logits(tokens, positions_of(mask), attend, cache)
         cache.keep(owner)
         columns = _Columns(rows, cache.length, logits.device)
         return Rows(rows, cache, self._draw(rows, columns, logits[owner], version))
@@ -127,7 +137,7 @@ class SamplingBatch:
         (rows, cache, chosen), columns, live = self._sampled, self._columns, self.live
         seen = torch.arange(cache.length + 1, device=chosen.device) >= columns.padding
         attend = Attention.causal(seen, tokens=1)
-        logits = self._model(chosen[:, None], positions=columns.position, attend=attend, cache=cache)[:, 0]
+        logits = self._logits(chosen[:, None], columns.position, attend, cache)
         columns.position = columns.position + columns.moves
         self._sampled = Rows(rows, cache, self._draw(rows, columns, logits, version))
         self._done += [row for row in live if row.done]
@@ -136,6 +146,11 @@ class SamplingBatch:
             self._align(self._sampled.live())
         elif done:
             columns.moves[done] = 0
+
+    def _logits(self, tokens: Tensor, positions: Tensor, attend: Attention, cache: Cache) -> Tensor:
+        """Return the logits [b, V] of the token that follows the last of `tokens` in each row."""
+        with computing_in(self._autocast, tokens.device):
+            return self._model(tokens, positions=positions, attend=attend, cache=cache)[:, -1]
 
     def _align(self, live: Rows) -> None:
         """Sample `live` from now on; cut what is padding in each of them."""

@@ -24,6 +24,7 @@ from ..engines.sampling_params import TEMPERATURES
 from ..losses.distributions import Distributions
 from ..losses.tiles import Finish
 from .attention import Attention
+from .autocast import computing_in
 from .causal_model import CausalModel, check_packing
 from .micro_batches import MicroBatch, Packed, micro_batches
 
@@ -106,7 +107,7 @@ def read_distributions(
     reader = Reader(part, use, temperature)
     attend = Attention.packed(part.sequences, one_sequence=len(part.lengths) == len(part.tokens))
     call = partial(model, part.tokens, positions=part.positions, attend=attend)
-    with torch.autocast(part.tokens.device.type, autocast, enabled=autocast is not None):
+    with computing_in(autocast, part.tokens.device):
         found = call(read=reader) if passes_hidden else call()
     result: R = found if passes_hidden else reader(found, None)
     return result

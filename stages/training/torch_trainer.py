@@ -44,6 +44,7 @@ from ..losses.metrics import Mean, Metric, check_used, merge
 from ..losses.policy import PPOClip
 from ..losses.scored import Scored
 from ..losses.terms import Loss, LossValue
+from .autocast import check_autocast, computing_in
 from .causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
 from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
@@ -112,8 +113,8 @@ class TorchTrainer:
 
     Raises:
         TypeError: the vocabulary of `tokenizer` is unknown.
-        InvalidConfig: parameters that train are in bfloat16 or float16.
-        ValueError: a number out of range, or another `autocast`; updates of a reference that is absent, or of a model
+        InvalidConfig: parameters that train are in bfloat16 or float16, or another `autocast`.
+        ValueError: a number out of range; updates of a reference that is absent, or of a model
             that ranks share in parts.
         WeightsMismatch: the reference is to be updated, and has other tensors than the model.
     """
@@ -250,7 +251,7 @@ class TorchTrainer:
 
     def _check_packing(self) -> None:
         """Check the model, and the reference, in the dtype in which they compute."""
-        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+        with computing_in(self._autocast, self._device):
             check_packing(bare(self._model))
             check_packing(self._reference)
 
@@ -471,10 +472,7 @@ def _columns(batch: TrainBatch, temperature: float) -> dict[str, Array]:
 
 def _check_precision(autocast: torch.dtype | None, model: Trainable) -> None:
     """Check that small updates are not lost: one below 2**-9 of a parameter leaves it as it is in bfloat16."""
-    if autocast not in {None, torch.bfloat16}:
-        raise ValueError(
-            f"autocast: expected torch.bfloat16, got {autocast}: in float16 small gradients are 0, and float32 is None"
-        )
+    check_autocast("TorchTrainer", autocast)
     allowed = {torch.float32, torch.float64} if autocast is None else {torch.float32}
     found = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} - allowed
     if found:

@@ -222,6 +222,7 @@ class RunParts:
             seed=config.seed,
             max_rows=CONCURRENCY,
             tokenizer=self.tokenizer if config.sampling.stop else None,
+            autocast=self._autocast,
         )
 
     async def try_rewards(self) -> None:
@@ -237,6 +238,11 @@ class RunParts:
             await try_functions(self.rewards.components, prompt, self.tokenizer)
 
     # -- training ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        """Return the dtype in which the model computes, where it samples and where it trains."""
+        return torch.bfloat16 if self.config.model.precision == "bfloat16" else None
 
     def model(self) -> HFModel:
         """Return the model with its weights, on the device that trains."""
@@ -289,7 +295,7 @@ class RunParts:
             reference_updates=ReferenceUpdates(algorithm.reference.every, share)
             if reference is not None and share
             else None,
-            autocast=torch.bfloat16 if config.model.precision == "bfloat16" else None,
+            autocast=self._autocast,
             compile=partial(torch.compile, dynamic=True) if config.model.compile else None,
             tokenizer=self.tokenizer,
         )

@@ -18,7 +18,7 @@ from penstock.data import PromptDataset
 from penstock.models import HFModel
 from penstock.runs import RunConfig, load_run_config
 from penstock.testing import batch
-from penstock.torch import TorchTrainer
+from penstock.torch import TorchPolicy, TorchTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,8 +86,14 @@ def dropout(run: Continued) -> float:
     return run.model.lora.dropout
 
 
+def precision(run: Continued) -> Any:
+    policy = run.source.policy
+    assert isinstance(policy, TorchPolicy)
+    return policy.autocast, option("autocast")(run)
+
+
 EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
-    "model.precision": ("bfloat16", option("autocast"), "torch.bfloat16"),
+    "model.precision": ("bfloat16", precision, (torch.bfloat16, "torch.bfloat16")),
     "model.lora.dropout": (0.5, dropout, 0.5),
     "data.max_prompt_tokens": (99, lambda run: prompts(run).max_prompt_tokens, 99),
     "algorithm.clip": ([0.1, 0.3], lambda run: "0.1" in option("loss")(run) and "0.3" in option("loss")(run), True),

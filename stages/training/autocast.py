@@ -1,0 +1,28 @@
+"""Autocast: the dtype in which a model computes where that is safe, the same for a trainer and for its samplers."""
+
+from __future__ import annotations
+
+import torch
+
+from ..._pipeline.errors import InvalidConfig
+
+
+def check_autocast(owner: str, dtype: torch.dtype | None) -> None:
+    """Check that a model of float32 can compute in `dtype`.
+
+    Raises:
+        InvalidConfig: it is another one than `torch.bfloat16` or None.
+    """
+    if dtype not in {None, torch.bfloat16}:
+        raise InvalidConfig(
+            f"{owner}.autocast: expected torch.bfloat16, got {dtype}: in float16 small gradients are 0, and float32 is "
+            f"None"
+        )
+
+
+def computing_in(dtype: torch.dtype | None, device: torch.device) -> torch.autocast:
+    """Return the context in which models on `device` compute in `dtype`; None for that of their parameters.
+
+    Enter it for each call: torch keeps cast weights until its end, and a sampler's change between two calls.
+    """
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)

@@ -1,0 +1,120 @@
+"""A run in half precision: samplers compute as the trainer does, so that ratios between both are 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from anyio import to_thread
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from penstock import TrainBatch, Worker
+from penstock._stages.training_run.torch_parts import RunParts
+from penstock.models import HFModel
+from penstock.policies import Completion, SamplingParams
+from penstock.runs import load_run_config
+from penstock.testing import batch
+from penstock.torch import TorchPolicy, TorchTrainer
+from penstock.weights import WeightPublisher
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ModelFolder = Callable[[str], Path]
+
+PROMPT, LENGTH, COMPLETIONS = 4, 40, 32
+
+
+class Dtypes:
+    """Notes in which dtypes the layers and the head of a model compute."""
+
+    def __init__(self) -> None:
+        self.layers: set[torch.dtype] = set()
+        self.head: set[torch.dtype] = set()
+
+    def watch(self, model: Any) -> Any:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                seen = self.head if name == "lm_head" else self.layers
+                module.register_forward_hook(partial(self._seen, seen))
+        return model
+
+    @staticmethod
+    def _seen(seen: set[torch.dtype], _module: nn.Module, _given: Any, found: Tensor) -> None:
+        seen.add(found.dtype)
+
+
+def prompts() -> list[NDArray[np.int32]]:
+    return [(np.arange(PROMPT, dtype=np.int32) * 5 + row) % 300 for row in range(COMPLETIONS)]
+
+
+async def sampled(policy: TorchPolicy) -> list[Completion]:
+    async with policy.open(Worker()) as engine:
+        return await engine.generate(prompts(), SamplingParams(max_completion_tokens=LENGTH, stop_ids=()))
+
+
+def batch_of(completions: list[Completion]) -> TrainBatch:
+    lengths = [len(each.tokens) for each in completions]
+    packed = batch(groups=1, completion_lengths=lengths, prompt_length=PROMPT)
+    rows = [np.concatenate([given, each.tokens]) for given, each in zip(prompts(), completions, strict=True)]
+    logprobs = np.zeros(len(packed.tokens), np.float32)
+    logprobs[packed.loss_mask] = np.concatenate([each.logprobs for each in completions if each.logprobs is not None])
+    return msgspec.structs.replace(
+        packed, tokens=np.concatenate(rows), behavior_logprobs=logprobs, advantages=np.ones_like(logprobs)
+    )
+
+
+def divergence_from(folder: Path, sampled: TrainBatch) -> float:
+    """Return the divergence of `sampled` from a trainer in bfloat16 that has the same weights."""
+    sgd = partial(torch.optim.SGD, lr=1e-9)
+    trainer = TorchTrainer(HFModel.from_pretrained(folder), optimizer=sgd, autocast=torch.bfloat16)
+    return trainer.step(sampled)["kl"]
+
+
+async def test_a_policy_with_autocast_computes_its_layers_in_bfloat16_and_its_head_in_float32(
+    model_folder: ModelFolder,
+) -> None:
+    seen = Dtypes()
+    make = partial(HFModel.from_pretrained, model_folder("qwen2"))
+
+    await sampled(TorchPolicy(lambda: seen.watch(make()), eos_id=0, autocast=torch.bfloat16))
+
+    assert (seen.layers, seen.head) == ({torch.bfloat16}, {torch.float32})
+
+
+async def test_a_configured_run_in_bfloat16_samples_in_bfloat16_with_the_weights_of_its_trainer(
+    model_folder: ModelFolder,
+) -> None:
+    values = {"model": {"path": str(model_folder("qwen2")), "precision": "bfloat16"}, "data": {"path": "rows.jsonl"}}
+    parts = await to_thread.run_sync(RunParts, load_run_config(values | {"reward": {}}))
+    model = await to_thread.run_sync(parts.model)
+    seen = Dtypes()
+
+    async with WeightPublisher(model) as publisher:
+        await publisher.publish(model.state_dict(), 0)
+        policy = parts.policy(publisher.url)
+        assert isinstance(policy, TorchPolicy)
+        make = policy.make_model
+        await sampled(replace(policy, make_model=lambda: seen.watch(make())))
+
+    assert (seen.layers, seen.head) == ({torch.bfloat16}, {torch.float32})
+
+
+async def test_samples_of_the_same_dtype_are_the_nearest_to_the_log_probabilities_of_a_trainer(
+    model_folder: ModelFolder,
+) -> None:
+    folder = model_folder("qwen2")
+    divergence = {}
+    for autocast in (torch.bfloat16, None):
+        policy = TorchPolicy(partial(HFModel.from_pretrained, folder), eos_id=0, autocast=autocast)
+        packed = batch_of(await sampled(policy))
+        divergence[autocast] = await to_thread.run_sync(divergence_from, folder, packed)
+
+    assert divergence[torch.bfloat16] < divergence[None]
