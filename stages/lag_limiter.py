@@ -4,8 +4,8 @@ If an optimizer step trains p trajectories of this process, then one that is beg
 about n / p steps later. So a group is begun only while n + group_size <= (max_lag + 1) · p; and always while n < p,
 because otherwise a step that lacks trajectories would wait for ever. p is a mean, and batches that are packed by tokens
 need more trajectories as completions get shorter: if no group is being sampled and no count has changed for the time of
-two steps, the trainer is assumed to wait, and one more group is begun. If p is given, the limit is exact from the first
-step on, and is never exceeded.
+two steps, the trainer is assumed to wait, and one more group is begun. Before the first step p is what a stage states
+(`StageInfo.waits_for`). If p is given, the limit is exact from the first step on, and is never exceeded.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ log = get_logger("penstock.pace")
 STALL_STEPS = 2.0
 """Number of step times without any change after which the limit is exceeded."""
 
+FIRST_STALL_TIMEOUT_S = 10.0
+"""Used before any step was timed: the first one may take long, for models are compiled in it."""
+
 MIN_STALL_TIMEOUT_S = 1.0
-"""Used before any step was timed, and where steps are shorter."""
+"""Used where steps are shorter."""
 
 
 class LagLimiter:
@@ -51,7 +54,7 @@ class LagLimiter:
         self._step = ledger.step
         self._step_began = anyio.current_time()
         self._step_s = 0.0
-        """Duration of the last observed step."""
+        """Duration of the last observed step; 0 before any."""
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -98,4 +101,4 @@ class LagLimiter:
 
     @property
     def _stall_timeout_s(self) -> float:
-        return max(MIN_STALL_TIMEOUT_S, STALL_STEPS * self._step_s)
+        return max(MIN_STALL_TIMEOUT_S, STALL_STEPS * self._step_s) if self._step_s else FIRST_STALL_TIMEOUT_S

@@ -331,8 +331,15 @@ class Ledger:
 
     @property
     def trained_per_step(self) -> float | None:
-        """Trajectories of this ledger that one optimizer step trains, averaged over the last steps; None before any."""
+        """Trajectories of this ledger that one optimizer step trains, averaged over the last steps.
+
+        Before the first step those that `expect_per_step` was given; None without.
+        """
         return self._pace.per_step
+
+    def expect_per_step(self, trajectories: float) -> None:
+        """Note the number of trajectories of this ledger that an optimizer step trains, before the first one."""
+        self._pace.expected = trajectories
 
     @property
     def committed(self) -> CommittedPrompts:

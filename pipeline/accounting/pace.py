@@ -15,6 +15,8 @@ class Pace:
 
     steps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=PACE_WINDOW))
     """The last steps, with the trajectories of each."""
+    expected: float | None = None
+    """The number that is known before the first step."""
 
     def trained(self, step: int, count: int) -> None:
         """Add trajectories that `step` has trained."""
@@ -24,8 +26,8 @@ class Pace:
 
     @property
     def per_step(self) -> float | None:
-        """Return the average; None before the first step."""
+        """Return the average; before the first step what is expected, or None."""
         if not self.steps:
-            return None
+            return self.expected
         span = self.steps[-1][0] - self.steps[0][0] + 1
         return sum(count for _, count in self.steps) / max(1, span)

@@ -53,7 +53,7 @@ class StageInfo:
     begins_at_most: int | None = None
     """The most trajectories that a source begins before an optimizer step trains some of them."""
     waits_for: int | None = None
-    """The number of trajectories that it must receive before it sends any."""
+    """The number of trajectories that it must receive before it sends any, or before a sink takes an optimizer step."""
     max_steps: int | None = None
     """The optimizer step at which a sink ends the run; None where it has no such step."""
     commits: bool = False

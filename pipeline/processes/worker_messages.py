@@ -46,6 +46,8 @@ class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
     """`host_identity` of the parent."""
     assigned: bool = False
     """True if the workers of a source are told which prompts to sample."""
+    per_step: Count = 0
+    """Trajectories that an optimizer step trains, of all workers together; 0 if that is unknown before the first."""
 
     @property
     def held_by_parent(self) -> bool:

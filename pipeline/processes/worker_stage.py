@@ -192,6 +192,8 @@ async def run_connected(
         Exception: what the stage raised.
     """
     ledger = _ReportingLedger() if config.channels.held_by_parent else Ledger(counters)
+    if config.channels.per_step:
+        ledger.expect_per_step(config.channels.per_step / config.worker.count)
     metrics = Metrics()
     reports = _ReportSender(sender, ledger, metrics, counters if link.report is None else None)
     with (

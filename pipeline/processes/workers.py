@@ -242,6 +242,7 @@ class Workers:
             inbox_capacity=self._node.capacity or REMOTE_CAPACITY,
             inbox_capacity_bytes=self._node.capacity_bytes or REMOTE_CAPACITY_BYTES,
             assigned=self._assigned,
+            per_step=round(self._ledger.trained_per_step or 0),
         )
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:

@@ -144,7 +144,10 @@ class Run:
         self._tasks = [_StageTask(node, context, self) for node in nodes]
         self._edges: list[Edge] = []
         self._failure: StageFailed | RolloutsFailed | NothingTrained | None = None
-        self._guard = ProgressGuard(context.ledger, per_step=_per_step(nodes), delivered=self._delivered)
+        per_step = _per_step(nodes)
+        self._guard = ProgressGuard(context.ledger, per_step=per_step, delivered=self._delivered)
+        if per_step:
+            context.ledger.expect_per_step(per_step)
         self._open_error: Exception | None = None
         """The exception for which channels could not be opened."""
         self._scope = anyio.CancelScope()

@@ -124,6 +124,7 @@ def test_the_reward_rises_and_the_balance_closes(model: Path, tmp_path: Path) ->
     assert np.mean(rewards[-3:]) > 2 * np.mean(rewards[:3])
     assert report.balance.in_flight == 0
     assert report.balance.ended["trained"] == STEPS * 32
+    assert report.balance.ended["stale"] == 0
 
 
 def test_a_rank_that_has_gone_is_named(model: Path, tmp_path: Path) -> None:

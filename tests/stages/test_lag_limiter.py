@@ -82,6 +82,31 @@ async def test_a_step_is_never_left_short_of_trajectories() -> None:
     assert trainer.ledger.in_flight == 12
 
 
+async def test_before_the_first_step_the_bound_is_that_of_the_batch_that_is_expected() -> None:
+    trainer = Trainer()
+    trainer.ledger.expect_per_step(8)
+    pace = LagLimiter(trainer.ledger, 4, max_lag=1)
+
+    while not await stays_waiting(pace.wait_for_slot):
+        trainer.sample()
+
+    assert trainer.ledger.in_flight == 16
+
+
+def test_before_the_first_step_the_trainer_is_given_ten_seconds_before_it_is_assumed_to_wait() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        trainer = Trainer()
+        trainer.ledger.expect_per_step(8)
+        trainer.sample(2)
+        await LagLimiter(trainer.ledger, 4, max_lag=0).wait_for_slot()
+
+    clock.run(main)
+
+    assert clock.now_s == 10
+
+
 async def test_a_trained_group_makes_room_for_the_next() -> None:
     trainer = Trainer()
     trainer.sample(4)
@@ -104,7 +129,7 @@ def test_where_nothing_moves_for_the_time_of_two_steps_one_more_group_is_begun()
         pace = LagLimiter(trainer.ledger, 4, max_lag=0)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pace.wait_for_slot)
-            await anyio.sleep(10)
+            await anyio.sleep(12)
             trainer.train(2, 3, step=2)
         for _ in range(2):
             trainer.sample()
@@ -113,7 +138,7 @@ def test_where_nothing_moves_for_the_time_of_two_steps_one_more_group_is_begun()
 
     clock.run(main)
 
-    assert began == [10 + 20, 10 + 40]
+    assert began == [12 + 24, 12 + 48]
 
 
 def test_while_a_group_is_being_sampled_the_pace_does_not_give_way() -> None:
@@ -136,7 +161,7 @@ def test_while_a_group_is_being_sampled_the_pace_does_not_give_way() -> None:
 
     clock.run(main)
 
-    assert clock.now_s == 101
+    assert clock.now_s == 110
 
 
 def test_a_pace_that_is_given_holds_from_the_first_step_on_and_never_gives_way() -> None:

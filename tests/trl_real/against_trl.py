@@ -104,6 +104,20 @@ def test_the_reward_rises_and_the_ledger_counts_every_trajectory(model: Path, ma
     assert logged(trainer, "rollout/trajectories")  # metrics of the flow are among TRL's
 
 
+def test_what_is_sampled_before_the_first_step_is_bounded_by_the_batch_of_trl(
+    model: Path, make_trainer: MakeTrainer
+) -> None:
+    publisher = publisher_of(model)
+    worker = TRLWorker(lambda: flow_of(model, publisher.url, workers=1))
+    trainer = make_trainer(worker, publisher, max_steps=40)
+
+    trainer.train()
+
+    balance = balance_of(worker)
+    assert balance.ended["trained"] == 40 * 16
+    assert balance.ended["stale"] < 0.05 * balance.admitted
+
+
 def test_versions_agree_from_the_first_step(model: Path, make_trainer: MakeTrainer) -> None:
     publisher = publisher_of(model)
     worker = TRLWorker(lambda: flow_of(model, publisher.url))

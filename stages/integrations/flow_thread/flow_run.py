@@ -74,6 +74,7 @@ class FlowRun:
         rest: Drop,
         saved: Mapping[str, Any] | None,
         version: int,
+        per_step: int | None = None,
     ) -> None:
         """Prepare a run.
 
@@ -85,6 +86,7 @@ class FlowRun:
             rest: the end of trajectories that are in none of them.
             saved: the state of a checkpoint, or None.
             version: of the trainer's weights.
+            per_step: trajectories that the trainer takes for a version of its weights; None if that varies.
 
         Raises:
             InvalidPipeline: the flow cannot work.
@@ -109,7 +111,7 @@ class FlowRun:
         }
         flow = self._resumed(flow, saved, version)
         self._decode = _decoder(flow)
-        self.pipeline: Pipeline = flow.sink(_Sink(self, trainer))
+        self.pipeline: Pipeline = flow.sink(_Sink(self, trainer, per_step))
         self.pipeline.check()
         self.failure: BaseException | None = None
         """The error that ended the flow."""
@@ -231,13 +233,14 @@ class FlowRun:
 class _Sink:
     """The end of the flow, which feeds the trainer's queue."""
 
-    def __init__(self, run: FlowRun, name: str) -> None:
+    def __init__(self, run: FlowRun, name: str, per_step: int | None) -> None:
         self._run = run
         self._name = name
+        self._per_step = per_step
 
     def stage_info(self) -> StageInfo:
-        """State the name, which is in metrics and errors, and that the trainer's steps are committed."""
-        return StageInfo(name=self._name, commits=True)
+        """State the name, which is in metrics and errors, the batch, and that the trainer's steps are committed."""
+        return StageInfo(name=self._name, commits=True, waits_for=self._per_step)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         """Run the sink; see `Sink`."""

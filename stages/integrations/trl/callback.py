@@ -42,6 +42,7 @@ def callback_of(worker: TRLWorker) -> Any:
             worker.begin(
                 Limits(args.max_staleness, args.token_budget or 0),
                 temperature=args.temperature,
+                per_version=samples_per_version(args),
                 saved=None if saved is None else saved["attributes"]["saved"],
                 resumed=state.global_step > 0,
             )
@@ -98,6 +99,14 @@ def synchronous_callback_of(rollouts: Rollouts) -> Any:
             return {"args": {}, "attributes": {"saved": rollouts.state_dict()}}
 
     return PenstockLedger()
+
+
+def samples_per_version(args: Any) -> int | None:
+    """Return the samples that TRL trains between two versions of its weights; None where it packs them by tokens."""
+    if (args.token_budget or 0) > 0:
+        return None
+    in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return int(in_a_step * args.weight_sync_steps)
 
 
 def note_collated(loader: Any, collated: Callable[[list[Any]], None]) -> None:

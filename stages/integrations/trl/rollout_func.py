@@ -112,7 +112,7 @@ class Rollouts:
             FlowStalled: it has sent nothing for 300 seconds.
         """
         self._check(trainer)
-        thread = self._start(trainer) if self._thread is None else self._thread
+        thread = self._start(trainer, len(prompts)) if self._thread is None else self._thread
         groups = [self._next(thread) for _ in range(len(prompts) // trainer.num_generations)]
         uses = trainer.args.steps_per_generation * trainer.num_iterations
         self._generated.append(_Generation([each for group in groups for each in group.ids], uses))
@@ -128,7 +128,7 @@ class Rollouts:
             found = "an evaluation" if not trainer.model.training else f"{trainer.accelerator.num_processes} processes"
             raise InvalidPipeline(f"TRL: expected rollout_func to generate for one process that trains, got {found}")
 
-    def _start(self, trainer: Any) -> FlowThread:
+    def _start(self, trainer: Any, asked: int) -> FlowThread:
         warn_untried("trl", TRIED)
         self._trainer = trainer
         self._publish()
@@ -137,7 +137,16 @@ class Rollouts:
         items = partial(groups_of, size, trainer.temperature)
         rest = Drop("rejected", f"TRL: expected groups of num_generations={size} rollouts that train")
         version = self._transfer.version
-        run = FlowRun(flow, items, self._queue, trainer="TRL", rest=rest, saved=self._saved, version=version)
+        run = FlowRun(
+            flow,
+            items,
+            self._queue,
+            trainer="TRL",
+            rest=rest,
+            saved=self._saved,
+            version=version,
+            per_step=asked,
+        )
         self._thread = FlowThread(run, "penstock-trl-flow")
         return self._thread
 

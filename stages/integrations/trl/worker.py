@@ -68,6 +68,8 @@ class TRLWorker:
         """
         self._flow = flow
         self._limits: Limits | None = None
+        self._per_version: int | None = None
+        """Samples that TRL trains for a version of its weights; None if that varies."""
         self._temperature: float | None = None
         self._saved: Mapping[str, Any] | None = None
         self._version = 0
@@ -122,7 +124,16 @@ class TRLWorker:
         sample = rollout_sample()
         flow = self._flow if isinstance(self._flow, Flow) else self._flow()
         items = partial(self._samples, sample, itertools.count())
-        run = FlowRun(flow, items, self._queue, trainer="TRL", rest=UNTRAINED, saved=self._saved, version=self._version)
+        run = FlowRun(
+            flow,
+            items,
+            self._queue,
+            trainer="TRL",
+            rest=UNTRAINED,
+            saved=self._saved,
+            version=self._version,
+            per_step=self._per_version,
+        )
         self._thread = FlowThread(run, "penstock-trl-flow")
 
     def stop(self) -> None:
@@ -151,11 +162,20 @@ class TRLWorker:
 
     # -- called by the callback and by the queue, in the main thread -------------------------------------------------
 
-    def begin(self, limits: Limits, *, temperature: float, saved: Mapping[str, Any] | None, resumed: bool) -> None:
+    def begin(
+        self,
+        limits: Limits,
+        *,
+        temperature: float,
+        per_version: int | None,
+        saved: Mapping[str, Any] | None,
+        resumed: bool,
+    ) -> None:
         """Note TRL's configuration, and the state of the checkpoint that it resumes. Called by the callback."""
         if resumed and saved is None:
             log.warning("resumed_without_ledger", consequence="prompts that were trained may be trained again")
         self._limits, self._temperature, self._saved = limits, temperature, saved
+        self._per_version = per_version
 
     def collated(self, examples: list[Any]) -> None:
         """Note the next micro-batch of TRL, by the `input_ids` of its samples. Called by the callback."""

@@ -264,9 +264,11 @@ async def test_room_comes_when_trajectories_end() -> None:
     assert order == ["end one", "end another", "room"]
 
 
-def test_the_pace_is_the_mean_of_trained_groups_per_step() -> None:
+def test_the_pace_is_what_is_expected_and_then_the_mean_of_trained_groups_per_step() -> None:
     ledger = Ledger()
     assert ledger.trained_per_step is None
+    ledger.expect_per_step(100)
+    assert ledger.trained_per_step == 100
     for step, names in enumerate(("a", "bc", "defg"), start=1):
         batch = TrainBatch.pack([group(instance_id=name) for name in names])
         for name in names:
