@@ -20,6 +20,7 @@ from .._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
 from .._pipeline.errors import InvalidConfig
 from .._pipeline.graph.context import current
 from .._pipeline.graph.flush import FlushableInbox
+from .._pipeline.graph.stage_info import StageInfo
 from .._schemas import TrajectoryGroup
 from .._schemas.numbers import normalize_counts
 from .advantages.estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
@@ -92,6 +93,12 @@ class AdvantageNormalizer:
                 raise InvalidConfig(f"batch_groups: expected a number with {modes}, got none with {self.mode}")
         elif self.mode not in (*GATHERING, "gae"):
             raise InvalidConfig(f"batch_groups: expected none with {self.mode}, got {self.batch_groups}")
+
+    def stage_info(self) -> StageInfo:
+        """State the columns that the mode and the rewards need."""
+        values = ("values",) if self.mode == "gae" else ()
+        rewards = ("token_rewards",) if self.rewards != "sequence" else ()
+        return StageInfo(needs_columns=values + rewards, fills_columns=("advantages",))
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Groups that are gathered are held as owned copies."""

@@ -89,7 +89,7 @@ class GroupAssembler:
 
     def stage_info(self) -> StageInfo:
         """State that all pieces must arrive in one process."""
-        return StageInfo(sees_everything=True)
+        return StageInfo(sees_everything=True, fills_columns=())
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. A group that arrives whole passes as it is, a joined one is a copy."""

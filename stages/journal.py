@@ -25,6 +25,7 @@ from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.channels.chunks import receive_chunks, send_all
 from .._pipeline.durability.journal import JournalFiles, LogContents, LogFile, open_journal
 from .._pipeline.graph.context import Context, current
+from .._pipeline.graph.stage_info import StageInfo
 from .._pipeline.util.blocking import enter_in_thread
 from .._schemas import GroupId, TrajectoryGroup
 from .._schemas.numbers import normalize_counts
@@ -64,6 +65,10 @@ class Journal:
     def __reduce__(self) -> NoReturn:
         """Refuse pickling: a stage in another process is pickled, and this one must run beside the trainer."""
         raise TypeError("a Journal runs in the trainer's process: leave out on=processes(…)")
+
+    def stage_info(self) -> StageInfo:
+        """State that no column is added."""
+        return StageInfo(fills_columns=())
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. A record that was passed on is in the journal.

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.errors import InvalidConfig
+from .._pipeline.graph.stage_info import StageInfo
 from .._schemas import InvalidRecord, TrajectoryGroup
 from .._schemas.columns import as_column, freeze
 from .kl_estimate import KLEstimator, kl_estimate
@@ -55,6 +56,11 @@ class KLReward:
             )
         if self.level not in ("sequence", "token"):
             raise InvalidConfig(f"level: expected 'sequence' or 'token', got {self.level!r}")
+
+    def stage_info(self) -> StageInfo:
+        """State the columns of the two policies."""
+        filled = ("token_rewards",) if self.level == "token" else ()
+        return StageInfo(needs_columns=("behavior_logprobs", "ref_logprobs"), fills_columns=filled)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Adds the reward part `kl` with the change of each reward.

@@ -118,7 +118,7 @@ class RewardBridge:
 
     def stage_info(self) -> StageInfo:
         """State the tokenizer."""
-        return StageInfo(tokenizers=tokenizer_of(self))
+        return StageInfo(tokenizers=tokenizer_of(self), fills_columns=())
 
     def facts(self) -> StageFacts:
         """Return the shaping, and the weights of the functions; see `StatesFacts`."""

@@ -29,7 +29,7 @@ from .._pipeline.durability.run_changes import StageFacts, StatesFacts
 from .._pipeline.errors import InvalidConfig
 from .._pipeline.graph.context import current
 from .._pipeline.graph.flush import FlushableInbox
-from .._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from .._pipeline.graph.stage_info import NeedsColumns, StageInfo, tokenizer_of
 from .._pipeline.util.exception_groups import unwrap_first, unwrap_single
 from .._pipeline.util.user_code import await_user, call_user, open_user
 from .._pipeline.weights.shielded import limit_once_cancelled
@@ -196,7 +196,7 @@ class SinkTrainer:
         normalize_numbers(self, "cancel_timeout_s", zero=True)
 
     def stage_info(self) -> StageInfo:
-        """State the last step, the trainer's tokenizer, and the other objects in its checkpoints."""
+        """State the last step, the trainer's tokenizer and columns, and the other objects in its checkpoints."""
         saved = self.trainer.state if isinstance(self.trainer, KeepsState) else {}
         return StageInfo(
             max_steps=self.max_steps,
@@ -205,6 +205,7 @@ class SinkTrainer:
             saves_at_end=self.checkpoints is not None,
             commits=True,
             evaluation=self.evaluation,
+            needs_columns=self.trainer.needs_columns if isinstance(self.trainer, NeedsColumns) else (),
         )
 
     def facts(self) -> StageFacts:

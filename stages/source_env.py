@@ -101,7 +101,7 @@ class SourceEnv:
     """Prompts that the workers complete every few optimizer steps, without training on them."""
 
     def stage_info(self) -> StageInfo:
-        """State the largest group, the trajectories begun ahead, the check of the worker count, and the tokenizers."""
+        """State the bounds on groups and trajectories, the check of the worker count, tokenizers and columns."""
         return StageInfo(
             sends_at_most_tokens=None if self.max_length is None else self.group_size * self.max_length,
             begins_at_most=self._begins_at_most,
@@ -110,6 +110,7 @@ class SourceEnv:
             groups_at_once=self.groups_at_once,
             tokenizers=tokenizer_of(self, self.chat, self.policy, self.make_env),
             evaluation=self.evaluation,
+            fills_columns=("behavior_logprobs", "token_rewards") if self.turn_rewards else ("behavior_logprobs",),
         )
 
     async def assign(self, ledger: Ledger, sampling: Callable[[], int]) -> AsyncIterator[Assignment]:

@@ -109,8 +109,9 @@ class Teacher:
             )
 
     def stage_info(self) -> StageInfo:
-        """State the tokenizers of the stage and of the teacher."""
-        return StageInfo(tokenizers=tokenizer_of(self, self.policy))
+        """State the tokenizers of the stage and of the teacher, and the columns."""
+        columns = ("teacher_ids", "teacher_logprobs")
+        return StageInfo(tokenizers=tokenizer_of(self, self.policy), fills_columns=columns)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Groups leave in the order in which they are ready.

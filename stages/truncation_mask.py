@@ -12,6 +12,7 @@ import numpy as np
 
 from .._pipeline.channels.channel import ReceiveChannel, SendChannel
 from .._pipeline.graph.context import current
+from .._pipeline.graph.stage_info import StageInfo
 from .._schemas import StopReason, TrajectoryGroup
 from .advantages.zero_advantages import masked
 
@@ -28,6 +29,10 @@ class TruncationMask:
     >>> TruncationMask()
     TruncationMask()
     """
+
+    def stage_info(self) -> StageInfo:
+        """State that no column is added."""
+        return StageInfo(fills_columns=())
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Metric `truncation/masked`: share of the sequences that are masked."""

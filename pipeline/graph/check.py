@@ -18,6 +18,7 @@ from ..._schemas.tokenizer import disagreements
 from ..accounting.telemetry import get_logger
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .misplaced import written
+from .missing_columns import missing_columns
 from .placement import Here, Joining, Remote
 from .record_types import RecordTypes, never_fits, record_types, type_name
 from .stage_info import info_of
@@ -37,7 +38,14 @@ def problems(nodes: Sequence[StageNode]) -> list[str]:
     found = list(_of_chain(nodes))
     identities = _identities(nodes)
     _log_unknown_tokenizers(nodes, {name for name, _ in identities})
-    return [*found, *_of_waits(nodes), *_of_state(nodes), *_of_evaluation(nodes), *disagreements(identities)]
+    return [
+        *found,
+        *_of_waits(nodes),
+        *_of_state(nodes),
+        *_of_evaluation(nodes),
+        *missing_columns(nodes),
+        *disagreements(identities),
+    ]
 
 
 def _of_chain(nodes: Sequence[StageNode]) -> Iterator[str]:

@@ -77,6 +77,11 @@ class StageInfo:
     """True of a sink that writes a checkpoint when its stream ends."""
     evaluation: object | None = None
     """The evaluation that a source does, or that a sink waits for."""
+    needs_columns: tuple[str, ...] = ()
+    """The columns without which it cannot process a record: `("teacher_ids", "teacher_logprobs")`."""
+    fills_columns: tuple[str, ...] | None = None
+    """The columns that its records may have besides those that it receives. None where they are not known: then any
+    column may be among them."""
     nodes: tuple[StageNode, ...] = ()
     """The stages of a fragment, each with its placement."""
 
@@ -97,6 +102,16 @@ class HasTokenizer(Protocol):
     @property
     def tokenizer(self) -> Any:
         """Return the tokenizer, its `TokenizerIdentity`, or None."""
+        ...
+
+
+@runtime_checkable
+class NeedsColumns(Protocol):
+    """A trainer or a loss that knows which optional columns of a batch it cannot do without."""
+
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return their names."""
         ...
 
 

@@ -143,6 +143,8 @@ class Pipeline:
             InvalidPipeline: with every problem, and what to change.
         """
         found = problems(self.nodes)
+        if len(found) == 1:
+            raise InvalidPipeline(f"this pipeline cannot work: {found[0]}")
         if found:
             raise InvalidPipeline("\n".join([f"{len(found)} in this pipeline cannot work:", *found]))
 

@@ -61,6 +61,11 @@ class AdaptiveKL(Term):
                 raise InvalidConfig(f"{name}: expected a positive number, got {value}")
         self.horizon = whole_number("horizon", self.horizon)
 
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the column of the reference; see `Term`."""
+        return ("ref_logprobs",)
+
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return β times the estimate of each token; see `Term`."""
         estimates, _ = KL(self.estimator).per_token(scored)

@@ -39,6 +39,8 @@ Rest: TypeAlias = Literal["raw", "renormalised", "tail"]
 TOKENS_USED = "distill/tokens_used"
 """The metric: number of tokens of the batch with candidates that the loss could use."""
 
+TEACHER_COLUMNS = ("teacher_ids", "teacher_logprobs")
+
 LEAST_RENORMALISED = 3
 """Minimum width of columns that are renormalised: two candidates, and the token itself. A teacher with top_k=1 fills
 columns of two, and one of them is padding wherever the token is the likeliest."""
@@ -80,6 +82,11 @@ class Distillation(Term):
             )
         if self.beta is not None and not 0 < self.beta < 1:
             raise InvalidConfig(f"beta: expected between 0 and 1, got {self.beta}: at the limits use a KL divergence")
+
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the columns of the teacher; see `Term`."""
+        return TEACHER_COLUMNS
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the divergence of each token; see `Term`. `distill/tokens_used`: tokens with candidates.
@@ -130,6 +137,11 @@ class SampledDistillation(PolicyTerm):
     """
 
     name: ClassVar[str] = "distillation"
+
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the columns of the teacher; see `Term`."""
+        return TEACHER_COLUMNS
 
     def uncorrected(self, scored: Scored, /) -> Tensor:
         """Return the log-ratio of the current policy; see `PolicyTerm`."""

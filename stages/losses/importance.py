@@ -85,6 +85,11 @@ class Weighted(Term):
         """Return the name of the weighted term; see `Term`."""
         return self.term.reported_as
 
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the columns of the term, and the log-probabilities that the weight compares with; see `Term`."""
+        return (*self.term.needs_columns, "behavior_logprobs")
+
     def uncorrected(self, scored: Scored, /) -> torch.Tensor:
         """Return the log-ratio that the weight corrects; see `PolicyTerm`."""
         return self.term.uncorrected(scored)

@@ -35,6 +35,11 @@ class KL(Term):
                 f"estimator: expected one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}"
             )
 
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the column of the reference; see `Term`."""
+        return ("ref_logprobs",)
+
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the estimate of each token; see `Term`."""
         return PerToken(kl_estimate(scored.logprobs - scored.reference(), self.estimator, torch.exp), {})

@@ -62,6 +62,11 @@ class RatioTerm(PolicyTerm):
     old: OldPolicy
 
     @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the advantages, and the column of the old policy if it is the one that sampled; see `Term`."""
+        return ("advantages", "behavior_logprobs") if self.old == "behavior" else ("advantages",)
+
+    @property
     def corrects(self) -> bool:
         """Return whether `old` is "behavior"; see `PolicyTerm`."""
         return self.old == "behavior"
@@ -74,6 +79,11 @@ class AdvantageWeighted(PolicyTerm):
     Williams, "Simple statistical gradient-following algorithms" (1992). With A = 1 it is supervised fine-tuning. It is
     correct on policy only: with stale samples, weight it (`* ImportanceWeight()`), or use a term that bounds the step.
     """
+
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the advantages; see `Term`."""
+        return ("advantages",)
 
     def uncorrected(self, scored: Scored, /) -> Tensor:
         """Return the log-ratio of the current policy; see `PolicyTerm`."""

@@ -35,6 +35,11 @@ class SequenceMask(ABC):
     name: ClassVar[str]
     """Name in the metric `masked/<name>`, the share of tokens that are masked."""
 
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the columns that the rule needs: at least the log-probabilities that every mask compares with."""
+        return ("behavior_logprobs",)
+
     @abstractmethod
     def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:
         """Return [T] true on the tokens that are left out; `log_ratio` [T] is that of the assumed to the actual policy.
@@ -108,6 +113,11 @@ class OffPolicyMask(SequenceMask):
         if not 0 < self.most_kl < math.inf:
             raise InvalidConfig(f"most_kl: expected a positive number of nats per token, got {self.most_kl}")
 
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the columns that the rule needs; see `SequenceMask`."""
+        return ("behavior_logprobs", "advantages")
+
     def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:  # noqa: ARG002 (it is of another policy)
         """Return the tokens that are left out; see `SequenceMask`."""
         divergence = -scored.sequence_sums(scored.log_ratio("behavior").detach()) / scored.lengths.clamp(min=1)
@@ -128,6 +138,11 @@ class Masked(Term):
     def reported_as(self) -> str:
         """Return the name of the masked term; see `Term`."""
         return self.term.reported_as
+
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the columns of the term and of the mask; see `Term`."""
+        return (*self.term.needs_columns, *self.mask.needs_columns)
 
     def uncorrected(self, scored: Scored, /) -> Tensor:
         """Return the log-ratio of the masked term; see `PolicyTerm`."""

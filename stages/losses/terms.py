@@ -68,6 +68,11 @@ class LossTerm(ABC):
     def parts(self) -> tuple[tuple[float, Term], ...]:
         """Return each term with its factor."""
 
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the columns that its terms need, besides those that every batch has."""
+        return tuple(dict.fromkeys(name for _, term in self.parts() for name in term.needs_columns))
+
     def aggregated(
         self, aggregation: Aggregation, *, longest: int | None = None, counted: Counted = "trained"
     ) -> Aggregated:
@@ -95,6 +100,11 @@ class Term(LossTerm):
 
     name: ClassVar[str]
     """Name under which a loss of several terms reports this one: `loss/<name>`."""
+
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the columns that `per_token` needs; by default none, and a missing one ends the first step."""
+        return ()
 
     @property
     def reported_as(self) -> str:
@@ -190,6 +200,11 @@ class Aggregated:
             if len(self.total.terms) > 1:
                 metrics[f"loss/{name}"] = Mean(share.detach())
         return LossValue(loss, metrics)
+
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the columns that its terms need; see `LossTerm`."""
+        return self.total.needs_columns
 
     def _names(self) -> list[str]:
         """Return a unique name for each term: the second of a name is `<name>_2`."""

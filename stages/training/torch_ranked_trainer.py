@@ -89,6 +89,11 @@ class RankedTrainer:
         """Return the trained trajectories; see `TorchTrainer.committed`."""
         return self._trainer.committed
 
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the columns that the loss needs; see `TorchTrainer.needs_columns`."""
+        return self._trainer.needs_columns
+
     def facts(self) -> StageFacts:
         """Return the facts of the leader's trainer; see `TorchTrainer.facts`."""
         return self._trainer.facts()

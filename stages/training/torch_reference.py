@@ -15,6 +15,7 @@ import torch
 
 from ..._pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..._pipeline.channels.chunks import receive_chunks, send_all
+from ..._pipeline.graph.stage_info import StageInfo
 from ..._pipeline.util.user_code import call_user
 from ..._schemas import TrajectoryGroup
 from ..._schemas.columns import freeze
@@ -45,6 +46,10 @@ class TorchReference:
     def __post_init__(self) -> None:
         normalize_counts(self, "micro_batch_tokens")
         normalize_numbers(self, "temperature")
+
+    def stage_info(self) -> StageInfo:
+        """State the column."""
+        return StageInfo(fills_columns=("ref_logprobs",))
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Groups that wait are scored together, in a worker thread.

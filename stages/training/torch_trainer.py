@@ -23,6 +23,7 @@ from ..._pipeline.accounting.committed_prompts import CommittedPrompts, Committe
 from ..._pipeline.durability.checkpoint import WEIGHTS, verify_checkpoint, write_checkpoint
 from ..._pipeline.durability.resumption import Stateful
 from ..._pipeline.durability.run_changes import StageFacts, text_of
+from ..._pipeline.graph.stage_info import NeedsColumns
 from ..._pipeline.weights.weight_specs import check_weights, specs_of
 from ..._schemas import (
     Array,
@@ -181,6 +182,13 @@ class TorchTrainer:
     def state(self) -> Mapping[str, Stateful]:
         """Return the further state in checkpoints, by name; `pipeline.check()` checks the placement of its stages."""
         return self._state
+
+    @property
+    def needs_columns(self) -> tuple[str, ...]:
+        """Return the columns that the loss needs and the trainer does not fill."""
+        needed = self._loss.needs_columns if isinstance(self._loss, NeedsColumns) else ()
+        filled = () if self._reference is None else ("ref_logprobs",)
+        return tuple(name for name in needed if name not in filled)
 
     def facts(self) -> StageFacts:
         """Return the identity of the model, if it has one, and the class of the optimizer as fixed facts."""

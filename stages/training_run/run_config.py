@@ -179,8 +179,6 @@ class AlgorithmConfig(Config, frozen=True):
 
     def __post_init__(self) -> None:
         """Check the values that depend on each other."""
-        if self.advantages == "gae":
-            raise InvalidConfig("advantages: expected a mode without a critic, which no configured run has, got gae")
         if self.adaptive_kl is not None and not self.kl:
             raise InvalidConfig("adaptive_kl: expected a positive kl beside it, the weight of the first step, got none")
         if self.reference.share and not self.kl:

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from msgspec import structs
 
-from ..._pipeline.errors import InvalidConfig, InvalidData
+from ..._pipeline.errors import InvalidConfig, InvalidData, InvalidPipeline
 from ..._pipeline.graph.placement import Remote, joining, processes, ray
 from ..._pipeline.runtime.flow import Pipeline, source
 from ..._pipeline.trackers.tensorboard import TensorBoard
@@ -23,7 +23,7 @@ from ..._pipeline.util.extras import extra
 from ..._pipeline.util.hub import dataset_path, model_folder
 from ..._pipeline.util.named_objects import call_object, import_object
 from ..._pipeline.weights.weight_address import WeightAddress
-from ..advantage_normalizer import AdvantageNormalizer
+from ..advantage_normalizer import GATHERING, AdvantageNormalizer
 from ..batcher import Batcher
 from ..chat.chat_format import ChatFormat
 from ..data.mixture import MixedPrompts, Mixture
@@ -323,13 +323,27 @@ class RunParts:
             )
         return processes(placement.samplers, restarts=placement.restarts, start_timeout_s=START_TIMEOUT_S)
 
+    def sketch(self) -> tuple[Pipeline, HFModel]:
+        """Return the pipeline as it would run, and its model, without weights.
+
+        Raises:
+            InvalidConfig: a stage lacks what it needs.
+        """
+        model = self.empty_model()
+        pipeline = self.pipeline(
+            self.policy(None), self.trainer(model, model if self.config.algorithm.kl else None), None
+        )
+        try:
+            pipeline.check()
+        except InvalidPipeline as error:
+            raise InvalidConfig(f"config: {error}") from None
+        return pipeline, model
+
     def pipeline(self, policy: Policy, trainer: Trainer, publisher: WeightSink | None) -> Pipeline:
         """Return the pipeline of the run."""
         config, algorithm = self.config, self.config.algorithm
         sequences = algorithm.prompts * algorithm.group_size
-        gathered = (
-            algorithm.prompts if algorithm.advantages in {"batch", "reinforce++", "reinforce++-baseline"} else None
-        )
+        gathered = algorithm.prompts if algorithm.advantages in {*GATHERING, "gae"} else None
         batcher = Batcher(
             max_tokens=sequences * self._max_length,
             max_lag=algorithm.max_lag,

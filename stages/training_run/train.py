@@ -129,6 +129,7 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
     await anyio.to_thread.run_sync(_prepare, config)
     await say(view, f"importing torch and transformers, and reading the tokenizer of {config.model.path}")
     parts = await anyio.to_thread.run_sync(parts_of, config)
+    await anyio.to_thread.run_sync(parts.sketch)
     await say(view, "calling each reward function with a first row")
     await parts.try_rewards()
     folder = config.run_folder
@@ -193,9 +194,7 @@ def describe_run(config: RunConfig) -> str:
         if not Path(config.model.path).exists():
             return f"{config.model.path} does not exist yet: {prepare.__module__}:{prepare.__name__} makes it in a run"
     parts = parts_of(config)
-    model = parts.empty_model()
-    pipeline = parts.pipeline(parts.policy(None), parts.trainer(model, reference=None), None)
-    pipeline.check()
+    pipeline, model = parts.sketch()
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop
         thread.submit(anyio.run, parts.try_rewards).result()
     prompt = parts.first_prompt()
