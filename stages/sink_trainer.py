@@ -345,7 +345,7 @@ class SinkTrainer:
             await self._save(context.ledger, thread)
 
     def _step(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        self._signal.observe(batch, step)
+        current().ledger.constant_steps = self._signal.observe(batch, step)
         metrics = self.trainer.step(batch)
         if not isinstance(metrics, Mapping):
             raise TypeError(

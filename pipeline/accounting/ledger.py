@@ -24,6 +24,7 @@ from ..errors import LedgerImbalance
 from ..util.waiting import Waiters
 from .balance import Balance, EndCounts
 from .committed_prompts import CommittedPrompts
+from .constant_steps import ConstantSteps
 from .epoch import UNKNOWN, Epoch
 from .pace import Pace
 from .repetition_sets import iter_bits, mask_of, masks_by_group, masks_in, set_mask
@@ -94,6 +95,8 @@ class Ledger:
         """Ended trajectories that were sampled for an evaluation."""
         self.epoch: Epoch = UNKNOWN
         """Progress of the source in an epoch of its prompts, as far as this process was notified."""
+        self.constant_steps: ConstantSteps | None = None
+        """The steps of this run, where none had a gradient from rewards; None once one had."""
         self._on_step: list[Callable[[int], None]] = []
         """Called after an optimizer step was committed here."""
         self.step: int = 0

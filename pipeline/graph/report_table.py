@@ -35,6 +35,8 @@ def _result(report: Report) -> Table:
     grid.add_row("ended", Text(report.stop_reason, style="bold"))
     grid.add_row("seconds", f"{report.seconds:,.1f}")
     grid.add_row("steps", f"{report.steps:,}")
+    if report.nothing_learned:
+        grid.add_row("learned", Text(f"nothing: {report.nothing_learned}", overflow="fold"))
     grid.add_row("checkpoint", Text(report.checkpoint or "none", overflow="fold"))
     grid.add_row("to resume", Text(report.to_resume, overflow="fold"))
     return grid

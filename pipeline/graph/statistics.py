@@ -95,6 +95,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories that were in flight when the run ended, and were counted so."""
     steps: int = 0
     """Optimizer steps done, those before a resumption included."""
+    nothing_learned: str = ""
+    """Where no step of this run had a gradient from rewards, what was the same in them; else empty."""
     folder: str = ""
     """The folder of the run; "" for a run without one."""
     checkpoint: str = ""

@@ -308,6 +308,7 @@ def _report(run: Run, ledger: Ledger, folder: str | Path | None, seconds: float)
         balance=ledger.balance(),
         in_flight=run.in_flight_at_end,
         steps=ledger.step,
+        nothing_learned="" if ledger.constant_steps is None else str(ledger.constant_steps),
         folder="" if folder is None else str(folder),
         checkpoint=ledger.checkpoint,
         statistics=run.statistics(),

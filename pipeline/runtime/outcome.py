@@ -6,10 +6,15 @@ a run that a signal has stopped, the result is printed, the path of its checkpoi
 
 from __future__ import annotations
 
+from ..accounting.constant_steps import STEPS_IN_A_ROW, ConstantSteps
 from ..accounting.ledger import Ledger
+from ..accounting.progress_guard import REMEDIES
 from ..accounting.reasons import reasons_by_state
+from ..accounting.telemetry import get_logger
 from ..errors import NothingTrained, RecordsSwallowed
 from ..graph.statistics import Report
+
+log = get_logger("penstock.pipeline")
 
 END_OF_STREAM = "end of stream"
 """`Report.stop_reason` of a run whose stages all returned by themselves, with empty channels between them."""
@@ -26,7 +31,8 @@ def check_outcome(report: Report, ledger: Ledger, *, commits: bool) -> None:
 
     Raises:
         RecordsSwallowed: stages received trajectories, and neither sent nor dropped them.
-        NothingTrained: the run ended by itself, and nothing was trained, by the run that this one resumes neither.
+        NothingTrained: the run ended by itself, and nothing was trained, by the run that this one resumes neither, or
+            no step had a gradient from rewards.
     """
     if report.stop_reason == END_OF_STREAM and ledger.unaccounted:
         names = " and ".join(f"{name} ({count} trajectories)" for name, count in ledger.unaccounted.items())
@@ -42,6 +48,15 @@ def check_outcome(report: Report, ledger: Ledger, *, commits: bool) -> None:
         raise NothingTrained(
             f"expected a run that ends by itself to train at least one trajectory, got none: {_ends(report)}"
         )
+    if ledger.constant_steps is not None:
+        _refuse_or_warn(ledger.constant_steps, report.steps)
+
+
+def _refuse_or_warn(constant: ConstantSteps, done: int) -> None:
+    """Raise where no step of the policy had a gradient; warn where steps are few, or an earlier run did others."""
+    if done == constant.steps >= STEPS_IN_A_ROW:
+        raise NothingTrained(f"expected a run that learns from its rewards, got {constant}. {REMEDIES['filtered']}")
+    log.warning("no_learning_signal", step=done, steps_in_a_row=constant.steps, constant=constant.constant)
 
 
 def _ends(report: Report) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._pipeline.accounting.constant_steps import STEPS_IN_A_ROW, ConstantSteps
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._schemas import TrainBatch
 
 log = get_logger("penstock.sink_trainer")
-
-STEPS_IN_A_ROW = 3
-"""Steps at which it warns: one or two may be chance."""
 
 
 class LearningSignal:
@@ -20,13 +18,20 @@ class LearningSignal:
     def __init__(self) -> None:
         self._without = 0
         """Batches in a row without a signal."""
+        self._learns = False
+        """True once a batch had one."""
 
-    def observe(self, batch: TrainBatch, step: int) -> None:
-        """Look at the batch that step `step` trains; warn if it is the last of too many."""
+    def observe(self, batch: TrainBatch, step: int) -> ConstantSteps | None:
+        """Look at the batch that step `step` trains, and warn if it is the last of too many.
+
+        Return all batches so far, if none had a signal.
+        """
         constant = constant_part(batch)
         self._without = self._without + 1 if constant else 0
+        self._learns |= not constant
         if self._without == STEPS_IN_A_ROW:
             log.warning("no_learning_signal", step=step, steps_in_a_row=self._without, constant=constant)
+        return None if self._learns else ConstantSteps(self._without, constant)
 
 
 def constant_part(batch: TrainBatch) -> str:

@@ -79,6 +79,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     """Optimizer steps, those of earlier parts included."""
     stop_reason: str = ""
+    nothing_learned: str = ""
+    """Where no step of the last part had a gradient from rewards, what was the same in them; else empty."""
     checkpoint: str = ""
     """The last checkpoint."""
     best: str = ""
@@ -93,6 +95,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(
                 f"accuracy of prompts kept apart: {self.accuracy_before:.1%} before, {self.accuracy_after:.1%} after"
             )
+        if self.nothing_learned:
+            lines.append(f"learned nothing: {self.nothing_learned}")
         if self.checkpoint:
             lines.append(f"model: {self.checkpoint}")
         if self.best:
@@ -299,6 +303,7 @@ def _after(summary: Summary, config: RunConfig, report: Report, steps: int, seco
         seed=config.seed,
         steps=steps,
         stop_reason=report.stop_reason,
+        nothing_learned=report.nothing_learned,
         checkpoint=report.checkpoint or summary.checkpoint,
         ledger={"admitted": balance.admitted, "in_flight": balance.in_flight, "ended": balance.ended},
     )

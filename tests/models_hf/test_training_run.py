@@ -23,7 +23,7 @@ from penstock._pipeline.graph.placement import Processes
 from penstock._stages.training_run.torch_parts import RunParts
 from penstock.chat import ChatFormat
 from penstock.data import PromptDataset
-from penstock.errors import PenstockError, RunDiffers
+from penstock.errors import NothingTrained, PenstockError, RunDiffers
 from penstock.models import HFModel
 from penstock.policies import PretrainedTokenizer, SamplingParams
 from penstock.rewards import trl_reward
@@ -38,6 +38,10 @@ def shorter(completions, **columns):
 
 def broken(completions, **columns):
     raise RuntimeError("out of order")
+
+
+def always(completions, **columns):
+    return [1.0 for completion in completions]
 """
 
 ModelFolder = Callable[[str], Path]
@@ -114,6 +118,18 @@ def test_a_run_without_a_view_prints_nothing(values: dict[str, Any], capfd: pyte
     anyio.run(partial(train, view=None), load_run_config(values, ["algorithm.steps=1"]))
 
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_whose_rewards_are_all_alike_is_no_success(values: dict[str, Any], folder: Path) -> None:
+    values["data"].pop("evaluation")
+    values["reward"] = {"functions": [{"function": f"rewards_of_{folder.name}:always"}]}
+
+    with pytest.raises(NothingTrained, match="no gradient from rewards in 3 steps: rewards: each is 1"):
+        trained(values, "algorithm.steps=3")
+
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["nothing_learned"].startswith("no gradient from rewards in 3 steps: rewards: each is 1")
+    assert Path(summary["checkpoint"]).is_dir()
 
 
 def test_the_summary_counts_the_prompts_of_all_sets_kept_apart(values: dict[str, Any], folder: Path) -> None:
@@ -436,3 +452,4 @@ def test_a_summary_is_read_as_a_few_lines() -> None:
         "60 steps in 61 s: SinkTrainer returned",
         "accuracy of prompts kept apart: 33.0% before, 90.0% after",
     ]
+    assert "learned nothing: rewards: each is 0" in str(Summary(nothing_learned="rewards: each is 0"))

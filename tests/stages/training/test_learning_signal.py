@@ -1,7 +1,9 @@
-"""Optimizer steps in a row without a gradient from rewards."""
+"""Optimizer steps in a row without a gradient from rewards, and runs that have no others."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -9,7 +11,18 @@ import numpy as np
 import pytest
 import structlog
 
-from penstock import SinkTrainer, TrainBatch
+from penstock import (
+    AdvantageNormalizer,
+    Batcher,
+    Pipeline,
+    SendChannel,
+    SinkTrainer,
+    TrainBatch,
+    TrajectoryGroup,
+    source,
+)
+from penstock.accounting import Ledger
+from penstock.errors import NothingTrained
 from penstock.testing import drive_sink, group
 
 
@@ -85,3 +98,78 @@ async def test_a_step_with_a_gradient_ends_the_row() -> None:
 
 async def test_a_batch_with_a_teacher_learns_from_that() -> None:
     assert not await warnings_of(*(batch(number, EQUAL, teacher=True) for number in range(4)))
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """Sends a group of two trajectories for each pair of rewards."""
+
+    rewards: list[list[float]]
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        for number, pair in enumerate(self.rewards):
+            await outbox.send(group(instance_id=str(number), completion_lengths=[2, 2], rewards=pair))
+
+
+@dataclass
+class Resumed(Counting):
+    """A trainer that has done `steps` before."""
+
+    steps: int
+    committed: Mapping[Any, int] = field(default_factory=dict)
+
+    def save(self, folder: Any, committed: Any, /) -> Any:
+        raise NotImplementedError
+
+
+def pipeline(*rewards: list[float], trainer: Any = None) -> Pipeline:
+    """Return a pipeline with an optimizer step for each pair of rewards."""
+    compared = source(Rewarded(list(rewards))).then(AdvantageNormalizer("grpo"))
+    return compared.then(Batcher(max_tokens=64, sequences=2)).sink(SinkTrainer(trainer or Counting()))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "constant"),
+    [
+        ([[0, 0]] * 3, "rewards: each is 0."),
+        ([[1, 1]] * 5, "rewards: each is 1."),
+        ([[0, 0], [1, 1], [0.5, 0.5]], "rewards: each is 0.5."),
+    ],
+)
+async def test_a_run_without_any_gradient_ends_with_an_error(rewards: list[list[float]], constant: str) -> None:
+    run = pipeline(*rewards)
+
+    with pytest.raises(NothingTrained, match="expected a run that learns from its rewards") as raised:
+        await run.run()
+
+    assert f"no gradient from rewards in {len(rewards)} steps: {constant}" in str(raised.value)
+    assert run.report is not None
+    assert run.report.balance.ended["trained"] == 2 * len(rewards)
+    assert "nothing: no gradient from rewards" in str(run.report)
+
+
+async def test_a_run_of_two_steps_without_a_gradient_warns_at_its_end() -> None:
+    with structlog.testing.capture_logs() as events:
+        report = await pipeline(EQUAL, EQUAL).run()
+
+    assert [event["constant"] for event in events if event["event"] == "no_learning_signal"] == ["rewards: each is 0.5"]
+    assert report.nothing_learned == "no gradient from rewards in 2 steps: rewards: each is 0.5"
+
+
+@pytest.mark.parametrize("learns", [0, 2, 4])
+async def test_one_step_with_a_gradient_is_enough(learns: int) -> None:
+    rewards: list[list[float]] = [[0, 1] if step == learns else EQUAL for step in range(5)]
+
+    report = await pipeline(*rewards).run()
+
+    assert (report.nothing_learned, report.steps) == ("", 5)
+
+
+async def test_a_policy_that_was_trained_before_may_have_learned_all_there_is() -> None:
+    ledger = Ledger()
+    ledger.restore({}, 7)
+
+    report = await pipeline(*[EQUAL] * 3, trainer=Resumed(7)).run(ledger=ledger)
+
+    assert report.steps == 10
+    assert "in 3 steps" in report.nothing_learned
