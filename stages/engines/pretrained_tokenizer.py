@@ -60,13 +60,14 @@ class PretrainedTokenizer:
         """The commit, if the folder is in the cache of Hugging Face's hub."""
         verify_if_listed(path, lambda name: name in FILES)
         self._tokenizer = _loaded(path / "tokenizer.json")
-        config = _config(path / "tokenizer_config.json")
-        self.eos_id: int = self._end(config.get("eos_token"), path)
+        config, legacy = _config(path / "tokenizer_config.json"), _config(path / "special_tokens_map.json")
+        config = _merged(config, legacy)
+        self.eos_id: int = self._end(config.get("eos_token", legacy.get("eos_token")), path)
         """The token that ends a text, `eos_token`; `end_ids` has all that end a completion."""
         self.start_ids: tuple[int, ...] = _start_ids(self._tokenizer)
         """The tokens that begin a text, such as `<bos>`; none with many tokenizers."""
         template = path / "chat_template.jinja"
-        self.chat_template: Any = template.read_text() if template.is_file() else config.get("chat_template")
+        self.chat_template: Any = _text(template) if template.is_file() else config.get("chat_template")
         """The template that makes a prompt of messages; None if there is none."""
         self.special_tokens_map: Mapping[str, str] = _special_tokens(config)
         """The text of special tokens by the names that templates use: `bos_token`, `eos_token`, …"""
@@ -99,10 +100,11 @@ class PretrainedTokenizer:
 
     def _end(self, eos_token: Any, path: Path) -> int:
         token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
-        index = None if token is None else self._tokenizer.token_to_id(token)
+        index = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         if index is None:
             raise InvalidConfig(
-                f"{path / 'tokenizer_config.json'}: expected an eos_token of the vocabulary, got {eos_token!r}"
+                f"{path / 'tokenizer_config.json'}: expected an eos_token of the vocabulary, here or in "
+                f"special_tokens_map.json, got {eos_token!r}: save the tokenizer again with one"
             )
         return int(index)
 
@@ -165,6 +167,24 @@ def _loaded(path: Path) -> Any:
     loaded.no_padding()
     loaded.no_truncation()
     return loaded
+
+
+def _merged(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` with the special tokens of `special_tokens_map.json`, which older versions of transformers write.
+
+    As in transformers, they count before those of `config`, and not at all where `config` lists the added tokens.
+    """
+    if "added_tokens_decoder" in config:
+        return dict(config)
+    named = {f"{name}_token" for name in SPECIAL_TOKENS}
+    return {**config, **{name: token for name, token in legacy.items() if name in named}}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidConfig(f"{path}: expected text in UTF-8, got {error}: save it again") from error
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -74,6 +74,30 @@ def test_the_end_token_is_given_by_name_or_with_its_properties(tmp_path: Path, e
     assert PretrainedTokenizer(saved(tmp_path / "words", {"eos_token": entry})).eos_id == 7
 
 
+@pytest.mark.parametrize("entry", ["<end>", {"content": "<end>", "special": True}])
+@pytest.mark.parametrize("config", [None, {}, {"eos_token": None}, {"added_tokens_decoder": {}}, {"eos_token": "one"}])
+def test_special_tokens_may_be_in_a_file_of_their_own(tmp_path: Path, entry: object, config: Any) -> None:
+    folder = saved(tmp_path / "words", config or {})
+    if config is None:
+        (folder / "tokenizer_config.json").unlink()
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": entry, "additional_special_tokens": []}))
+
+    assert PretrainedTokenizer(folder).eos_id == 7
+
+
+def test_special_tokens_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer  # noqa: PLC0415 (seconds, for one test)
+
+    for number, listed in enumerate(({}, {"added_tokens_decoder": {"7": {"content": "<end>", "special": True}}})):
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "bos_token": "what", **listed}
+        folder = saved(tmp_path / str(number), config)
+        (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<begin>", "sep_token": "and"}))
+
+        theirs: Any = AutoTokenizer.from_pretrained(folder)
+
+        assert PretrainedTokenizer(folder).special_tokens_map == theirs.special_tokens_map
+
+
 def test_a_template_of_its_own_file_or_of_the_configuration_is_a_part_of_the_identity(tmp_path: Path) -> None:
     plain = PretrainedTokenizer(saved(tmp_path / "plain"))
     configured = PretrainedTokenizer(saved(tmp_path / "configured", {"eos_token": "<end>", "chat_template": "{{ m }}"}))
@@ -135,12 +159,12 @@ def test_a_missing_file_is_named_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"tokenizer.json: expected a tokenizer saved by"):
         PretrainedTokenizer(tmp_path)
     with pytest.raises(
-        InvalidConfig, match=r"tokenizer_config.json: expected an eos_token of the vocabulary, got None"
+        InvalidConfig, match=r"tokenizer_config.json: expected an eos_token of the vocabulary, here or in .*, got None"
     ):
         PretrainedTokenizer(saved(tmp_path / "words", {}))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 def test_a_broken_file_is_named_with_its_path(tmp_path: Path, name: str) -> None:
     folder = saved(tmp_path / "words")
     (folder / name).write_text("{")
