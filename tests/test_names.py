@@ -73,7 +73,7 @@ except ImportError as error:
 """
     )
 
-    installs = re.escape(f"pip install 'penstock[{NEEDS_EXTRA[name]}]'")
+    installs = rf"pip install .*\[{NEEDS_EXTRA[name]}\].*"
     assert re.fullmatch(
         rf"MissingExtra {name} needs (torch|safetensors), which is not installed: {installs}\n", printed
     )
@@ -107,7 +107,7 @@ except MissingExtra as error:
 def test_a_policy_whose_extra_is_missing_raises_when_it_is_opened() -> None:
     printed = python(WITHOUT_EXTRAS + OPEN)
 
-    assert re.fullmatch(r"HttpPolicy needs aiohttp.*: pip install 'penstock\[http\]'\n", printed)
+    assert re.fullmatch(r"HttpPolicy needs aiohttp.*: pip install .*\[http\].*\n", printed)
 
 
 def test_a_public_name_is_in_one_public_module() -> None:
@@ -117,6 +117,6 @@ def test_a_public_name_is_in_one_public_module() -> None:
 
 
 def test_every_error_of_the_module_that_defines_them_is_public() -> None:
-    inner = vars(sys.modules[errors.StageFailed.__module__])
+    inner = vars(sys.modules["penstock._pipeline.errors"])
 
     assert sorted(name for name, value in inner.items() if isinstance(value, type)) == errors.__all__

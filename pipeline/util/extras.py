@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import MissingExtra
+from .installation import install_command
 
 
 @contextmanager
@@ -21,6 +22,4 @@ def extra(name: str, needed_by: str) -> Iterator[None]:
         missing = (error.name or "").partition(".")[0]
         if missing == __name__.partition(".")[0]:  # a mistake of ours, not an absent dependency
             raise
-        raise MissingExtra(
-            f"{needed_by} needs {missing}, which is not installed: pip install 'penstock[{name}]'"
-        ) from error
+        raise MissingExtra(f"{needed_by} needs {missing}, which is not installed: {install_command(name)}") from error

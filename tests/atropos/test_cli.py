@@ -129,7 +129,7 @@ def test_a_command_without_its_extra_names_the_package_to_install() -> None:
 
     assert ran.returncode == 1
     assert ran.stderr.startswith("penstock: penstock gateway needs uvicorn")
-    assert "pip install 'penstock[gateway]'" in ran.stderr
+    assert "[gateway]" in ran.stderr.partition("pip install ")[2]
 
 
 def test_a_key_without_its_certificate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

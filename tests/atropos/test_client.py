@@ -563,4 +563,4 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
     ran = subprocess.run([sys.executable, "-c", WITHOUT_AIOHTTP], capture_output=True, text=True, check=True)
 
     assert ran.stdout.startswith("AtroposClient needs aiohttp")
-    assert "pip install 'penstock[http]'" in ran.stdout
+    assert "[http]" in ran.stdout.partition("pip install ")[2]

@@ -288,4 +288,4 @@ def test_a_missing_package_of_the_server_is_named_with_the_command_that_installs
     ran = subprocess.run([sys.executable, "-c", WITHOUT_STARLETTE], capture_output=True, text=True, check=True)
 
     assert ran.stdout.startswith("AtroposGateway needs starlette")
-    assert "pip install 'penstock[gateway]'" in ran.stdout
+    assert "[gateway]" in ran.stdout.partition("pip install ")[2]

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import zmq
 
 from .. import __version__
+from .._pipeline.util.installation import install_command
 from .findings import Finding
 
 BASE = ("anyio", "msgspec", "numpy", "pyzmq", "structlog", "xxhash")
@@ -61,9 +62,7 @@ def of_extra(name: str) -> Finding:
     text = ", ".join(f"{package} {installed}" for package, installed in found.items() if installed)
     if absent := [package for package, installed in found.items() if not installed]:
         text = ", ".join(filter(None, [text, f"{' and '.join(absent)} not installed"]))
-        return Finding(
-            f"extra {name}", text, "note", f"{NEEDED_FOR[name]} will not work", f"pip install 'penstock[{name}]'"
-        )
+        return Finding(f"extra {name}", text, "note", f"{NEEDED_FOR[name]} will not work", install_command(name))
     return Finding(f"extra {name}", text)
 
 

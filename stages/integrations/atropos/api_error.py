@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from ...._pipeline.errors import MissingExtra, PenstockError
+from ...._pipeline.errors import PenstockError
+from ...._pipeline.util.extras import extra
 
 if TYPE_CHECKING:
     from .http_api import HttpApi
@@ -70,12 +71,8 @@ def load_http_api(user: str) -> type[HttpApi]:
     Raises:
         MissingExtra: aiohttp is not installed.
     """
-    try:
+    with extra("http", user):
         from .http_api import HttpApi  # noqa: PLC0415 (only senders and receivers need the extra)
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"{user} needs {error.name}, which is not installed: pip install 'penstock[http]'"
-        ) from error
     return HttpApi
 
 

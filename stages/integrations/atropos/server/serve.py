@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import anyio
 import anyio.to_thread
 
-from ....._pipeline.errors import InvalidConfig, MissingExtra
+from ....._pipeline.errors import InvalidConfig
+from ....._pipeline.util.extras import extra
 from ....._pipeline.util.signals import handled_stop_signals
 from ....._pipeline.util.waiting import Waiters
 from ....._schemas import TrajectoryGroup
@@ -183,12 +184,8 @@ async def open_server(
 
 def _import_server(name: str) -> None:
     """Import the server, or raise MissingExtra. Blocks."""
-    try:
+    with extra("gateway", name):
         import_module(f"{__package__}.running")
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"{name} needs {error.name}, which is not installed: pip install 'penstock[gateway]'"
-        ) from error
 
 
 # -- penstock gateway --------------------------------------------------------------------------------------------------
