@@ -198,7 +198,7 @@ class PlacementTimedOut(PenstockError, TimeoutError):
 
 
 class WorkerFailed(StageFailed):
-    """A stage raised in a worker; the message contains its traceback."""
+    """A stage raised in a worker; the message contains its traceback, unless it raised an error of penstock."""
 
 
 class WorkerCutOff(PenstockError):
@@ -298,3 +298,14 @@ class NoDevice(PenstockError):
 
 class MissingExtra(PenstockError, ImportError):
     """An optional dependency is absent; the message gives the `pip install` command for it."""
+
+
+def _name_publicly() -> None:
+    """Name the module where callers import these classes, which tracebacks show."""
+    root = __name__.partition(".")[0]
+    for each in list(globals().values()):
+        if isinstance(each, type) and issubclass(each, BaseException) and each.__module__.startswith(f"{root}."):
+            each.__module__ = f"{root}.errors"
+
+
+_name_publicly()

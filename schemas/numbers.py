@@ -23,7 +23,7 @@ def whole_number(name: str, value: object, *, least: int = 1) -> int:
 
     >>> whole_number("capacity", 2.5)
     Traceback (most recent call last):
-    penstock._schemas.errors.InvalidConfig: capacity: expected a whole number of at least 1, got 2.5
+    penstock.errors.InvalidConfig: capacity: expected a whole number of at least 1, got 2.5
 
     Raises:
         InvalidConfig: it is no integer, or below `least`. A bool is no count.

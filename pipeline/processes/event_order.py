@@ -17,7 +17,7 @@ class EventOrder:
     >>> order.check(Wants())
     Traceback (most recent call last):
     ...
-    penstock._schemas.errors.ProtocolMismatch: expected no event after Finished, got Wants
+    penstock.errors.ProtocolMismatch: expected no event after Finished, got Wants
     """
 
     def __init__(self, *, has_inbox: bool) -> None:

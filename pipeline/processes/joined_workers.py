@@ -383,7 +383,7 @@ class JoinedWorkers(Supervisor):
         progress = ended.progress
         # 1. Its stage raised: so it would elsewhere, and the run ends.
         if progress.failure is not None:
-            raise WorkerFailed(f"{ended.exit_reason}\n\nIn the worker:\n\n{progress.failure.traceback}")
+            raise WorkerFailed(progress.failure.message(ended.exit_reason))
         # 2. Its stage returned: its share of the work is done.
         if progress.finished:
             self._done.add(worker.index)

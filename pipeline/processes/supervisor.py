@@ -169,7 +169,7 @@ class Supervisor:
                 return
             # 2. Its stage raised: so it would in a new process, and the run ends.
             if (failure := ended.progress.failure) is not None:
-                raise WorkerFailed(f"{ended.exit_reason}\n\nIn the worker:\n\n{failure.traceback}")
+                raise WorkerFailed(failure.message(ended.exit_reason))
             # 3. It never ran, for the node of its place had died before its cluster knew it: it is placed again.
             if ended.misplaced:
                 continue

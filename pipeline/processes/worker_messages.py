@@ -117,6 +117,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     error: Text
     """`raised ValueError: the message`."""
     traceback: Traceback
+    """Empty for an error of penstock, whose message says it all."""
+
+    def message(self, reason: str) -> str:
+        """Return the message of the run's error: `reason`, and after an empty line the traceback, if there is one."""
+        return f"{reason}\n\nIn the worker:\n\n{self.traceback}" if self.traceback else reason
 
 
 class Joins(msgspec.Struct, frozen=True, tag=True):

@@ -28,7 +28,7 @@ from ..accounting.telemetry import Metrics, report_waits
 from ..channels.keys import ChannelKey
 from ..channels.remote_sender import RemoteSender
 from ..channels.transports import connect, serve
-from ..errors import LedgerImbalance, SenderRejected, StageFailed, UserCodeExited
+from ..errors import LedgerImbalance, PenstockError, SenderRejected, StageFailed
 from ..graph.context import Assignments, Context, current, entered
 from ..graph.edge import CountingSendChannel, EdgeCounter
 from ..util.exception_groups import consists_of
@@ -128,13 +128,13 @@ def description_of(error: BaseException) -> str:
     """Return a description of `error`, as the end of a sentence that begins with the worker's name."""
     if isinstance(error, StageFailed):  # within a fragment
         return cut(f"failed: {error}")
-    if isinstance(error, UserCodeExited):
-        return cut(f"raised {raised_text(error)}")
-    return cut("raised " + "".join(traceback.format_exception_only(error)).strip())
+    return cut(f"raised {raised_text(error)}")
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback without the frames before the stage's."""
+    """Return the traceback without the frames before the stage's; empty for an error of penstock, which says it all."""
+    if isinstance(error, PenstockError) and not isinstance(error, StageFailed):
+        return ""
     error.__traceback__ = _from_the_stage_on(error.__traceback__)
     text = "".join(traceback.format_exception(error))
     return text if len(text) <= LONGEST_TRACEBACK else "…" + text[1 - LONGEST_TRACEBACK :]

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from itertools import pairwise
-from traceback import format_exception_only
 from typing import Any
 
 import anyio
@@ -25,7 +24,7 @@ from ..accounting.shared_counters import EndState
 from ..accounting.telemetry import get_logger, report_waits
 from ..channels.channel import MEMORY_CAPACITY, SendChannel
 from ..channels.memory import memory_channel
-from ..errors import NothingTrained, PeerClosed, RolloutsFailed, StageFailed, UserCodeExited
+from ..errors import NothingTrained, PeerClosed, RolloutsFailed, StageFailed
 from ..graph.context import Context, entered
 from ..graph.edge import CountingSendChannel, Edge, EdgeCounter, StoppableReceiveChannel
 from ..graph.placement import Here, Joining, Remote
@@ -262,16 +261,18 @@ class Run:
         task.state = "failed"
         cause = single_exception(error)
         if self._stopped_by and task is not self._tasks[-1]:
-            log.warning("stage_failed_while_stopping", stage=task.node.name, error=_line(cause))
+            log.warning("stage_failed_while_stopping", stage=task.node.name, error=raised_text(cause))
             return
-        failure = cause if isinstance(cause, StageFailed) else StageFailed(f"{task.node.name} raised {_line(cause)}")
+        failure = (
+            cause if isinstance(cause, StageFailed) else StageFailed(f"{task.node.name} raised {raised_text(cause)}")
+        )
         if failure is not cause:
             failure.__cause__ = cause
         if self._failure is None:
             self._failure = failure
         else:
             self._failure.add_note(f"besides: {failure}")
-            log.warning("stage_failed_too", stage=task.node.name, error=_line(cause))
+            log.warning("stage_failed_too", stage=task.node.name, error=raised_text(cause))
         self._end_failed()
 
     def _end_failed(self) -> None:
@@ -368,7 +369,7 @@ class Run:
         if self._failure is not None:
             return str(self._failure).partition("\n")[0]
         if self._open_error is not None:
-            return f"opening failed: {_line(self._open_error)}".partition("\n")[0]
+            return f"opening failed: {raised_text(self._open_error)}".partition("\n")[0]
         if self._stopped_by:
             return f"stopped by {self._stopped_by}"
         if self._stream_ended:
@@ -415,7 +416,3 @@ async def _close_ends(task: _StageTask) -> None:
         await task.outbox.close_all()
     if task.before is not None and task.before.outbox is not None:
         await task.before.inbox.aclose()
-
-
-def _line(error: BaseException) -> str:
-    return raised_text(error) if isinstance(error, UserCodeExited) else "".join(format_exception_only(error)).strip()

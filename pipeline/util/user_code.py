@@ -35,7 +35,7 @@ def call_user(function: Callable[..., R], *arguments: Any) -> R:
 
     >>> call_user(next, iter(()))
     Traceback (most recent call last):
-    penstock._pipeline.errors.UserCodeExited: StopIteration
+    penstock.errors.UserCodeExited: StopIteration
     """
     try:
         return function(*arguments)

@@ -20,12 +20,12 @@ from typing import Any, Self
 import anyio.to_thread
 import msgspec
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.durability.checkpoint import WEIGHTS
-from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.errors import InvalidConfig, PenstockError
+from ..._pipeline.util.user_code import raised_text
 from ..engines.end_tokens import CONFIG, GENERATION, generation_ends
 from ..engines.engine_publisher import PublishedWeights
 from ..engines.json_object import json_object
@@ -524,8 +524,11 @@ def _refusals_of(folder: Path) -> Iterator[None]:
     """Report as a mistake in `folder`, or in the arguments, what transformers and safetensors raise in the body."""
     try:
         yield
-    except (ImportError, RuntimeError, SafetensorError, ValueError) as error:
-        raise InvalidConfig(f"{folder}: expected a model that transformers can make here, got: {error}") from error
+    except (PenstockError, OSError, MemoryError):
+        raise
+    except Exception as error:  # a configuration reaches the code of any model
+        said = " ".join(raised_text(error).split())
+        raise InvalidConfig(f"{folder}: expected a model that transformers can make here, got: {said}") from error
 
 
 def _checkpoint_activations(module: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import anyio.to_thread
 import numpy as np
 
-from ..._pipeline.errors import InvalidConfig, MissingColumn
+from ..._pipeline.errors import InvalidConfig, InvalidData, MissingColumn
 from ..._pipeline.util.raised_places import located_text
 from ..._pipeline.util.user_code import open_user
 from ..._schemas import TrajectoryGroup
@@ -34,6 +34,7 @@ async def try_functions(components: Sequence[RewardComponent], prompt: Prompt, t
 
     Raises:
         InvalidConfig: one has no value for them; the message has its place, the error and its line.
+        InvalidData: the prompt is empty.
         MissingColumn: the row lacks a column that one takes.
     """
     inputs = _inputs(prompt, tokenizer)
@@ -63,6 +64,10 @@ async def _try(component: RewardFunction, root: str, inputs: Sequence[RewardInpu
 def _inputs(prompt: Prompt, tokenizer: Tokenizer) -> list[RewardInput]:
     content = prompt.content
     asked = np.asarray(prompt_ids(tokenizer, content) if isinstance(content, str) else content, np.int32)
+    if not len(asked):
+        raise InvalidData(
+            f"{prompt.meta.get('data_source')}: expected prompts of a token or more, got an empty one first"
+        )
     said = [np.asarray([*tokenizer.encode(text), tokenizer.eos_id], np.int32) for text in COMPLETIONS]
     group = TrajectoryGroup.build(
         env="trial",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -77,6 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_folder: ModelF
     (tmp_path / "table.csv").write_text("question,answer\n" + "1+1=,2\n" * 8)
     (tmp_path / "array.json").write_text(json.dumps(rows))
     (tmp_path / "numbers.jsonl").write_text('{"question": 3}\n' * 8)
+    (tmp_path / "blank.jsonl").write_text('{"question": ""}\n' * 8)
     (tmp_path / "rewards.py").write_text(REWARD)
     for name, source in MODULES.items():
         (tmp_path / f"{name}.py").write_text(source)
@@ -178,6 +180,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("data.path=broken.jsonl", "broken.jsonl:2: expected one JSON object in a line"),
     ("data.path=other.jsonl", "expected the prompt in column 'question'"),
     ("data.path=numbers.jsonl", "got int"),
+    ("data.path=blank.jsonl data.chat=false", "blank: expected prompts of a token or more, got an empty one first"),
     ("data.path=.", "expected a folder that save_to_disk"),
     ("data.prompt=questoin", "set prompt to one of 'question'"),
     ("data.evaluation=16", "expected at least one row for train"),
@@ -234,6 +237,53 @@ def test_check_answers_a_mistake_with_one_line(arguments: str, message: str, mon
     overrides = arguments.replace("] data.", "]\0data.").replace("jsonl data.", "jsonl\0data.").split("\0")
 
     line = answer(monkeypatch, "check", *overrides)
+
+    assert line.startswith("penstock: ")
+    assert message in line
+    assert len(line.splitlines()) == 1
+
+
+BROKEN: list[tuple[str, str | bytes | None, str]] = [
+    (
+        "config.json",
+        '{"model_type": "nothing"}',
+        "a model that transformers can make here, got: ValueError: The checkpoint",
+    ),
+    (
+        "config.json",
+        '{"model_type": "qwen2", "hidden_size": "wide"}',
+        "got: StrictDataclassFieldValidationError: Validation",
+    ),
+    ("config.json", '{"model_type": "qwen2", "num_attention_heads": 0}', "got: ZeroDivisionError: "),
+    ("config.json", '{"model_type": "qwen2", "hidden_act": "nope"}', "got: KeyError: 'nope'"),
+    ("config.json", "[]", "config.json: expected a JSON object"),
+    ("tokenizer.json", None, "tokenizer.json: expected a tokenizer saved by `save_pretrained(folder)`"),
+    (
+        "tokenizer_config.json",
+        '{"eos_token": 5}',
+        "expected an eos_token of the vocabulary, here or in special_tokens_map",
+    ),
+    ("special_tokens_map.json", "[]", "special_tokens_map.json: expected a JSON object"),
+    ("chat_template.jinja", b"\xff{{", "chat_template.jinja: expected text in UTF-8"),
+    ("chat_template.jinja", "{% if %}", "expected messages that its chat template takes, got roles user"),
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=[message for _, _, message in BROKEN])
+@pytest.mark.usefixtures("one_thread")
+def test_check_answers_a_broken_model_with_one_line(
+    broken: tuple[str, str | bytes | None, str],
+    folder: Path,
+    model_folder: ModelFolder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, content, message = broken
+    shutil.copytree(model_folder("qwen2"), folder / "model")
+    (folder / "model" / file).unlink(missing_ok=True)
+    if content is not None:
+        (folder / "model" / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    line = answer(monkeypatch, "check", "model.path=model")
 
     assert line.startswith("penstock: ")
     assert message in line

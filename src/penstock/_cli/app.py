@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from .._pipeline.errors import PenstockError
+from .._pipeline.errors import PenstockError, WorkerFailed
 from .doctor import doctor
 from .export import export
 from .gateway import gateway
@@ -50,6 +50,10 @@ def main() -> None:
     """Run a command."""
     try:
         commands(prog_name="penstock")
+    except WorkerFailed as error:
+        reason, _, details = str(error).partition("\n\n")
+        sys.stderr.write(f"{details}\n" if details else "")
+        sys.exit(f"penstock: {reason}")
     except (PenstockError, OSError) as error:
         sys.exit(f"penstock: {error}")
     finally:

@@ -11,8 +11,10 @@ from tests.pipeline.flow_stages import Count
 
 from penstock._pipeline.processes import worker_stage
 from penstock._pipeline.processes.subreaper_process import describe_exit
+from penstock._pipeline.processes.worker_messages import Failed
 from penstock._pipeline.processes.worker_payload import open_payload, write_payload
 from penstock._schemas.bounds import LONGEST_TRACEBACK
+from penstock.errors import InvalidConfig, StageFailed
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,21 @@ def test_a_worker_that_imports_its_parents_script_begins_no_run(monkeypatch: pyt
 
     with pytest.raises(RuntimeError, match="under `if __name__ == '__main__':`"):
         worker_stage.refuse_while_importing_main()
+
+
+@pytest.mark.parametrize(
+    ("error", "described", "traced"),
+    [
+        (InvalidConfig("seed: expected 1, got 2"), "raised InvalidConfig: seed: expected 1, got 2", False),
+        (KeyError("prompt"), "raised KeyError: 'prompt'", True),
+        (StageFailed("Judge raised KeyError: 'prompt'"), "failed: Judge raised KeyError: 'prompt'", True),
+    ],
+)
+def test_an_error_of_penstock_is_told_without_its_traceback(error: Exception, described: str, traced: bool) -> None:  # noqa: FBT001
+    failed = Failed(worker_stage.description_of(error), worker_stage.traceback_of(error))
+
+    assert failed.error == described
+    assert ("In the worker:" in failed.message("it raised")) == traced
 
 
 def test_a_long_traceback_is_cut_at_its_beginning() -> None:
