@@ -28,7 +28,7 @@ import anyio
 from ..errors import InvalidConfig, RunStopped
 from ..util.exception_groups import all_of
 from ..util.printing import leave_closed_terminal, print_line
-from ..util.signals import REPEATED, STOP_SIGNALS
+from ..util.signals import REPEATED, STOP_SIGNALS, woken_by_signals
 
 STOP_TIMEOUT_S = 30.0
 """Seconds from the first signal to the end of the process: as many as Kubernetes and torchrun allow before SIGKILL."""
@@ -179,12 +179,13 @@ def stop_request(stop_timeout_s: float) -> Iterator[StopRequest]:
         yield request
         return
     token = _within_run.set(True)
-    _handlers.add(request)
-    try:
-        yield request
-    finally:
-        _handlers.remove(request)
-        _within_run.reset(token)
+    with woken_by_signals():
+        _handlers.add(request)
+        try:
+            yield request
+        finally:
+            _handlers.remove(request)
+            _within_run.reset(token)
 
 
 @contextmanager
