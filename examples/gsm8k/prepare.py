@@ -11,6 +11,7 @@ import os
 import platform
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -188,7 +189,9 @@ def _warmed_up(folder: Path, config: RunConfig) -> Qwen2ForCausalLM:
         return min((step + 1) / RAMP, 1 - step / WARM_UP_STEPS)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    for _ in range(WARM_UP_STEPS):
+    for step in range(WARM_UP_STEPS):
+        if step % 50 == 0:
+            print(f"prepare: supervised step {step} of {WARM_UP_STEPS}", file=sys.stderr, flush=True)
         tokens, labels = demonstrations.batch(DEMONSTRATIONS)
         logits = model(input_ids=tokens).logits
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

@@ -1,8 +1,9 @@
 """The evaluations of a run: every worker evaluates a part of the prompts, and the parts of one step are merged exactly.
 
 A part is held back until the parts of all workers are here, so that no metric is ever the mean of a part. Means are
-Σ/Σ over all prompts. An evaluation whose parts do not all arrive, because a worker died or has skipped a step, is
-dropped when a later one is complete. One event loop uses it.
+Σ/Σ over all prompts. What a worker sends before its part is whole is shown as progress, and not merged. An evaluation
+whose parts do not all arrive, because a worker died or has skipped a step, is dropped when a later one is complete. One
+event loop uses it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ class EvaluationPart(msgspec.Struct, frozen=True, array_like=True):
     totals: Annotated[dict[Name, Measure], Meta(max_length=MOST_NAMES)] = {}
     failed: Annotated[tuple[Name, ...], Meta(max_length=MOST_NAMES)] = ()
     """The beginnings of the names of metrics that are not shown, because this worker could not finish them."""
+    prompts: Count = 0
+    """Prompts of this worker's share, over all sets."""
+    left: Count = 0
+    """Those of them that it has still to complete; 0 once the part is whole."""
 
 
 class Evaluations:
@@ -42,6 +47,12 @@ class Evaluations:
     def __init__(self) -> None:
         self._parts: dict[int, dict[int, EvaluationPart]] = {}
         """The parts of each step that is not complete, by worker."""
+        self._newest: dict[int, EvaluationPart] = {}
+        """The newest part of each worker, whole or not."""
+        self._awaited = -1
+        """The last step that was waited for."""
+        self.last: tuple[EvaluationPart, ...] = ()
+        """The parts of the last complete evaluation, by worker."""
         self.found: dict[str, float] = {}
         """The metrics of the last complete evaluation, until `take`."""
         self.completed: int = -1
@@ -55,7 +66,8 @@ class Evaluations:
     @contextmanager
     def expected(self) -> Iterator[None]:
         """Expect parts within the body, in which the source of a run runs; then `finished` waits no longer."""
-        self._parts, self.found, self.completed, self._open = {}, {}, -1, True
+        self._parts, self._newest, self.last, self.found = {}, {}, (), {}
+        self.completed, self._open = -1, True
         try:
             yield
         finally:
@@ -66,10 +78,14 @@ class Evaluations:
         """Add the part of a worker. A worker that was restarted may repeat one, which counts once."""
         if part.step <= self.completed:
             return
+        self._newest[part.worker] = part
+        if part.left:
+            return
         parts = self._parts.setdefault(part.step, {})
         parts[part.worker] = part
         if len(parts) == part.workers:
-            self.found = merged(parts[worker] for worker in sorted(parts)) | {STEP: float(part.step)}
+            self.last = tuple(parts[worker] for worker in sorted(parts))
+            self.found = merged(self.last) | {STEP: float(part.step)}
             self._parts = {step: later for step, later in self._parts.items() if step > part.step}
             self.completed = part.step
             self._changed.wake_all()
@@ -81,8 +97,25 @@ class Evaluations:
 
     async def finished(self, step: int) -> None:
         """Wait until the evaluation of `step` is complete, or the source has ended."""
+        self._awaited = step
         while self._open and self.completed < step:
             await self._changed.wait()
+
+    @property
+    def awaited(self) -> str:
+        """Return the evaluation that a task waits for: `evaluation of step 20, 12 of 40 prompts`; empty without any."""
+        return self._shown(self._awaited) if self._changed else ""
+
+    @property
+    def going_on(self) -> str:
+        """Return the newest evaluation that workers are at, in the same form; empty without any."""
+        step = max((part.step for part in self._newest.values()), default=-1)
+        return self._shown(step) if step > self.completed else ""
+
+    def _shown(self, step: int) -> str:
+        parts = [part for part in self._newest.values() if part.step == step]
+        prompts, left = sum(part.prompts for part in parts), sum(part.left for part in parts)
+        return f"evaluation of step {step}" + (f", {prompts - left} of {prompts} prompts" if prompts else "")
 
 
 def merged(parts: Iterable[EvaluationPart]) -> dict[str, float]:

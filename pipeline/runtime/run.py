@@ -115,11 +115,14 @@ class _StageTask:
         starting = [worker.name for worker in workers if worker.state == "starting"]
         if starting:
             return f"start of {', '.join(starting)}"
+        evaluations = self.context.metrics.evaluations
+        if self.before is not None and self.outbox is None and evaluations.awaited:
+            return evaluations.awaited
         if self.before is not None and self.before.starved:
             return f"records from {self.before.upstream}"
         if self.after is not None and self.after.congested:
             return f"credit from {self.after.downstream}"
-        return ""
+        return "" if self.before is not None else evaluations.going_on
 
     @property
     def unaccounted(self) -> int:

@@ -22,6 +22,9 @@ START_S = 1.0
 QUIET_S = 30.0
 """Seconds without an optimizer step, or a change of what stages wait for before the first one, between two lines."""
 
+EVALUATION = " for evaluation of step "
+"""The beginning of a wait for an evaluation."""
+
 
 class Lines:
     """Prints a line after an optimizer step, or after a time without one; see `Display`."""
@@ -48,14 +51,17 @@ class Lines:
             await self._news()
 
     async def _news(self) -> None:
-        """Wait for an optimizer step, for QUIET_S, or before the first step for a change of what stages wait for."""
+        """Wait for an optimizer step, for QUIET_S, or for a change of what stages wait for.
+
+        Between two steps only the progress of an evaluation is such a change: others come with each record.
+        """
         with anyio.move_on_after(QUIET_S):
             while not self._changed():
                 await self._step_within(START_S)
 
     def _changed(self) -> bool:
-        step = self._watched.progress.step
-        return step > self._printed or (not step and waits(self._watched.statistics()) != self._waits)
+        step, now = self._watched.progress.step, waits(self._watched.statistics())
+        return step > self._printed or (now != self._waits and (not step or EVALUATION in now))
 
     async def _step_within(self, seconds: float) -> None:
         with anyio.move_on_after(seconds):

@@ -35,6 +35,8 @@ class Evaluation:
     """Scores the completions; None where the environments do."""
     every: int = 20
     """Optimizer steps between two evaluations; one is also done before the first step."""
+    last: int | None = None
+    """The last optimizer step of the run, which is evaluated too; None where only multiples of `every` are."""
     samples: int = 1
     """Completions of each prompt."""
     sampling: SamplingParams = SamplingParams(greedy=True)  # noqa: RUF009 (a frozen value)
@@ -48,7 +50,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        normalize_counts(self, "every", "samples")
+        normalize_counts(self, "every", "samples", "last")
         normalize_numbers(self, "timeout_s")
         if not self.sets:
             raise InvalidConfig("Evaluation.sets: expected at least one set of prompts, got none")
@@ -77,4 +79,14 @@ class Evaluation:
 
     def due(self, step: int) -> bool:
         """Return whether the weights of optimizer step `step` are evaluated."""
-        return step % self.every == 0
+        return step % self.every == 0 or step == self.last
+
+    def newest_due(self, step: int) -> int:
+        """Return the last step up to `step` that is evaluated."""
+        multiple = step // self.every * self.every
+        return multiple if self.last is None or self.last > step else max(multiple, self.last)
+
+    def next_due(self, step: int) -> int:
+        """Return the first step from `step` on that is evaluated."""
+        multiple = -(-step // self.every) * self.every
+        return multiple if self.last is None or self.last < step else min(multiple, self.last)

@@ -7,15 +7,18 @@ The result is a part (`EvaluationPart`), which the trainer's process merges with
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 import numpy as np
 from anyio.lowlevel import checkpoint
+from msgspec.structs import replace
 
 from ..._pipeline.accounting.evaluations import EvaluationPart
 from ..._pipeline.accounting.ledger import Ledger
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
     from ..source_env import SourceEnv
 
 log = get_logger("penstock.evaluation")
+
+PROGRESS_S = 1.0
+"""Least seconds between two reports of the progress of an evaluation."""
 
 Means = dict[str, tuple[float, float]]
 """Σ value, and the number of values, by the name of the metric."""
@@ -71,6 +77,8 @@ class Evaluator:
         """The number of prompts of each set."""
         self._next = 0
         """The next step that is evaluated."""
+        self._reported = 0.0
+        """When the progress was last reported."""
 
     async def begin(self) -> None:
         """Open every set once, and evaluate the weights that the run begins with if they are due.
@@ -83,16 +91,15 @@ class Evaluator:
         """
         for name, make_env in self._evaluation.sets.items():
             self._prompts[name] = await anyio.to_thread.run_sync(call_user, _length, name, make_env)
-        step, every = self._context.ledger.step, self._evaluation.every
-        self._next = step // every * every if self._context.worker.restart else -(-step // every) * every
+        first_due = self._evaluation.newest_due if self._context.worker.restart else self._evaluation.next_due
+        self._next = first_due(self._context.ledger.step)
         await self.catch_up()
 
     async def catch_up(self) -> None:
         """Evaluate the newest step that is due, if there is one."""
-        every = self._evaluation.every
-        due = self._context.ledger.step // every * every
+        due = self._evaluation.newest_due(self._context.ledger.step)
         if due >= self._next:
-            self._next = due + every
+            self._next = self._evaluation.next_due(due + 1)
             await self._evaluate(due)
 
     async def follow(self) -> None:
@@ -108,16 +115,27 @@ class Evaluator:
         totals: dict[str, float] = {}
         failed: list[str] = []
         worker, deadline = self._context.worker, anyio.current_time() + self._evaluation.timeout_s
-        for name in self._evaluation.sets:
-            scored, ledger = _Scored(self._evaluation, name, self._tokenizer, means), Ledger()
+        shares = {name: len(range(worker.index, count, worker.count)) for name, count in self._prompts.items()}
+        whole = EvaluationPart(step, worker.index, worker.count, prompts=sum(shares.values()))
+        self._reported, left = 0.0, whole.prompts
+        for name, expected in shares.items():
+            on_prompt = partial(self._report, whole, left)
+            on_prompt(0)
+            scored, ledger = _Scored(self._evaluation, name, self._tokenizer, means, on_prompt), Ledger()
             if failure := await self._failure(name, scored, ledger, deadline):
                 failed.append(f"eval/{name}/")
-            expected = len(range(worker.index, self._prompts[name], worker.count))
+            left -= expected
             totals[f"eval/{name}/missing"] = missing = expected - scored.prompts
             if missing:
                 _warn(ledger, set=name, step=step, missing=missing, prompts=expected, failure=failure)
-        part = EvaluationPart(step, worker.index, worker.count, means, totals, tuple(failed))
-        self._context.metrics.evaluated(part)
+        self._context.metrics.evaluated(replace(whole, means=means, totals=totals, failed=tuple(failed)))
+
+    def _report(self, whole: EvaluationPart, left: int, done: int) -> None:
+        """Report the progress, now and then: of the prompts that were `left` when this set was begun, `done` are."""
+        now = time.monotonic()
+        if left > done and now >= self._reported + PROGRESS_S:
+            self._reported = now
+            self._context.metrics.evaluated(replace(whole, left=left - done))
 
     async def _failure(self, name: str, scored: _Scored, ledger: Ledger, deadline: float) -> str:
         """Evaluate the share of a set; return why it could not be finished, or an empty text.
@@ -156,6 +174,8 @@ class _Scored:
     name: str
     tokenizer: Tokenizer | None
     means: Means
+    on_prompt: Callable[[int], None]
+    """Called with the number of prompts that were added."""
     prompts: int = field(default=0)
     """Prompts that were added."""
 
@@ -165,6 +185,7 @@ class _Scored:
             if len(group) == self.evaluation.samples:
                 self._add(group, await self._answers(group))
                 self.prompts += 1
+                self.on_prompt(self.prompts)
             ledger.end(group, "trained")
 
     async def _answers(self, group: TrajectoryGroup) -> list[Any]:

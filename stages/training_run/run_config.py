@@ -266,7 +266,7 @@ class SamplesConfig(Config, frozen=True):
 
 
 class EvaluationConfig(Config, frozen=True):
-    """Evaluation during training: of the rows that `data.evaluation` keeps apart, and of all rows of `sets`."""
+    """Evaluation before, during and after training: of the rows that `data.evaluation` keeps apart, and of `sets`."""
 
     every: Count = 20
     """Steps between two evaluations; a checkpoint is written at each."""
@@ -297,7 +297,7 @@ class RunConfig(Config, frozen=True):
     server: ServerConfig | None = None
     placement: PlacementConfig = PlacementConfig()
     evaluation: EvaluationConfig | None = None
-    """Evaluation every few steps; null for one before and one after training."""
+    """Evaluation every few steps too; null for one before the first and one after the last."""
     samples: SamplesConfig = SamplesConfig()
     trackers: tuple[Text, ...] = ()
     """tensorboard, wandb, or a function `module:function` that returns a tracker."""

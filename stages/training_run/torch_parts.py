@@ -55,13 +55,10 @@ from ..training.optimizers import ReferenceUpdates, adamw
 from ..training.torch_trainer import TorchTrainer
 from ..truncation_mask import TruncationMask
 from .paths import with_paths
-from .run_config import AlgorithmConfig, PlacementConfig, RunConfig
+from .run_config import AlgorithmConfig, EvaluationConfig, PlacementConfig, RunConfig
 
 CONCURRENCY = 256
 """Rollouts at once in a sampling process, or more where a step without lag needs them."""
-
-HELD_OUT_TIMEOUT_S = 24 * 3600.0
-"""Bound on the evaluation before and after training, for which no other stage waits."""
 
 START_TIMEOUT_S = 600.0
 """Bound on the start of a sampling process, which imports torch and transformers: minutes from a cold network disk, or
@@ -113,15 +110,16 @@ class RunParts:
 
     @cached_property
     def evaluation(self) -> Evaluation | None:
-        """Return the evaluation during training, if there is one.
+        """Return the evaluation before, during and after training; None without prompts for it.
 
         Raises:
             InvalidConfig: two sets have the same name, or `answer` does not exist.
         """
-        config = self.config.evaluation
-        if config is None:
-            return None
         datasets = [*self.kept_apart(), *self._further_sets()]
+        if not datasets:
+            return None
+        steps = self.config.algorithm.steps
+        config = self.config.evaluation or EvaluationConfig(every=steps)
         if len(sets := {each.data_source: each for each in datasets}) < len(datasets):
             names = ", ".join(each.data_source for each in datasets)
             raise InvalidConfig(f"config: expected sets of evaluation with names of their own, got {names}: set name")
@@ -129,6 +127,7 @@ class RunParts:
             sets=sets,
             rewards=self.rewards,
             every=config.every,
+            last=steps,
             samples=config.samples,
             sampling=config.sampling or (self.config.sampling if config.samples > 1 else self._greedy),
             answer=str.strip if config.answer is None else import_object(config.answer, "config: evaluation.answer"),
@@ -139,14 +138,6 @@ class RunParts:
         """Return the sets of which nothing is trained."""
         sets = () if self.config.evaluation is None else self.config.evaluation.sets
         return [self._dataset("train", each.path, each.prompt, each.name, evaluation=0) for each in sets]
-
-    @cached_property
-    def held_out(self) -> Evaluation | None:
-        """Return the evaluation before and after training, greedily on the prompts kept apart; None without any."""
-        sets = {f"{number} {each.data_source}": each for number, each in enumerate(self.kept_apart())}
-        if not sets:
-            return None
-        return Evaluation(sets=sets, rewards=self.rewards, sampling=self._greedy, timeout_s=HELD_OUT_TIMEOUT_S)
 
     @property
     def _greedy(self) -> SamplingParams:

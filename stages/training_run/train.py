@@ -1,22 +1,23 @@
-"""`train`: the run that a configuration describes, in a folder, with an evaluation before and after.
+"""`train`: the run that a configuration describes, in a folder.
 
     <folder>/checkpoints/   written by the trainer; the last one loads with transformers and vLLM
     <folder>/config.json    the configuration, with every default; see `run_changes` for those of continued parts
     <folder>/metrics.jsonl  a line for each step
     <folder>/samples.jsonl  the best and the worst of some steps, as text
-    <folder>/summary.json   accuracy before and after, seconds, the ledger
+    <folder>/summary.json   accuracy before and after, seconds, the ledger; written once the model before training is
+                            evaluated, and at the end
 
 A run whose folder holds a checkpoint goes on from it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,16 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 import msgspec
+from msgspec import structs
 
-from ..._pipeline.accounting.evaluations import EvaluationPart
+from ..._pipeline.accounting.evaluations import STEP, Evaluations
 from ..._pipeline.accounting.telemetry import Metrics
 from ..._pipeline.channels.keys import SECRET_BYTES, ChannelKey
 from ..._pipeline.channels.tcp_address import bracketed
 from ..._pipeline.durability.checkpoint import checkpoint_of
 from ..._pipeline.durability.resumption import CHECKPOINTS
-from ..._pipeline.graph.context import Context, Worker
+from ..._pipeline.errors import PenstockError
+from ..._pipeline.graph.context import Worker
 from ..._pipeline.graph.statistics import Report
 from ..._pipeline.processes.join import Program, key_of
 from ..._pipeline.processes.ray_worker import node_address
@@ -47,8 +50,6 @@ from ..engines.end_tokens import named
 from ..engines.engine_publisher import EnginePublisher
 from ..engines.policies import Policy
 from ..engines.start_tokens import prompt_ids
-from ..evaluation.evaluation import Evaluation
-from ..evaluation.evaluator import Evaluator
 from ..sink_trainer import WeightSink
 from ..training.best_checkpoint import best_checkpoint
 from .config_changes import refuse_changes, values_of
@@ -66,10 +67,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run, as in summary.json."""
 
     accuracy_before: float | None = None
-    """Share of the prompts kept apart whose greedy completion has at least the full reward, before training; None
-    where none are kept apart, or their evaluation failed."""
+    """Share of right completions of the prompts kept apart, in all sets of them, before training: mean@n. None where
+    none are kept apart, or their evaluation failed."""
     accuracy_after: float | None = None
-    """The same after training; None also where the run was stopped."""
+    """The same after the last step; None also where the run ended before it."""
     reward_before: float | None = None
     """Mean reward of these completions before training."""
     reward_after: float | None = None
@@ -138,20 +139,19 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
     await parts.try_rewards()
     folder = config.run_folder
     earlier = await anyio.to_thread.run_sync(_begun, config)
-    summary = earlier
     await say(view, f"loading the model {config.model.path}")
     model = await anyio.to_thread.run_sync(parts.model)
     trainer = parts.trainer(model, await anyio.to_thread.run_sync(parts.reference, model))
+    metrics = Metrics()
+    evaluated = _EvaluatedSummary(metrics.evaluations, parts, earlier)
+    metrics.sinks.append(evaluated)
     async with _published(parts, model) as (policy, publisher):
-        if not earlier.steps and parts.held_out is not None:
-            await publisher.publish(trainer.weights(), trainer.steps)
-            accuracy, reward = await _evaluated(parts, parts.held_out, policy)
-            summary = msgspec.structs.replace(summary, accuracy_before=accuracy, reward_before=reward)
         pipeline = parts.pipeline(policy, trainer, publisher)
         try:
             values = await anyio.to_thread.run_sync(values_of, config)
             await pipeline.run(
                 folder=folder,
+                metrics=metrics,
                 view=view,
                 trackers=parts.trackers,
                 config=values,
@@ -161,16 +161,10 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
         finally:
             if pipeline.report is not None:
                 seconds = earlier.seconds + time.monotonic() - began
-                summary = _after(summary, config, pipeline.report, trainer.steps, seconds)
+                summary = _after(evaluated.summary, config, pipeline.report, trainer.steps, seconds)
                 with anyio.CancelScope(shield=True):
+                    await evaluated.written()
                     summary = await anyio.to_thread.run_sync(_with_best, folder, summary)
-        if parts.held_out is not None:
-            accuracy, reward = await _evaluated(parts, parts.held_out, policy)
-            seconds = earlier.seconds + time.monotonic() - began
-            summary = msgspec.structs.replace(
-                summary, accuracy_after=accuracy, reward_after=reward, seconds=round(seconds, 2)
-            )
-            await anyio.to_thread.run_sync(_write, folder, summary)
     return summary
 
 
@@ -267,38 +261,65 @@ async def _served(publisher: WeightPublisher, placement: PlacementConfig, stack:
     return await stack.enter_async_context(publisher.serve(url, key=key))
 
 
-async def _evaluated(parts: RunParts, evaluation: Evaluation, policy: Policy) -> tuple[float | None, float | None]:
-    """Return accuracy and mean reward of all sets of `evaluation` together; None where one could not be finished."""
-    prompts = replace(parts.source(policy), evaluation=evaluation)
-    metrics = Metrics()
-    metrics.send_evaluation = _nothing  # the part is taken below
-    context = Context(metrics=metrics)
-    async with policy.open(context.worker) as engine:
-        make_source = partial(prompts.evaluated, engine, context.worker)
-        await Evaluator(evaluation, make_source, tokenizer=None, context=context).begin()
-    (part,) = metrics.take().evaluations
-    if part.failed:
-        return None, None
-    return _mean(part, "mean@1"), _mean(part, "reward")
+class _EvaluatedSummary:
+    """The summary of a run with its evaluations before training and after the last step: a sink of metrics.
+
+    The first one is written at once: a run that is killed later, and continued, does not repeat it.
+    """
+
+    def __init__(self, evaluations: Evaluations, parts: RunParts, earlier: Summary) -> None:
+        of_these_steps = earlier.steps == parts.config.algorithm.steps
+        self.summary = earlier if of_these_steps else structs.replace(earlier, accuracy_after=None, reward_after=None)
+        self._evaluations = evaluations
+        self._config = parts.config
+        samples = 1 if parts.evaluation is None else parts.evaluation.samples
+        sets = [each.data_source for each in parts.kept_apart()]
+        self._scores = [[f"eval/{name}/{score}" for name in sets] for score in (f"mean@{samples}", "reward")]
+        """The names of the metrics of accuracy, and of those of reward."""
+        self._written: asyncio.Future[None] | None = None
+        """Done when the summary with the first evaluation is written."""
+
+    def __call__(self, metrics: dict[str, float], step: int) -> None:  # noqa: ARG002 (the protocol's)
+        """Take an evaluation, if there is one in the metrics of a step."""
+        evaluated = metrics.get(STEP)
+        if evaluated == 0:
+            accuracy, reward = self._found()
+            self.summary = structs.replace(self.summary, accuracy_before=accuracy, reward_before=reward)
+            write = partial(_write, self._config.run_folder, self.summary)
+            self._written = asyncio.get_running_loop().run_in_executor(None, write)  # no step waits for the disk
+        elif evaluated == self._config.algorithm.steps:
+            accuracy, reward = self._found()
+            self.summary = structs.replace(self.summary, accuracy_after=accuracy, reward_after=reward)
+
+    async def written(self) -> None:
+        """Wait until the summary with the first evaluation is written; the one at the end fails where it does."""
+        if self._written is not None:
+            with suppress(PenstockError, OSError):
+                await self._written
+
+    def _found(self) -> list[float | None]:
+        """Return accuracy and reward of the last evaluation; None each where a set could not be finished."""
+        parts = self._evaluations.last
+        if any(name.startswith(part.failed) for part in parts for names in self._scores for name in names):
+            return [None, None]
+        return [
+            _mean([part.means[name] for part in parts for name in names if name in part.means])
+            for names in self._scores
+        ]
 
 
-def _nothing() -> None:
-    pass
-
-
-def _mean(part: EvaluationPart, score: str) -> float | None:
-    """Return the mean of `score` over the prompts of all sets; None without any."""
-    sums = [sums for name, sums in part.means.items() if name.endswith(f"/{score}")]
+def _mean(sums: Sequence[tuple[float, float]]) -> float | None:
+    """Return Σ value / Σ count; None without any."""
     count = sum(count for _, count in sums)
     return sum(value for value, _ in sums) / count if count else None
 
 
 def _after(summary: Summary, config: RunConfig, report: Report, steps: int, seconds: float) -> Summary:
-    balance = report.balance
-    return msgspec.structs.replace(
+    balance, whole = report.balance, steps == config.algorithm.steps
+    return structs.replace(
         summary,
-        accuracy_after=None,
-        reward_after=None,
+        accuracy_after=summary.accuracy_after if whole else None,
+        reward_after=summary.reward_after if whole else None,
         seconds=round(seconds, 2),
         seed=config.seed,
         steps=steps,
@@ -313,7 +334,7 @@ def _with_best(folder: Path, summary: Summary) -> Summary:
     """Write the summary with the best checkpoint, if there is one, and return it."""
     checkpoints = folder / CHECKPOINTS
     if (best := best_checkpoint(checkpoints)) is not None:
-        summary = msgspec.structs.replace(summary, best=str(checkpoint_of(checkpoints, best.step) or ""))
+        summary = structs.replace(summary, best=str(checkpoint_of(checkpoints, best.step) or ""))
     _write(folder, summary)
     return summary
 

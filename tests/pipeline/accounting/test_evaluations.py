@@ -48,6 +48,21 @@ def test_an_evaluation_that_is_never_complete_is_dropped_by_a_later_one() -> Non
     assert evaluations.take() == {}
 
 
+def test_parts_that_are_not_whole_are_progress_and_are_not_merged() -> None:
+    evaluations = Evaluations()
+
+    evaluations.add(part(20, 0, 0, 0, prompts=6, left=4))
+    evaluations.add(part(20, 1, 0, 0, prompts=5, left=5))
+    shown = evaluations.going_on
+    evaluations.add(part(20, 0, 4, 6, prompts=6))
+    later = evaluations.going_on
+    evaluations.add(part(20, 1, 1, 4, prompts=5))
+
+    assert (shown, later) == ("evaluation of step 20, 2 of 11 prompts", "evaluation of step 20, 6 of 11 prompts")
+    assert evaluations.going_on == ""
+    assert evaluations.take()["eval/a/mean@1"] == 0.5
+
+
 def test_a_mean_that_a_worker_could_not_finish_is_not_shown() -> None:
     evaluations = Evaluations()
 
@@ -75,6 +90,7 @@ async def test_a_wait_for_an_evaluation_ends_with_it_or_with_the_source() -> Non
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(evaluations.finished, 20)
             await checkpoint()
+            assert evaluations.awaited == "evaluation of step 20"
             evaluations.add(part(20, 0, 0, 1))
             evaluations.add(part(20, 1, 0, 1))
     async with anyio.create_task_group() as tasks:

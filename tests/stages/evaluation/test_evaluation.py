@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,6 +42,39 @@ async def test_beside_rollouts_the_newest_step_that_is_due_is_evaluated_and_the_
     steps = list(lines.evaluations)
     assert (steps[0], steps[-1]) == (0, 40)
     assert all(step % 2 == 0 for step in steps)
+
+
+async def test_the_last_step_is_evaluated_too_where_it_is_given() -> None:
+    lines, _ = await ran(pipeline(evaluation(every=3, last=4), steps=4))
+
+    assert list(lines.evaluations) == [0, 3, 4]
+
+
+@dataclass(frozen=True)
+class Watched(Sums):
+    """Appends what the stages of a run wait for, whenever an answer is scored."""
+
+    seen: list[str] = field(default_factory=list)
+    statistics: list[Callable[[], Any]] = field(default_factory=list)
+
+    def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
+        self.seen.extend(stage.waiting_for for now in self.statistics for stage in now().stages)
+        return super().score_answer(answer, entry)
+
+
+async def test_a_run_that_waits_for_an_evaluation_says_so_with_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock._stages.evaluation.evaluator.PROGRESS_S", 0)
+    watched = Watched(100, 5)
+    run = pipeline(evaluation(lambda: watched), steps=2)
+    watched.statistics.append(run.statistics)
+
+    await ran(run)
+
+    waits = [wait for wait in watched.seen if wait]
+    assert "evaluation of step 0, 0 of 5 prompts" in waits
+    assert {wait for wait in waits if "evaluation" not in wait} <= {
+        "records from SourceEnv", "records from Batcher", "credit from Batcher"
+    }  # fmt: skip
 
 
 async def test_an_evaluation_does_not_change_what_is_trained_nor_the_ledger() -> None:
