@@ -6,8 +6,6 @@ The facts that are compared come from `stage_info()` of each stage.
 from __future__ import annotations
 
 import inspect
-import pickle
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,6 +15,7 @@ from ..._schemas.numbers import whole_number
 from ..._schemas.tokenizer import disagreements
 from ..accounting.telemetry import get_logger
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
+from ..util.pickling import pickled
 from .misplaced import written
 from .missing_columns import missing_columns
 from .placement import Here, Joining, Remote
@@ -197,17 +196,11 @@ def _of_remote(node: StageNode, on: Remote) -> Iterator[str]:
             yield f"{node.name}: expected a stage that sends TrajectoryGroup, for its workers join, got TrainBatch"
         return
     try:
-        pickled = pickle.dumps(node.stage)
+        pickled(node.stage)
     except Exception as error:  # noqa: BLE001 (pickling runs the stage's own code, which may raise anything)
         yield (
             f"{node.name}: expected a stage that can be pickled to its process, got {error!r}; give it functions of a "
             f"module, by name, and open files, models and sockets in `run`"
-        )
-        return
-    if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
-        yield (
-            f"{node.name}: it is defined in an interactive session, which its process cannot import: put it into a "
-            f"module"
         )
 
 

@@ -152,11 +152,14 @@ def digest_of_main() -> str:
     """Return the digest of the running script. Blocks.
 
     Raises:
-        ValueError: none is running: this is an interactive session.
+        ValueError: it is in no file.
     """
     path = getattr(sys.modules["__main__"], "__file__", None)
-    if path is None:
-        raise ValueError("expected a script, whose content workers that join can compare, got an interactive session")
+    if path is None or not Path(path).exists():
+        raise ValueError(
+            "expected a script in a file, whose content workers that join can compare, got one of standard input, of "
+            "-c or of an interactive session"
+        )
     return digest_of(Path(path))
 
 

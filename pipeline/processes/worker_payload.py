@@ -15,15 +15,16 @@ import sys
 from typing import Any
 
 from ..channels.shared_memory import scratch
+from ..util.pickling import needs_main, pickled
 
 
 def write_payload(value: object) -> int:
     """Return the descriptor of a new payload. Blocks."""
-    pickled = pickle.dumps(value)
+    content = pickled(value)
     payload = scratch("payload")
     with open(payload, "wb", closefd=False) as file:
-        file.write(pickle.dumps(_preparation(with_main=b"__main__" in pickled)))
-        file.write(pickled)
+        file.write(pickle.dumps(_preparation(with_main=needs_main(content))))
+        file.write(content)
     return payload
 
 

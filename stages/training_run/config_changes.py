@@ -39,8 +39,8 @@ def refuse_changes(config: RunConfig) -> None:
 def values_of(config: RunConfig) -> dict[str, Any]:
     """Return the values of a configuration as JSON has them, with digests of the code that it names. Blocks."""
     modules = sorted({name.partition(":")[0] for name in _functions(config)} & sys.modules.keys())
-    files = {name: path for name in modules if (path := getattr(sys.modules[name], "__file__", None))}
-    code = {name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for name, path in files.items()}
+    files = {name: Path(path) for name in modules if (path := getattr(sys.modules[name], "__file__", None))}
+    code = {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items() if path.exists()}
     return _own_values(config) | ({CODE: code} if code else {})
 
 

@@ -63,6 +63,18 @@ def test_stages_that_live_in_the_script_reach_their_workers() -> None:
     assert out.count("imported") == 3  # here, and in each of two workers, which need its stages
 
 
+@pytest.mark.parametrize("how", ["standard input", "an argument"])
+def test_stages_of_a_script_that_is_in_no_file_reach_their_workers(how: str) -> None:
+    text = SCRIPT.read_text()
+    arguments, given = (["-"], text) if how == "standard input" else (["-c", text], None)
+
+    ran = subprocess.run([sys.executable, *arguments], input=given, capture_output=True, text=True, check=False)
+
+    assert ran.returncode == 0, ran.stderr
+    assert "ended end of stream" in ran.stdout
+    assert ran.stdout.count("imported") == 1  # here alone: its stages are pickled by value
+
+
 def test_ctrl_c_reaches_the_parent_alone_which_ends_everything() -> None:
     with script("forever") as running:
         workers = workers_of(running)

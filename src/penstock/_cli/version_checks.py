@@ -11,7 +11,7 @@ from .. import __version__
 from .._pipeline.util.installation import install_command
 from .findings import Finding
 
-BASE = ("anyio", "msgspec", "numpy", "pyzmq", "structlog", "xxhash")
+BASE = ("anyio", "cloudpickle", "msgspec", "numpy", "pyzmq", "structlog", "xxhash")
 
 EXTRAS = {
     "torch": ("torch", "safetensors"),

@@ -111,20 +111,14 @@ def test_a_stage_that_cannot_be_pickled_cannot_go_to_a_process() -> None:
     assert "functions of a module, by name" in problems
 
 
-@dataclass(frozen=True)
-class LivesInMain(Groups):
-    """Pretends to be defined in `__main__`."""
+def test_a_stage_of_an_interactive_session_is_pickled_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Typed(Groups):
+        pass
 
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, ("of __main__",)
-
-
-def test_a_stage_of_an_interactive_session_cannot_go_to_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Typed, "__module__", "__main__")
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
 
-    problems = complaint(source(LivesInMain(1), on=processes(1)).sink(Collect()))
-
-    assert "LivesInMain: it is defined in an interactive session" in problems
+    source(Typed(1), on=processes(1)).sink(Collect()).check()
 
 
 def test_only_records_can_be_sent_between_processes() -> None:

@@ -1,0 +1,40 @@
+"""Pickle what another process of this host gets.
+
+A child imports the script of its parent for what the script defines. A script from standard input (`python -`), from an
+argument (`python -c`) or of an interactive session (a notebook) is in no file that a child could import: functions and
+classes that it defines are pickled by value.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+MAIN = "__main__"
+
+
+def main_is_in_a_file() -> bool:
+    """Return whether another process can import what runs here as `__main__`."""
+    main = sys.modules[MAIN]
+    path = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is not None or (path is not None and Path(path).exists())
+
+
+def pickled(value: object) -> bytes:
+    """Return the pickle of `value`, which `pickle.loads` reads. Blocks.
+
+    Raises:
+        Exception: raised by pickling a part of it.
+    """
+    if main_is_in_a_file():
+        return pickle.dumps(value)
+    import cloudpickle  # noqa: PLC0415 (few processes need it)
+
+    by_value: bytes = cloudpickle.dumps(value)
+    return by_value
+
+
+def needs_main(content: bytes) -> bool:
+    """Return whether the reader of a pickle has to import the script of this process first."""
+    return main_is_in_a_file() and MAIN.encode() in content
