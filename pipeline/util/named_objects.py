@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,11 +15,28 @@ from ..errors import InvalidConfig, PenstockError
 from .raised_places import located_text
 from .user_code import call_user
 
+_named: dict[str, Any] = {}
+"""The objects that a configuration was given as values, by the names that stand for them."""
+
+
+def name_of(given: Any) -> str:
+    """Return the name that stands for an object that is given as a value; `import_object` finds it in this process.
+
+    Another object of the same name, such as a function that a notebook defines again, gets a number.
+    """
+    described = given if hasattr(given, "__qualname__") else type(given)
+    module = getattr(described, "__module__", None) or "builtins"
+    base = f"{module}:{re.sub(r'[^A-Za-z0-9_.]', '', described.__qualname__)}"
+    name, numbers = base, itertools.count(2)
+    while _named.setdefault(name, given) is not given:
+        name = f"{base}_{next(numbers)}"
+    return name
+
 
 def import_object(name: str, root: str = "config") -> Any:
     """Return the object that `module:name` names; like a script, it can be in a file of the current folder.
 
-    It can also be in one of a folder of `import_from`.
+    It can also be in one of a folder of `import_from`, or be given as a value (`name_of`).
 
     >>> import_object("math:sqrt")(9)
     3.0
@@ -30,6 +49,8 @@ def import_object(name: str, root: str = "config") -> Any:
         InvalidConfig: `name` has another form, there is no such module or no such name in it, or the module raised
             while it was imported.
     """
+    if name in _named:
+        return _named[name]
     place, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*place.split("."), *attribute.split(".")]):
         raise InvalidConfig(f"{root}: expected module:name, for example reward:accuracy, got {name!r}")

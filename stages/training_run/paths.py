@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..._pipeline.util.hub import is_hub_name
+from .places import changed_at
 
 PATHS = (
     "model.path",
@@ -43,18 +44,11 @@ def at_home(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_paths(values: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     """Return values with each path changed; those of other types stay, and are refused later."""
-    changed: Any = values
-    for key in PATHS:
-        changed = _changed(changed, key.split("."), change)
-    return dict(changed)
 
-
-def _changed(value: Any, keys: Sequence[str], change: Callable[[str], str]) -> Any:
-    if not keys:
+    def changed(value: Any) -> Any:
         return change(value) if value and isinstance(value, str) else value
-    key, *rest = keys
-    if key == "[]" and isinstance(value, list | tuple):
-        return [_changed(each, rest, change) for each in value]
-    if isinstance(value, Mapping) and key in value:
-        return {**value, key: _changed(value[key], rest, change)}
-    return value
+
+    found: Any = values
+    for key in PATHS:
+        found = changed_at(found, key, changed)
+    return dict(found)

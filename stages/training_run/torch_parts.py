@@ -6,6 +6,7 @@ import hashlib
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -375,7 +376,7 @@ def _first_prompt(prompts: PromptSet | MixedPrompts) -> Prompt:
 def _tracker(name: str) -> Tracker:
     """Return the tracker of that name, or that of the function `name`."""
     if ":" in name:
-        made = call_object(name, "config: trackers")
+        made = _named_or_returned(name, "config: trackers", Tracker)
         if not isinstance(made, Tracker):
             raise InvalidConfig(
                 f"config: trackers: expected {name} to return an object with start, log, samples and close, "
@@ -385,6 +386,12 @@ def _tracker(name: str) -> Tracker:
     return TensorBoard() if name == "tensorboard" else WandB()
 
 
+def _named_or_returned(name: str, root: str, kind: Any) -> Any:
+    """Return what `name` names if it is of `kind`, and otherwise what it returns."""
+    named = import_object(name, root)
+    return named if isinstance(named, kind) and not isinstance(named, type) else call_object(name, root)
+
+
 def loss_of(algorithm: AlgorithmConfig) -> Loss:
     """Return the loss.
 
@@ -392,7 +399,7 @@ def loss_of(algorithm: AlgorithmConfig) -> Loss:
         InvalidConfig: it names a function that does not exist, or returns no loss, or bounds are out of range.
     """
     if ":" in algorithm.loss:
-        loss: Loss = call_object(algorithm.loss, "config: algorithm.loss")
+        loss: Loss = _named_or_returned(algorithm.loss, "config: algorithm.loss", LossTerm | Aggregated)
         if not isinstance(loss, LossTerm | Aggregated):
             raise InvalidConfig(
                 f"config: expected algorithm.loss to return a loss of penstock.losses, got {type(loss).__name__}"

@@ -21,6 +21,7 @@ from ..._pipeline.util.named_objects import import_from
 from ..._schemas.config import load_values, parse_config
 from ..._schemas.field_types import types_at
 from ..._schemas.yaml_values import parse_argument
+from .given_objects import with_names
 from .paths import at_home, beside
 from .run_config import RunConfig
 
@@ -36,7 +37,8 @@ def load_run_config(source: str | Path | Mapping[str, Any], overrides: Iterable[
     ('m', 3)
 
     Args:
-        source: a YAML file, or a mapping with the same values. The environment changes only those of a file.
+        source: a YAML file, or a mapping with the same values, in which code may also be given as objects: functions
+            of rewards, `loss`, `answer`, `prepare` and trackers. The environment changes only those of a file.
         overrides: `path.to.key=value` each, the last one wins.
 
     Raises:
@@ -50,7 +52,7 @@ def load_run_config(source: str | Path | Mapping[str, Any], overrides: Iterable[
         for name, path in _of_environment(os.environ):
             values = _with_text(values, path, os.environ[name], root=name)
     else:
-        values = dict(source)
+        values = with_names(source)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
