@@ -13,6 +13,7 @@ with extra("torch", "penstock.torch"):
     from ._stages.training.causal_model import (
         Cache,
         CausalModel,
+        HasPositions,
         HasVocabulary,
         JoinableCache,
         KVCache,
@@ -29,6 +30,7 @@ __all__ = [
     "Cache",
     "CausalModel",
     "FolderSubscriber",
+    "HasPositions",
     "HasVocabulary",
     "JoinableCache",
     "KVCache",

@@ -162,6 +162,20 @@ class NoOpEngine:
         """Do nothing."""
 
 
+def check_positions(prompts: Sequence[NDArray[np.int32]], completion: int, positions: int | None) -> None:
+    """Check that a model of so many `positions` has one for each token of a prompt and a `completion`.
+
+    Raises:
+        InvalidConfig: it has fewer.
+    """
+    for row, prompt in enumerate(prompts):
+        if positions is not None and len(prompt) + completion > positions:
+            raise InvalidConfig(
+                f"prompt {row}: expected at most {positions} tokens with its completion, the positions of the model, "
+                f"got {len(prompt)} and max_completion_tokens={completion}: lower it, or shorten the prompt"
+            )
+
+
 def check_prompts(prompts: Sequence[NDArray[np.int32]], vocabulary: int | None = None) -> None:
     """Check the prompts of `Engine.generate`, and their tokens if the `vocabulary` of the model is known.
 

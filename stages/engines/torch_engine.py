@@ -31,9 +31,9 @@ from ..._pipeline.util.quiescence import others_blocked
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..._pipeline.weights.weights import NO_VERSION
 from ..._schemas import StopReason
-from ..training.causal_model import CausalModel, HasVocabulary
+from ..training.causal_model import CausalModel, HasVocabulary, positions_in
 from .gate import GenerationGate
-from .policies import Completion, Tokenizer, check_prompts
+from .policies import Completion, Tokenizer, check_positions, check_prompts
 from .sampling_params import SamplingParams, as_seed
 from .stop_strings import StopStrings
 from .torch_folder_subscriber import Subscriber, subscriber
@@ -77,6 +77,8 @@ class TorchEngine:
         self._model = model
         self._vocabulary = model.vocabulary if isinstance(model, HasVocabulary) else None
         """Number of the model's tokens, where it is known."""
+        self._positions = positions_in(model)
+        """Number of the model's positions, where it has a table of them."""
         self._tasks = tasks
         """Runs the task that holds the subscription."""
         self._weights: Subscriber | None = None
@@ -125,11 +127,13 @@ class TorchEngine:
 
         Raises:
             ValueError: a prompt is empty.
-            InvalidConfig: there are stop strings, and no tokenizer, or a token that the model lacks.
+            InvalidConfig: there are stop strings, and no tokenizer, or a token that the model lacks, or more of them
+                than the model has positions.
             LogitsNotFinite: the model computed logits that are not finite.
             anyio.ClosedResourceError: the policy was closed before the end.
         """
         check_prompts(prompts, self._vocabulary)
+        check_positions(prompts, sampling.max_completion_tokens, self._positions)
         self._check_open()
         if not prompts:
             return []

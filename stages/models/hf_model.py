@@ -41,6 +41,7 @@ from .hf_cache import HFCache, cache_of
 from .lora_config import LoRA
 from .model_files import ADAPTER_CONFIG, check_configurations, check_model_files
 from .model_identity import model_identity
+from .positions import table_positions, trained_positions
 from .transformers_import import import_transformers, quiet_transformers
 
 log = get_logger("penstock.models")
@@ -67,6 +68,10 @@ class HFModel(nn.Module):
         """The folder with its configuration, and perhaps its tokenizer."""
         self.lora = lora
         """Its adapters, if it has any."""
+        self.positions: int | None = table_positions(module)
+        """Number of positions in its table; None if it computes them."""
+        self.trained_positions: int | None = trained_positions(module.config)
+        """Number of positions for which it was made; None if its configuration lacks it."""
         self.module = module
         """The model itself, of transformers."""
         self._config = json_object(folder / CONFIG)
@@ -475,8 +480,10 @@ def _is_head_of(module: Any, finish: Finish | None) -> bool:
             logits = module(input_ids=zero, position_ids=zero, use_cache=False).logits
         except (AttributeError, KeyError, RuntimeError, TypeError):  # it expects more of its base model
             return False
+    if len(seen) != 1 or seen[0].is_meta:  # it calls another module than its base model, which may have no weights
+        return False
     expected = products if finish is None else finish(products)
-    return len(seen) == 1 and torch.equal(seen[0], hidden) and torch.equal(logits, expected)
+    return torch.equal(seen[0], hidden) and torch.equal(logits, expected)
 
 
 class _Hidden(dict[str, Any]):

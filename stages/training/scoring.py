@@ -25,8 +25,8 @@ from ..losses.distributions import Distributions
 from ..losses.tiles import Finish
 from .attention import Attention
 from .autocast import computing_in
-from .causal_model import CausalModel, check_packing
-from .micro_batches import MicroBatch, Packed, micro_batches
+from .causal_model import CausalModel, check_packing, positions_in
+from .micro_batches import MicroBatch, Packed, Sequences, micro_batches
 
 TEMPERATURE = "temperature"
 """A column of a micro-batch: the temperature at which each token is scored."""
@@ -131,11 +131,34 @@ def scored_tokens(
     if own is not None:
         known[TEMPERATURE] = own
     passes_hidden = reads(model)
+    check_lengths(model, packed)
     check_packing(model)
     for part in micro_batches(packed, known, micro_batch_tokens, device):
         of_part = partial(_called, use, part.targets)
         found = read_distributions(model, part, of_part, passes_hidden=passes_hidden, temperature=temperature)
         yield part.columns["place"].cpu().numpy(), found
+
+
+def check_lengths(model: object, sequences: Sequences) -> None:
+    """Check that `model` has a position for each token of each sequence, if it states how many it has.
+
+    Raises:
+        InvalidRecord: a sequence has more tokens than the model has positions.
+    """
+    bound, lengths = positions_in(model), np.diff(sequences.cu_seqlens)
+    if bound is not None and len(lengths) and lengths.max() > bound:
+        row = int(lengths.argmax())
+        raise InvalidRecord(
+            f"{_name_of(sequences, row)}: expected at most {bound} tokens, the positions of the model, got "
+            f"{lengths[row]}: lower max_length of SourceEnv, or its prompts and max_completion_tokens"
+        )
+
+
+def _name_of(sequences: Sequences, row: int) -> str:
+    if isinstance(sequences, Packed):
+        return f"sequence {row}"
+    group = sequences.groups[sequences.group_of_sequence()[row]]
+    return f"{group.env}/{group.instance_id}: repetition {sequences.repetition_ids[row]}"
 
 
 def _called(use: Callable[[Distributions, Tensor], R], targets: Tensor, distributions: Distributions) -> R:

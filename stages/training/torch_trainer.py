@@ -49,7 +49,7 @@ from .autocast import check_autocast, computing_in
 from .causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
 from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
-from .scoring import TEMPERATURE, check_temperature, own_temperatures, read_distributions, reads
+from .scoring import TEMPERATURE, check_lengths, check_temperature, own_temperatures, read_distributions, reads
 from .step_clock import StepClock
 from .torch_optimizer import GivenOptimizer
 from .torch_ranks import Ranks
@@ -220,8 +220,8 @@ class TorchTrainer:
 
         Raises:
             InvalidConfig: the first batch, and sequences of one row see each other; the model is unchanged.
-            InvalidRecord: the batch lacks a column that the loss needs, has no token that trains, or was sampled at
-                another temperature; the model is unchanged.
+            InvalidRecord: the batch lacks a column that the loss needs, has no token that trains, was sampled at
+                another temperature, or has a sequence beyond the model's positions; the model is unchanged.
             FloatingPointError: the gradient is not finite; the update was not applied.
         """
         if not batch.loss_tokens:
@@ -230,6 +230,8 @@ class TorchTrainer:
                 "momentum and decay alone. A Batcher drops such groups"
             )
         check_temperature(batch.groups, self._temperature, "TorchTrainer")
+        check_lengths(bare(self._model), batch)
+        check_lengths(self._reference, batch)
         clock = StepClock(self._device)
         self._check_packing()
         self._model.train()

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from msgspec import structs
 
+from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import InvalidConfig, InvalidData, InvalidPipeline
 from ..._pipeline.graph.placement import Remote, joining, processes, ray
 from ..._pipeline.runtime.flow import Pipeline, source
@@ -57,6 +58,8 @@ from ..training.torch_trainer import TorchTrainer
 from ..truncation_mask import TruncationMask
 from .paths import with_paths
 from .run_config import AlgorithmConfig, EvaluationConfig, PlacementConfig, RunConfig
+
+log = get_logger("penstock.models")
 
 CONCURRENCY = 256
 """Rollouts at once in a sampling process, or more where a step without lag needs them."""
@@ -254,6 +257,37 @@ class RunParts:
             insert(model.module, self.config.model.lora)
         return model
 
+    def _check_lengths(self, model: HFModel) -> None:
+        """Compare the longest prompt and completion with the positions of `model`, whose weights are not needed.
+
+        Raises:
+            InvalidConfig: the model has no positions for so many tokens.
+        """
+        completion, key = self._longest_completion
+        longest = self.config.data.max_prompt_tokens + completion
+        summed = f"{self.config.data.max_prompt_tokens} + {completion} = {longest}"
+        if model.positions is not None and longest > model.positions:
+            raise InvalidConfig(
+                f"config: data.max_prompt_tokens + {key}: expected at most {model.positions} tokens, the positions of "
+                f"the model in {self.folder}, got {summed}: lower one of them"
+            )
+        if model.trained_positions is not None and longest > model.trained_positions:
+            log.warning(
+                "max_position_embeddings_exceeded",
+                tokens=longest,
+                trained=model.trained_positions,
+                hint=f"data.max_prompt_tokens + {key} = {summed}: answers beyond what the model was made for are poor",
+            )
+
+    @property
+    def _longest_completion(self) -> tuple[int, str]:
+        """Return the most tokens that a completion may have, and the key that says so."""
+        config, key = self.config, "sampling.max_completion_tokens"
+        bounds = [(config.sampling.max_completion_tokens, key)]
+        if config.evaluation is not None and config.evaluation.sampling is not None:
+            bounds.append((config.evaluation.sampling.max_completion_tokens, f"evaluation.{key}"))
+        return max(bounds)
+
     def reference(self, model: HFModel) -> CausalModel | None:
         """Return the reference of the KL term, with its weights; None where the loss has none."""
         if not self.config.algorithm.kl:
@@ -319,9 +353,10 @@ class RunParts:
         """Return the pipeline as it would run, and its model, without weights.
 
         Raises:
-            InvalidConfig: a stage lacks what it needs.
+            InvalidConfig: a stage lacks what it needs, or the model positions for the longest prompt and completion.
         """
         model = self.empty_model()
+        self._check_lengths(model)
         pipeline = self.pipeline(
             self.policy(None), self.trainer(model, model if self.config.algorithm.kl else None), None
         )
