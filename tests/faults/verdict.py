@@ -175,7 +175,7 @@ MIDDLE_DIED = {
     "SIGKILL": "was killed by SIGKILL",
     "SIGTERM": "was killed by SIGTERM",
     "_exit": "exited with status 3 before its stage had returned",
-    "exception": "raised tests.faults.actors.InjectedError: injected",
+    "exception": "raised InjectedError: injected",
     "stall": "",
     "zombie": "",
 }
@@ -241,7 +241,7 @@ def _judge_supervisor(cell: Cell, history: History) -> None:
     if cell.fault == "SIGTERM":
         assert report["stop_reason"] == "stopped by SIGTERM"
     elif cell.fault == "exception":
-        assert "raised tests.faults.actors.InjectedError: injected" in history.noticed
+        assert "raised InjectedError: injected" in history.noticed
     elif cell.moment != "shutdown":
         assert len(history.committed) == COUNT
         assert report["stop_reason"] == "end of stream"

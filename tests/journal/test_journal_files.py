@@ -224,7 +224,7 @@ def test_a_full_disk_ends_the_run_with_a_reason_and_sent_records_stay_whole(
     *passed, error, stop_reason = ran.stdout.splitlines()
     assert error.startswith("JournalFull expected room for")
     assert f"in {tmp_path}, got none (File too large): make room there, or lower capacity_bytes" in error
-    assert stop_reason.startswith("Journal raised penstock.errors.JournalFull")
+    assert stop_reason.startswith("Journal raised JournalFull")
     assert stop_reason.endswith("True")
     with journal(tmp_path) as files:
         readings = list(map(files.read, files.volumes))

@@ -148,7 +148,7 @@ print(sum(worker.pid is not None for stage in pipeline.statistics().stages for w
     ("sources", "judges", "limit", "message"),
     [
         (1, 1, 64, "Commit returned"),  # they are enough
-        (1, 1, 40, "expected 16 more file descriptors for the workers of Judge (1), got "),
+        (1, 1, 42, "expected 16 more file descriptors for the workers of Judge (1), got "),
         (16, 1, 64, "expected 85 more file descriptors for the workers of SampleForever (16), got "),
         (2, 4, 64, "expected 49 more file descriptors for the workers of Judge (4), got "),
     ],
@@ -162,7 +162,7 @@ def test_workers_for_whom_the_limit_of_open_files_is_too_low_are_an_error_before
     printed, started = ran.stdout.splitlines()
     assert message in printed
     if "expected" in message:
-        assert re.search(r"; opening failed: penstock\.\S*OutOfFileDescriptors: expected ", printed)
+        assert re.search(r"; opening failed: OutOfFileDescriptors: expected ", printed)
         assert "raise the limit of open files (ulimit -n), or run fewer workers" in printed
         assert started == "0"
 
