@@ -10,7 +10,9 @@
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
 #   make test-ray        stages on clusters of Ray on this machine; installs Ray first (100 MB)
-#   make test-verl       verl's own trainer, on a CPU; installs verl, Ray and what they need first (410 MB)
+#   make test-verl       verl's own trainer, on a CPU; installs verl, Ray and what they need first (580 MB)
+#   make test-plugins PRIME_RL=../prime-rl ROLL=../roll ATROPOS=../atropos   trackers, Ray and all of these trainers, one after the
+#                        other; those that failed are named at the end
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
 #   make chaos [SEED=3 MINUTES=10]   random kills, stops, cuts, flips and floods, with nothing lost, doubled, hung or left over
@@ -40,7 +42,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-verl test-skyrl test-prime-rl test-ray test-roll check docs chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-plugins check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -75,6 +77,7 @@ $(TRACKERS)/ready: scripts/trackers/requirements.txt | $(READY)
 	touch $@
 
 test-trl: $(READY) $(TRL)/ready
+	PYTHONPATH=$(TRL) $(BIN)/python scripts/check_extra.py trl
 	PYTHONPATH=$(CURDIR)/$(TRL) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/trl_real/against_*.py
 
 $(TRL)/ready: scripts/trl/requirements.txt | $(READY)
@@ -83,6 +86,7 @@ $(TRL)/ready: scripts/trl/requirements.txt | $(READY)
 	touch $@
 
 test-skyrl: $(READY) $(WITH_SKYRL)/ready
+	$(WITH_SKYRL)/bin/python scripts/check_extra.py skyrl
 	$(WITH_SKYRL)/bin/python -m pytest -o faulthandler_timeout=0 tests/skyrl_real/against_skyrl.py
 
 $(WITH_SKYRL)/ready: scripts/make_skyrl_venv.sh scripts/skyrl/requirements.txt | $(READY)
@@ -91,6 +95,7 @@ $(WITH_SKYRL)/ready: scripts/make_skyrl_venv.sh scripts/skyrl/requirements.txt |
 
 # Ray's warnings are no errors. Its processes begin as Python starts them, without the paths of pytest.
 test-ray: $(READY) $(RAY)/ready
+	PYTHONPATH=$(RAY) $(BIN)/python scripts/check_extra.py ray
 	PYTHONPATH=$(CURDIR)/$(RAY):$(CURDIR) $(BIN)/python -m pytest -W default -o faulthandler_timeout=0 tests/ray_real/against_ray.py
 
 $(RAY)/ready: scripts/ray/requirements.txt | $(READY)
@@ -99,6 +104,7 @@ $(RAY)/ready: scripts/ray/requirements.txt | $(READY)
 	touch $@
 
 test-verl: $(READY) $(VERL)/ready
+	PYTHONPATH=$(VERL) $(BIN)/python scripts/check_extra.py verl
 	PYTHONPATH=$(CURDIR)/$(VERL) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/verl_real/against_verl.py
 
 # The wheel of TransferQueue has folders that are not its own.
@@ -148,6 +154,12 @@ test-atropos: $(READY)
 $(WITH_ATROPOS)/ready: scripts/make_atropos_venv.sh scripts/atropos/requirements.txt | $(READY)
 	scripts/make_atropos_venv.sh $(WITH_ATROPOS)
 	touch $@
+
+# Every week too, each in a job of its own: .github/workflows/plugins.yml.
+PLUGINS := test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos
+
+test-plugins:
+	$(MAKE) --keep-going --jobs=1 $(PLUGINS)
 
 # The last transformers that knows configurations in the old layout alone, beside the newest.
 $(OLDER): $(READY)
