@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock._cli import app
+from penstock.errors import InvalidConfig, PenstockError, StageFailed, WorkerFailed
 
 COMMANDS = {"installed": [str(Path(sys.executable).parent / "penstock")], "module": [sys.executable, "-m", "penstock"]}
 
@@ -20,3 +22,47 @@ def test_the_command_says_its_version_and_names_itself_however_it_is_called(comm
 
     assert version.stdout == f"penstock {penstock.__version__}\n"
     assert "Usage: penstock [OPTIONS] COMMAND" in helped.stdout
+
+
+def raised_in_a_stage(cause: Exception) -> StageFailed:
+    """Return the failure of a stage that raised `cause`."""
+    failed = StageFailed(f"Judge raised {type(cause).__name__}: {cause}")
+    failed.__cause__ = cause
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "traced"),
+    [
+        (InvalidConfig("seed: expected 1"), "seed: expected 1", ""),
+        (FileNotFoundError("no such file"), "no such file", ""),
+        (raised_in_a_stage(InvalidConfig("url: expected tcp")), "Judge raised InvalidConfig: url: expected tcp", ""),
+        (raised_in_a_stage(KeyError("prompt")), "Judge raised KeyError: 'prompt'", "KeyError: 'prompt'"),
+        (WorkerFailed("Source 1/1 was killed by SIGKILL"), "Source 1/1 was killed by SIGKILL", ""),
+        (
+            WorkerFailed("Source 1/1 raised KeyError: 'a'\n\nIn the worker:\n\nTraceback … in run\n"),
+            "Source 1/1 raised KeyError: 'a'",
+            "In the worker:\n\nTraceback … in run\n",
+        ),
+    ],
+)
+def test_a_command_ends_with_one_line_and_a_traceback_of_other_code_comes_before(
+    error: PenstockError | OSError,
+    line: str,
+    traced: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(app, "commands", fails)
+    monkeypatch.setattr(app, "_leave_ctrl_c_to_the_kernel", lambda: None)
+
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+
+    written = capsys.readouterr().err
+    assert ended.value.code == f"penstock: {line}"
+    assert traced in written
+    assert bool(written) == bool(traced)

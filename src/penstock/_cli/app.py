@@ -1,5 +1,6 @@
 """Join the commands. Errors are printed as sentences, and exit with status 1.
 
+What a stage or a worker raised is printed with its traceback before, unless it is an error of penstock.
 `penstock --help` imports the module of every command, so a command imports inside its function what only it needs.
 """
 
@@ -7,12 +8,13 @@ from __future__ import annotations
 
 import signal
 import sys
+from traceback import format_exception
 from typing import Annotated
 
 import typer
 
 from .. import __version__
-from .._pipeline.errors import PenstockError, WorkerFailed
+from .._pipeline.errors import PenstockError, StageFailed
 from .doctor import doctor
 from .export import export
 from .gateway import gateway
@@ -50,14 +52,19 @@ def main() -> None:
     """Run a command."""
     try:
         commands(prog_name="penstock")
-    except WorkerFailed as error:
-        reason, _, details = str(error).partition("\n\n")
-        sys.stderr.write(f"{details}\n" if details else "")
+    except StageFailed as error:
+        reason, _, in_worker = str(error).partition("\n\n")
+        sys.stderr.write(in_worker or _traceback(error.__cause__))
         sys.exit(f"penstock: {reason}")
     except (PenstockError, OSError) as error:
         sys.exit(f"penstock: {error}")
     finally:
         _leave_ctrl_c_to_the_kernel()
+
+
+def _traceback(cause: BaseException | None) -> str:
+    """Return the traceback of an exception; empty for an error of penstock, whose message says it all."""
+    return "" if cause is None or isinstance(cause, PenstockError) else "".join(format_exception(cause))
 
 
 def _leave_ctrl_c_to_the_kernel() -> None:
