@@ -81,7 +81,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer steps, those of earlier parts included."""
     stop_reason: str = ""
     nothing_learned: str = ""
-    """Where no step of the last part had a gradient from rewards, what was the same in them; else empty."""
+    """Where no step of the last part with steps had a gradient from rewards, what was the same in them; else empty."""
     checkpoint: str = ""
     """The last checkpoint."""
     best: str = ""
@@ -324,7 +324,7 @@ def _after(summary: Summary, config: RunConfig, report: Report, steps: int, seco
         seed=config.seed,
         steps=steps,
         stop_reason=report.stop_reason,
-        nothing_learned=report.nothing_learned,
+        nothing_learned=summary.nothing_learned if steps == summary.steps else report.nothing_learned,
         checkpoint=report.checkpoint or summary.checkpoint,
         ledger={"admitted": balance.admitted, "in_flight": balance.in_flight, "ended": balance.ended},
     )

@@ -130,6 +130,7 @@ def test_a_run_whose_rewards_are_all_alike_is_no_success(values: dict[str, Any],
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["nothing_learned"].startswith("no gradient from rewards in 3 steps: rewards: each is 1")
     assert Path(summary["checkpoint"]).is_dir()
+    assert "learned nothing" in str(trained(values, "algorithm.steps=3"))  # it had ended: it does no step
 
 
 def test_the_summary_counts_the_prompts_of_all_sets_kept_apart(values: dict[str, Any], folder: Path) -> None:
