@@ -98,8 +98,8 @@ class Digits:
         return {"question": f"{index}", "answer": f"{index}"}
 
     def score_answer(self, answer: str, entry: dict[str, str]) -> float:
-        """Return 1.0 for the right answer."""
-        return float(answer == entry["answer"])
+        """Return 0 for the right answer, and less the further away one is: three steps of any answers learn."""
+        return -abs(float(answer) - float(entry["answer"]))
 
 
 class Characters:
