@@ -34,7 +34,7 @@ def preparation_for(stage: object) -> dict[str, object]:
 
 def test_the_script_is_imported_in_a_worker_only_if_the_stage_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     without, needing = preparation_for(Count(1)), preparation_for(LivesElsewhere())
 
     assert not any(key.startswith("init_main") for key in without)
