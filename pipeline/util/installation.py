@@ -7,7 +7,7 @@ folder, the repository or the file that penstock came from. Where that is not kn
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -40,12 +40,12 @@ def install_command(extra: str) -> str:
     >>> install_command("http").startswith("pip install ")
     True
     """
-    try:
-        installed = distribution(NAME)
-    except PackageNotFoundError:  # on the path of modules
+    found = list(distributions(name=NAME))
+    if not found:  # on the path of modules
         checkout = Path(__file__).resolve().parents[2]
         return f"pip install '{checkout}[{extra}]'"
-    return command_for(installed, extra)
+    # An editable installation leaves metadata without an origin in src/ too, which may be earlier on the path.
+    return command_for(next(filter(_origin, found), found[0]), extra)
 
 
 def command_for(installed: Distribution, extra: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from importlib.metadata import Distribution, PathDistribution
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,19 @@ def test_the_packages_are_listed_where_the_origin_is_unknown_or_gone(tmp_path: P
         "peft>=0.18",
     ]
     assert shlex.split(command_for(penstock, "skyrl")) == ["pip", "install", "skyrl>=0.4"]
+
+
+def test_the_metadata_of_a_build_do_not_hide_those_of_the_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, site = tmp_path / "src", tmp_path / "site-packages"
+    site.mkdir()
+    (built / "penstock.egg-info").mkdir(parents=True)
+    (built / "penstock.egg-info" / "PKG-INFO").write_text(METADATA)
+    installed(site, {"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
+    monkeypatch.setattr(sys, "path", [str(built), str(site)])
+
+    assert install_command("http") == f"pip install -e '{tmp_path}[http]'"
 
 
 def test_this_penstock_gives_a_command_of_its_own_origin() -> None:
