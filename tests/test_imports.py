@@ -41,6 +41,7 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/training/autocast.py",
         "stages/training/causal_model.py",
         "stages/losses/*.py",
+        "stages/training/loss_scale.py",
         "stages/training/micro_batches.py",
         "stages/training/optimizers.py",
         "stages/training/scoring.py",

@@ -11,12 +11,11 @@ def check_autocast(owner: str, dtype: torch.dtype | None) -> None:
     """Check that a model of float32 can compute in `dtype`.
 
     Raises:
-        InvalidConfig: it is another one than `torch.bfloat16` or None.
+        InvalidConfig: it is another one than `torch.bfloat16`, `torch.float16` or None.
     """
-    if dtype not in {None, torch.bfloat16}:
+    if dtype not in {None, torch.bfloat16, torch.float16}:
         raise InvalidConfig(
-            f"{owner}.autocast: expected torch.bfloat16, got {dtype}: in float16 small gradients are 0, and float32 is "
-            f"None"
+            f"{owner}.autocast: expected torch.bfloat16, torch.float16, or None for float32, got {dtype}"
         )
 
 

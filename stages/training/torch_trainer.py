@@ -47,6 +47,7 @@ from ..losses.scored import Scored
 from ..losses.terms import Loss, LossValue
 from .autocast import check_autocast, computing_in
 from .causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
+from .loss_scale import LossScale
 from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .scoring import TEMPERATURE, check_lengths, check_temperature, own_temperatures, read_distributions, reads
@@ -104,9 +105,10 @@ class TorchTrainer:
             policy.
         reference: a frozen model with the same vocabulary, which scores batches without `ref_logprobs`.
         reference_updates: moves the reference, of the policy's shape, towards the policy; None keeps it as it is.
-        autocast: the dtype in which the model computes where that is safe, `torch.bfloat16`; its parameters, the loss
-            and the optimizer stay float32. None computes everything in the dtype of the parameters. A head that
-            computes in bfloat16 changes every ratio by percents: have the model compute it with autocast off.
+        autocast: the dtype in which the model computes where that is safe, `torch.bfloat16`, or `torch.float16`, which
+            scales the loss (see `LossScale`); its parameters, the loss and the optimizer stay float32. None computes
+            everything in the dtype of the parameters. A head that computes in bfloat16 changes every ratio by
+            percents: have the model compute it with autocast off.
         compile: makes the function that is called in place of the model: `partial(torch.compile, dynamic=True)`.
         state: further state in checkpoints, by name: `{"normalizer": normalizer}`.
         tokenizer: the model's, or its `TokenizerIdentity`: `pipeline.check()` compares it with those of sources and
@@ -162,6 +164,7 @@ class TorchTrainer:
         self._temperature = finite_number("temperature", temperature)
         self._updates = whole_number("updates", updates)
         self._autocast = autocast
+        self._loss_scale = LossScale(autocast, self._device)
         self._state = dict(state or {})
         if self._adaptive_kl is not None:
             self._state["adaptive_kl"] = self._adaptive_kl
@@ -216,7 +219,8 @@ class TorchTrainer:
         """Train on `batch` and return metrics.
 
         `loss`, `grad_norm` before clipping, `lr`, the metrics of the loss, `losses.diagnostics`, and
-        `timing_s/{prepare,forward,backward,optimizer}`. With several updates they are means or extremes over all.
+        `timing_s/{prepare,forward,backward,optimizer}`. With several updates they are means or extremes over all. In
+        float16 also `loss_scale`, and `skipped_updates`, whose gradients overflowed and were computed again.
 
         Raises:
             InvalidConfig: the first batch, and sequences of one row see each other; the model is unchanged.
@@ -253,7 +257,7 @@ class TorchTrainer:
         if self._adaptive_kl is not None:
             found |= self._adaptive_kl.adapt(found, batch.total_sequences)
         unused = {} if batch.teacher_ids is None else {TOKENS_USED: 0.0}  # shows that no loss uses the teacher
-        return unused | found | {"lr": rate} | clock.seconds()
+        return unused | found | {"lr": rate} | self._loss_scale.metrics() | clock.seconds()
 
     @property
     def _device(self) -> torch.device:
@@ -276,6 +280,22 @@ class TorchTrainer:
 
     def _update(self, parts: Sequence[MicroBatch | None], batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
         """Do one optimizer update on the whole batch; return its metrics."""
+        metrics, norm = self._gradient(parts, batch, clock)
+        while not norm.isfinite():
+            if not self._loss_scale.lower():
+                found = {name: metric.value() for name, metric in metrics.items()}
+                raise FloatingPointError(
+                    f"expected a finite gradient in step {self._steps + 1}, got norm {norm.item()} with {found}"
+                )
+            metrics, norm = self._gradient(parts, batch, clock)
+        self._loss_scale.step(self._optimizer.optimizer)
+        clock.lap("optimizer")
+        return metrics | {"grad_norm": Mean(norm)}
+
+    def _gradient(
+        self, parts: Sequence[MicroBatch | None], batch: TrainBatch, clock: StepClock
+    ) -> tuple[dict[str, Metric], Tensor]:
+        """Compute the gradient of the whole batch, clipped; return metrics, and its norm before that."""
         self._optimizer.optimizer.zero_grad(set_to_none=True)
         metrics: dict[str, Metric] = {}
         for left, part in zip(reversed(range(len(parts))), parts, strict=True):
@@ -284,15 +304,9 @@ class TorchTrainer:
         if self.ranks is not None:
             metrics = self.ranks.merged(metrics)
         check_used(metrics)
+        self._loss_scale.unscale(self._optimizer.optimizer)
         norm: Tensor = gathered(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
-        if not norm.isfinite():
-            found = {name: metric.value() for name, metric in metrics.items()}
-            raise FloatingPointError(
-                f"expected a finite gradient in step {self._steps + 1}, got norm {norm.item()} with {found}"
-            )
-        self._optimizer.optimizer.step()
-        clock.lap("optimizer")
-        return metrics | {"grad_norm": Mean(norm)}
+        return metrics, norm
 
     def _accumulate(self, part: MicroBatch | None, batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
         """Add the gradients of a micro-batch, None if only other ranks have one; return its share of the metrics."""
@@ -305,7 +319,9 @@ class TorchTrainer:
         value, metrics = self._read(self._forward, part, lambda found: self._loss_of(found, part, batch))
         clock.lap("forward")
         ranks = 1 if self.ranks is None else self.ranks.count
-        torch.autograd.backward(ranks * value)  # ranks average their gradients, and the sum is needed
+        torch.autograd.backward(
+            self._loss_scale.scaled(ranks * value)
+        )  # ranks average their gradients, and the sum is needed
         clock.lap("backward")
         return dict(metrics)
 
@@ -388,7 +404,12 @@ class TorchTrainer:
         with (folder / OPTIMIZER).open("wb") as file:  # with a path, torch hides the reason of a failure
             random_states = {"torch": torch.get_rng_state(), "cuda": cuda}
             reference = None if self._moving_reference is None else self._moving_reference.state_dict()
-            kept = {"optimizer": optimizer, "given": self._optimizer.given, "reference": reference}
+            kept = {
+                "optimizer": optimizer,
+                "given": self._optimizer.given,
+                "reference": reference,
+                "loss_scale": self._loss_scale.state(),
+            }
             torch.save(kept | random_states, file)
         state = _State(
             step=self._steps,
@@ -455,6 +476,7 @@ class TorchTrainer:
         if isinstance(model, IdentifiedModel):
             model.compare(folder)
         self._optimizer.resume(tensors["optimizer"], tensors.get("given"), kept.step)
+        self._loss_scale.load(tensors.get("loss_scale", {}))  # absent in older checkpoints
         if self._moving_reference is not None and tensors["reference"] is not None:  # None if it did not move before
             self._moving_reference.load_state_dict(tensors["reference"])
         for name, stateful in self._state.items():

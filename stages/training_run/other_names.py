@@ -155,6 +155,7 @@ VALUES = {
     "algorithm.aggregation=seq-mean-token-sum-norm": "algorithm.aggregation=seq-mean-token-sum",
     "algorithm.aggregation=grpo": "algorithm.aggregation=seq-mean-token-mean",
     "model.precision=bf16": "model.precision=bfloat16",
+    "model.precision=fp16": "model.precision=float16",
     "model.precision=fp32": "model.precision=float32",
     "engine=hf": "engine=torch",
     "engine=transformers": "engine=torch",

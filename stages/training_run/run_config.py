@@ -56,9 +56,9 @@ class ModelConfig(Config, frozen=True):
 
     path: Text
     """Folder as transformers saves it, with the tokenizer beside the weights."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: the model computes in it where that is safe, in samplers too; parameters, loss and optimizer stay
-    float32."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """bfloat16, float16: the model computes in it where that is safe, in samplers too; parameters, loss and optimizer
+    stay float32. In float16 the loss is scaled."""
     attention: Text = "sdpa"
     """Kernel of the attention, by transformers' name."""
     gradient_checkpointing: bool = False

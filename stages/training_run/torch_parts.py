@@ -61,6 +61,8 @@ from .run_config import AlgorithmConfig, EvaluationConfig, PlacementConfig, RunC
 
 log = get_logger("penstock.models")
 
+AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 CONCURRENCY = 256
 """Rollouts at once in a sampling process, or more where a step without lag needs them."""
 
@@ -237,7 +239,7 @@ class RunParts:
     @property
     def _autocast(self) -> torch.dtype | None:
         """Return the dtype in which the model computes, where it samples and where it trains."""
-        return torch.bfloat16 if self.config.model.precision == "bfloat16" else None
+        return AUTOCAST[self.config.model.precision]
 
     def model(self) -> HFModel:
         """Return the model with its weights, on the device that trains."""

@@ -144,7 +144,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("algorithm.adaptive_kl={target: 0.1}", "adaptive_kl: expected a positive kl"),
     ("algorithm.kl=.nan", "at `$.algorithm.kl`"),
     ("algorithm.entropy=.inf", "at `$.algorithm.entropy`"),
-    ("model.precision=fp16", "Expected one of float32, bfloat16, got 'fp16'"),
+    ("model.precision=fp16", "here it is model.precision=float16"),
     ("model.path=nowhere", "expected the folder of a model at nowhere, got nothing there"),
     ("model.path=", "at `$.model.path`"),
     ("model.attention=spda", "spda"),

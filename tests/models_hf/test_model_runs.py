@@ -192,10 +192,13 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("autocast", [None, torch.float16])
 @pytest.mark.parametrize("wrap", [fully_shard, DistributedDataParallel])
-def test_a_model_that_ranks_share_takes_the_same_step(wrap: Any, model_folder: ModelFolder) -> None:
-    alone, trainer = trained(model_folder("qwen2"), steps=0)
-    shared = TorchTrainer(wrap(HFModel.from_pretrained(model_folder("qwen2"))), optimizer=ADAM)
+def test_a_model_that_ranks_share_takes_the_same_step(
+    wrap: Any, autocast: torch.dtype | None, model_folder: ModelFolder
+) -> None:
+    alone, trainer = trained(model_folder("qwen2"), steps=0, autocast=autocast)
+    shared = TorchTrainer(wrap(HFModel.from_pretrained(model_folder("qwen2"))), optimizer=ADAM, autocast=autocast)
 
     with RankedTrainer(shared) as ranked:
         found, expected = ranked.step(given()), trainer.step(given())

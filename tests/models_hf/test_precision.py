@@ -71,10 +71,10 @@ def batch_of(completions: list[Completion]) -> TrainBatch:
     )
 
 
-def divergence_from(folder: Path, sampled: TrainBatch) -> float:
-    """Return the divergence of `sampled` from a trainer in bfloat16 that has the same weights."""
+def divergence_from(folder: Path, sampled: TrainBatch, dtype: torch.dtype) -> float:
+    """Return the divergence of `sampled` from a trainer in `dtype` that has the same weights."""
     sgd = partial(torch.optim.SGD, lr=1e-9)
-    trainer = TorchTrainer(HFModel.from_pretrained(folder), optimizer=sgd, autocast=torch.bfloat16)
+    trainer = TorchTrainer(HFModel.from_pretrained(folder), optimizer=sgd, autocast=dtype)
     return trainer.step(sampled)["kl"]
 
 
@@ -89,10 +89,11 @@ async def test_a_policy_with_autocast_computes_its_layers_in_bfloat16_and_its_he
     assert (seen.layers, seen.head) == ({torch.bfloat16}, {torch.float32})
 
 
-async def test_a_configured_run_in_bfloat16_samples_in_bfloat16_with_the_weights_of_its_trainer(
-    model_folder: ModelFolder,
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+async def test_a_configured_run_samples_in_its_precision_with_the_weights_of_its_trainer(
+    precision: str, model_folder: ModelFolder
 ) -> None:
-    values = {"model": {"path": str(model_folder("qwen2")), "precision": "bfloat16"}, "data": {"path": "rows.jsonl"}}
+    values = {"model": {"path": str(model_folder("qwen2")), "precision": precision}, "data": {"path": "rows.jsonl"}}
     parts = await to_thread.run_sync(RunParts, load_run_config(values | {"reward": {}}))
     model = await to_thread.run_sync(parts.model)
     seen = Dtypes()
@@ -104,17 +105,18 @@ async def test_a_configured_run_in_bfloat16_samples_in_bfloat16_with_the_weights
         make = policy.make_model
         await sampled(replace(policy, make_model=lambda: seen.watch(make())))
 
-    assert (seen.layers, seen.head) == ({torch.bfloat16}, {torch.float32})
+    assert (seen.layers, seen.head) == ({getattr(torch, precision)}, {torch.float32})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 async def test_samples_of_the_same_dtype_are_the_nearest_to_the_log_probabilities_of_a_trainer(
-    model_folder: ModelFolder,
+    dtype: torch.dtype, model_folder: ModelFolder
 ) -> None:
     folder = model_folder("qwen2")
     divergence = {}
-    for autocast in (torch.bfloat16, None):
+    for autocast in (dtype, None):
         policy = TorchPolicy(partial(HFModel.from_pretrained, folder), eos_id=0, autocast=autocast)
         packed = batch_of(await sampled(policy))
-        divergence[autocast] = await to_thread.run_sync(divergence_from, folder, packed)
+        divergence[autocast] = await to_thread.run_sync(divergence_from, folder, packed, dtype)
 
-    assert divergence[torch.bfloat16] < divergence[None]
+    assert divergence[dtype] < divergence[None]
