@@ -79,6 +79,15 @@ def test_the_configuration_is_accepted_by_verl(make_config: MakeConfig) -> None:
     verl_config.validate_config(config, **needs)
 
 
+def test_a_ray_with_fewer_cpus_than_verl_reserves_is_refused_before_transfer_queue_waits_for_them(
+    transfer_queue: Any, make_config: MakeConfig
+) -> None:
+    config = make_config("transfer_queue.backend.SimpleStorage.num_data_storage_units=64")
+
+    with pytest.raises(InvalidPipeline, match=r"at least 68 CPUs \(1 for .*, 64 for .*, got 8, and verl would wait"):
+        transfer_queue.init(config.transfer_queue)
+
+
 def test_rows_are_those_that_verl_makes_of_the_same_rollouts(transfer_queue: Any, make_manager: MakeManager) -> None:
     group = group_of(3, [1.0, 0.25], policy_versions=[4, 4])
     manager = make_manager([group])
