@@ -165,6 +165,12 @@ def test_a_run_evaluates_the_rows_kept_apart_and_further_sets_and_names_the_best
     assert all(torch.equal(tensor, without[name]) for name, tensor in with_it.items())
 
 
+def steps_of(folder: str) -> list[dict[str, float]]:
+    """Return the lines of optimizer steps; the evaluation after the last one has a line of its own."""
+    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
 def evaluations_of(folder: str) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "eval/step" in line]
@@ -319,7 +325,7 @@ def test_adapters_train_alone_and_are_exported_into_a_whole_model(values: dict[s
 def test_a_reference_makes_the_kl_to_the_model_before_training(values: dict[str, Any]) -> None:
     trained(values, "algorithm.kl=0.1")
 
-    kl = [json.loads(line)["ref_kl"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    kl = [line["ref_kl"] for line in steps_of("run")]
     assert kl[0] == pytest.approx(0, abs=1e-4)
     assert kl[-1] > 1e-4
 
@@ -340,7 +346,7 @@ def test_the_weight_of_a_divergence_goes_on_in_a_continued_run(values: dict[str,
     trained(values, *ALGORITHM, "algorithm.steps=2")
     trained(values, *ALGORITHM, "algorithm.steps=3")
 
-    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    steps = steps_of("run")
     weights = [step["adaptive_kl/weight"] for step in steps]
     errors = [min(max(step["adaptive_kl/kl"] / 0.001 - 1, -0.2), 0.2) for step in steps]
     assert weights[0] == 0.1

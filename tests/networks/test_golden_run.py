@@ -106,7 +106,8 @@ def test_a_run_over_three_hosts_learns_in_spite_of_a_kill_of_each_kind(net: Netw
     assert codes == [0, 0, 0]
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["accuracy_after"] > 2 * summary["accuracy_before"]
-    assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
+    steps = [line["step"] for line in run.metrics() if "loss" in line]
+    assert steps == list(range(1, STEPS + 1))  # the evaluation after the last one has a line of its own
     ledger = summary["ledger"]
     assert ledger["ended"]["stale"] == ledger["in_flight"] == 0
     assert ledger["admitted"] == sum(ledger["ended"].values())
