@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ def _plain(value: Any) -> Any:
         return tolist()
     if isinstance(value, Mapping):
         return dict(value)
+    if value is None or isinstance(value, bool | Fraction):  # the first two as keys
+        return str(value)
     raise TypeError(f"expected rows of values that JSON can hold, got {type(value).__name__}")
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from enum import IntEnum, StrEnum
+from fractions import Fraction
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import reasoning_gym
 import structlog
 from tests.fake_policy import FakePolicy, Letters
 
@@ -67,6 +69,8 @@ def failed(groups: Driven[TrajectoryGroup]) -> tuple[str, int]:
         (cyclic(), "expected at most some hundred levels of lists and mappings, got more"),
         (b"png", "expected text, numbers, truth values"),
         (1 + 2j, "expected text, numbers, truth values"),
+        ({(1, 2): 3}, "expected mappings with keys of text, numbers or truth values, got one of tuple"),
+        ({1: "a", "1": "b"}, "expected mappings with one value for each key, got two for '1'"),
     ],
     ids=[
         "10**30",
@@ -79,6 +83,8 @@ def failed(groups: Driven[TrajectoryGroup]) -> tuple[str, int]:
         "a cycle",
         "bytes",
         "complex",
+        "a key of two numbers",
+        "a key twice",
     ],
 )
 async def test_a_row_of_a_list_fails_alone(answer: Any, message: str, place: int) -> None:
@@ -172,3 +178,30 @@ async def test_facts_of_an_environment_that_json_cannot_hold_fail_their_rollouts
     reason, count = failed(groups)
     assert reason.startswith("environment raised InvalidRecord: meta: expected values that JSON can hold")
     assert count == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "held"),
+    [
+        ({0: 1, 10: 2}, {"0": 1, "10": 2}),
+        ({1.5: "a", True: "b", None: "c"}, {"1.5": "a", "true": "b", "null": "c"}),
+        ({np.int64(3): [{Level.HARD: 1}], Label.RIGHT: 2}, {"3": [{"3": 1}], "right": 2}),
+        (Fraction(1, 3), "1/3"),
+        ([Fraction(-7, 2), Fraction(4)], ["-7/2", "4"]),
+    ],
+)
+def test_keys_and_fractions_reach_the_reward_as_the_text_that_json_has_for_them(value: Any, held: Any) -> None:
+    prompts = PromptDataset([{"prompt": "?", "answer": value}])
+
+    assert prompts().prompt(0).meta["row"]["answer"] == held
+    assert prompts.identity() == PromptDataset([{"prompt": "?", "answer": value}]).identity()
+
+
+@pytest.mark.parametrize("name", ["graph_color", "gsm_symbolic", "codeio"])
+def test_rows_of_reasoning_gym_are_rows(name: str) -> None:
+    made = reasoning_gym.create_dataset(name, seed=3, size=24)
+
+    rows = PromptDataset([made[number] for number in range(24)], prompt="question", shuffle=False)()
+
+    held = [rows.prompt(number).meta["row"] for number in range(24)]
+    assert [row["question"] for row in held] == [made[number]["question"] for number in range(24)]
