@@ -1,0 +1,69 @@
+"""The notebook's cells run without Jupyter, and the tiny model that it makes learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock._cli.init import init
+from penstock.errors import InvalidConfig
+from penstock.runs import describe_run, load_run_config
+
+ROOT = Path(__file__).parent.parent.parent
+NOTEBOOK = ROOT / "examples" / "first_run.ipynb"
+
+
+def ran(folder: Path, steps: int) -> tuple[dict[str, float], str]:
+    """Run the cells with so many steps in `folder`; return the summary of the run, and what the cells printed."""
+    notebook = folder / "first_run.ipynb"
+    notebook.write_text(NOTEBOOK.read_text().replace('\\"steps\\": 120', f'\\"steps\\": {steps}'))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where the command `penstock` is
+    done = subprocess.run(
+        [sys.executable, "-", str(notebook)],
+        input=(ROOT / "tests" / "notebooks.py").read_text(),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"PATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "first-run" / "run" / "summary.json").read_text()), done.stdout
+
+
+def test_the_cells_of_the_notebook_run_in_order(tmp_path: Path) -> None:
+    summary, printed = ran(tmp_path, steps=2)
+
+    assert summary["steps"] == 2
+    assert summary["accuracy_after"] is not None
+    assert "2 steps in" in printed
+    assert "step   1  reward 0." in printed
+
+
+def test_the_tiny_folder_has_a_configuration_that_describes_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "reward", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    init(tmp_path, tiny=True)
+
+    described = describe_run(load_run_config(tmp_path / "config.yaml"))
+    monkeypatch.delitem(sys.modules, "reward")
+
+    assert "a completion ends after '#'" in described
+    assert described.splitlines()[-1].endswith("#:")
+    with pytest.raises(InvalidConfig, match=r"expected a folder without config\.yaml, reward\.py, data\.jsonl, model"):
+        init(tmp_path, tiny=True)
+
+
+@pytest.mark.long
+def test_the_tiny_model_learns_its_task(tmp_path: Path) -> None:
+    summary, _ = ran(tmp_path, steps=120)
+
+    assert summary["accuracy_before"] < 0.2
+    assert summary["accuracy_after"] > 0.8
