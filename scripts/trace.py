@@ -21,7 +21,7 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -70,11 +70,17 @@ class Tracer:
         code = frame.f_code
         if not self.tracing or event not in ("call", "return") or code.co_name.startswith("<"):
             return
-        path = Path(code.co_filename).resolve()
-        if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in FOLDERS:
-            return
-        if self.subject != "capacity" or (event == "return" and holds_capacity(frame)):
-            self.functions[str(path.relative_to(ROOT))].add(code.co_qualname)
+        file = file_of(code.co_filename)
+        if file is not None and (self.subject != "capacity" or (event == "return" and holds_capacity(frame))):
+            self.functions[file].add(code.co_qualname)
+
+
+@cache
+def file_of(name: str) -> str | None:
+    """Return the path from the repository to a file in `FOLDERS`; None for any other file."""
+    path = Path(name).resolve()
+    inside = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in FOLDERS
+    return str(path.relative_to(ROOT)) if inside else None
 
 
 def holds_capacity(frame: FrameType) -> bool:
