@@ -176,7 +176,7 @@ def _warmed_up(folder: Path, config: RunConfig) -> Qwen2ForCausalLM:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=256,
+            max_position_embeddings=1024,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_id,
