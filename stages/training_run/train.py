@@ -145,6 +145,7 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
     metrics = Metrics()
     evaluated = _EvaluatedSummary(metrics.evaluations, parts, earlier)
     metrics.sinks.append(evaluated)
+    summary = earlier
     async with _published(parts, model) as (policy, publisher):
         pipeline = parts.pipeline(policy, trainer, publisher)
         try:
