@@ -42,6 +42,9 @@ def _nothing_blocks_the_event_loop() -> Iterator[None]:
         for function in blockbuster.functions.values():
             function.can_block_in("<frozen importlib._bootstrap>", "_find_and_load")
             function.can_block_in("penstock/_pipeline/accounting/telemetry.py", "__call__")
+            function.can_block_in(
+                "penstock/_pipeline/util/installation.py", "install_command"
+            )  # of an extra, at the end
             function.can_block_in("coverage/collector.py", "lock_data")  # the first time that a file is traced
         yield
 

@@ -73,7 +73,7 @@ def compare(answers: str | Sequence[str], text: str) -> bool | None:
     readable = [answer for answer in each if answer.strip()]
     if not readable:
         return None
-    found = math_verify.parse(with_marks(in_latex(text)), parsing_timeout=None)
+    found = math_verify.parse(with_marks(in_latex(text)), parsing_timeout=0)
     return any(_equal(answer, text, found) for answer in readable)
 
 
@@ -83,7 +83,7 @@ def _equal(answer: str, text: str, found: list[Any]) -> bool:
 
     if (words := words_of(answer)) is not None:
         return words in {letters_of(written) for written in _last_text(text)}
-    expected: list[list[Any]] = [math_verify.parse(formula, parsing_timeout=None) for formula in formulas_of(answer)]
+    expected: list[list[Any]] = [math_verify.parse(formula, parsing_timeout=0) for formula in formulas_of(answer)]
     return any(math_verify.verify(each, found, timeout_seconds=None) for each in expected if not _one_side(each, found))
 
 
@@ -102,6 +102,6 @@ def _last_text(text: str) -> list[str]:
         basic_latex=False, units=False, malformed_operators=False, nits=False, boxed="all", equations=False
     )
     found = math_verify.parse(
-        text, [math_verify.LatexExtractionConfig(normalization_config=as_written)], parsing_timeout=None
+        text, [math_verify.LatexExtractionConfig(normalization_config=as_written)], parsing_timeout=0
     )
     return [each for each in found if isinstance(each, str)]
