@@ -30,7 +30,7 @@ def top(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
         with suppress(KeyboardInterrupt):
             last = _watch(run, console, last)
     else:
-        console.print(_drawn(last))
+        console.print(drawn(last))
     raise typer.Exit(1 if last.died else 0)
 
 
@@ -40,15 +40,16 @@ def _watch(run: Path, console: Console, last: Seen) -> Seen:
 
     from .._pipeline.view.published import EVERY_S, seen  # noqa: PLC0415 (as above)
 
-    with Live(_drawn(last), console=console, auto_refresh=False) as live:
+    with Live(drawn(last), console=console, auto_refresh=False) as live:
         while last.running:
             time.sleep(EVERY_S)
             last = seen(run)
-            live.update(_drawn(last), refresh=True)
+            live.update(drawn(last), refresh=True)
     return last
 
 
-def _drawn(last: Seen) -> RenderableType:
+def drawn(last: Seen) -> RenderableType:
+    """Return the view of a run with a line that says how it goes or ended."""
     from rich.console import Group  # noqa: PLC0415 (as above)
     from rich.text import Text  # noqa: PLC0415 (as above)
 
