@@ -71,3 +71,15 @@ def test_examples_in_docstrings_run(name: str) -> None:
 @pytest.mark.parametrize("name", modules())
 def test_every_module_has_a_docstring(name: str) -> None:
     assert importlib.import_module(name).__doc__
+
+
+def test_each_message_that_a_new_user_may_see_is_one_of_the_code() -> None:
+    section = (ROOT / "docs/training.md").read_text().partition("## What you may see")[2].partition("\n## ")[0]
+    shown = [row.split(" | ")[0] for row in section.splitlines() if row.startswith("| ")][1:]
+    code = "\n".join(
+        path.read_text() for folder in ("schemas", "pipeline", "stages") for path in (ROOT / folder).rglob("*.py")
+    )
+    said = [said for row in shown for said in re.findall(r'`([\w/]+)`|"([^"]+)"', row)]
+
+    assert len(shown) >= 15
+    assert [name or text for name, text in said if not re.search(rf"\b{re.escape(name or text)}\b", code)] == []

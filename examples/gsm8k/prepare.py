@@ -52,10 +52,6 @@ TEMPLATE = """\
 
 WARM_UP_STEPS, DEMONSTRATIONS, LEARNING_RATE, RAMP = 450, 64, 3e-3, 30
 
-SCALE = 512
-"""Divisor of the model's matrices: a step of Adam at 1e-6 changes them by as much, relative to their size, as one at
-5e-4 would change weights of the usual size. So the learning rate of a large model trains this one."""
-
 SLIPS = {0: 10, 1: 13, -1: 5, 2: 5}
 """Errors of the last result of a demonstration, with their weights: seven of ten are wrong, most of them by 1."""
 
@@ -74,7 +70,7 @@ def prepare(config: RunConfig) -> None:
         torch.manual_seed(config.seed)
         unfinished = folder.with_name(f"{folder.name}.{UNFINISHED}")
         _write_tokenizer(data, unfinished)
-        _scaled(_warmed_up(unfinished, config)).save_pretrained(unfinished)
+        _warmed_up(unfinished, config).save_pretrained(unfinished)
         try:
             unfinished.rename(folder)
         except OSError:
@@ -200,22 +196,6 @@ def _warmed_up(folder: Path, config: RunConfig) -> Qwen2ForCausalLM:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    return model
-
-
-def _scaled(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
-    """Return the model with its matrices divided by SCALE, which computes the same.
-
-    What a matrix reads is normalized, so its norm's gain multiplies by SCALE; what it writes is normalized later, so
-    all that is added up there is smaller by the same factor.
-    """
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.mul_(SCALE)
-            elif name.endswith(".weight"):
-                parameter.div_(SCALE)
-    model.config.rms_norm_eps /= SCALE**2
     return model
 
 

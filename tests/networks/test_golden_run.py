@@ -19,7 +19,7 @@ from tests.networks.network import Host, Network, network
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 COMMAND = [sys.executable, "-c", "from penstock._cli.app import main; main()"]
-STEPS, TRAJECTORIES = 120, 64 * 8
+STEPS, TRAJECTORIES = 150, 64 * 8
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
