@@ -68,7 +68,7 @@ class HFModel(nn.Module):
         """The folder with its configuration, and perhaps its tokenizer."""
         self.lora = lora
         """Its adapters, if it has any."""
-        self.positions: int | None = table_positions(module)
+        self.max_positions: int | None = table_positions(module)
         """Number of positions in its table; None if it computes them."""
         self.trained_positions: int | None = trained_positions(module.config)
         """Number of positions for which it was made; None if its configuration lacks it."""

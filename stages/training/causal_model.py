@@ -137,14 +137,14 @@ class HasPositions(Protocol):
     """A model that knows how many positions it has, as `HFModel`: longer sequences are refused by their row."""
 
     @property
-    def positions(self) -> int | None:
+    def max_positions(self) -> int | None:
         """Return the number of positions in its table, and so of tokens of a sequence; None if it computes them."""
         ...
 
 
 def positions_in(model: object) -> int | None:
     """Return the number of positions that `model` states; None if there is no bound, or if it states none."""
-    return model.positions if isinstance(model, HasPositions) else None
+    return model.max_positions if isinstance(model, HasPositions) else None
 
 
 @runtime_checkable

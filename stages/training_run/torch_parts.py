@@ -268,10 +268,10 @@ class RunParts:
         completion, key = self._longest_completion
         longest = self.config.data.max_prompt_tokens + completion
         summed = f"{self.config.data.max_prompt_tokens} + {completion} = {longest}"
-        if model.positions is not None and longest > model.positions:
+        if model.max_positions is not None and longest > model.max_positions:
             raise InvalidConfig(
-                f"config: data.max_prompt_tokens + {key}: expected at most {model.positions} tokens, the positions of "
-                f"the model in {self.folder}, got {summed}: lower one of them"
+                f"config: data.max_prompt_tokens + {key}: expected at most {model.max_positions} tokens, the positions "
+                f"of the model in {self.folder}, got {summed}: lower one of them"
             )
         if model.trained_positions is not None and longest > model.trained_positions:
             log.warning(
