@@ -101,7 +101,11 @@ def test_room_for_a_single_group_between_processes_starves_a_stage_that_holds_it
     assert "raise capacity_bytes to twice as much" in problems
 
 
-def test_a_stage_that_cannot_be_pickled_cannot_go_to_a_process() -> None:
+def test_a_stage_that_cannot_be_pickled_cannot_go_to_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ModuleType("__main__")
+    script.__file__ = __file__
+    monkeypatch.setitem(sys.modules, "__main__", script)
+
     class Local:
         async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None: ...
 
