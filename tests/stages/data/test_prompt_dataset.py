@@ -157,9 +157,9 @@ def test_values_become_those_of_json() -> None:
     }
 
 
-@pytest.mark.parametrize("value", [b"png", {1: "x"}, object(), [{"deep": {2}}]])
+@pytest.mark.parametrize("value", [b"png", {(1, 2): "x"}, object(), [{"deep": {2}}]])
 def test_a_value_that_json_cannot_hold_is_refused_by_its_column(value: Any) -> None:
-    with pytest.raises(InvalidData, match="column 'image': expected text, numbers"):
+    with pytest.raises(InvalidData, match=r"column 'image': expected .*text, numbers"):
         PromptDataset([{"prompt": "?", "image": value}])()
 
 
