@@ -98,8 +98,8 @@ def test_other_dtypes_have_no_scale(autocast: torch.dtype | None) -> None:
 
 def test_a_gradient_that_is_not_finite_at_any_scale_ends_the_step_and_leaves_the_model() -> None:
     class Broken(TinyModel):
-        def hidden(self, *args: Any) -> Tensor:
-            return super().hidden(*args) * torch.inf
+        def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super().hidden(*args, **kwargs) * torch.inf
 
     each = TorchTrainer(Broken(vocabulary=VOCABULARY), optimizer=torch.optim.SGD, autocast=torch.float16)
     before = {name: tensor.clone() for name, tensor in each.weights().items()}
