@@ -51,7 +51,7 @@ def write_model(folder: Path) -> None:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=64,
+            max_position_embeddings=1024,
             tie_word_embeddings=True,
             initializer_range=0.1,  # with the usual 0.02 so small a model begins to learn later
             bos_token_id=None,
