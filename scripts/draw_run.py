@@ -7,7 +7,6 @@ import re
 import sys
 from pathlib import Path
 
-from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from penstock._cli.top import drawn
@@ -16,15 +15,15 @@ from penstock._pipeline.view.published import seen
 WIDTH = 118
 """Columns, as of a terminal that is wide enough for every column of the table."""
 
-WITHOUT_FONTS = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-"""rich's format without fonts of other servers: a picture in a page loads none."""
+FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)
+"""The fonts of other servers that rich names: a picture in a page loads none."""
 
 
 def draw(run: Path, picture: Path) -> None:
     """Write the view of the run in the folder `run` as an SVG."""
     console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, markup=False)
     console.print(drawn(seen(run)))
-    console.save_svg(str(picture), title=f"penstock top {run.name}", code_format=WITHOUT_FONTS)
+    picture.write_text(FONTS.sub("", console.export_svg(title=f"penstock top {run.name}")))
 
 
 if __name__ == "__main__":

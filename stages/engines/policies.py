@@ -168,8 +168,10 @@ def check_positions(prompts: Sequence[NDArray[np.int32]], completion: int, posit
     Raises:
         InvalidConfig: it has fewer.
     """
+    if positions is None:
+        return
     for row, prompt in enumerate(prompts):
-        if positions is not None and len(prompt) + completion > positions:
+        if len(prompt) + completion > positions:
             raise InvalidConfig(
                 f"prompt {row}: expected at most {positions} tokens with its completion, the positions of the model, "
                 f"got {len(prompt)} and max_completion_tokens={completion}: lower it, or shorten the prompt"
