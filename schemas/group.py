@@ -22,7 +22,7 @@ from .columns import Array, ColumnRule, as_column, check_axes, count_between, fr
 from .errors import UNREADABLE, InvalidRecord
 from .ids import GroupId, StopReason, TrajectoryId
 from .layout import Schema, check_offsets, check_repetitions
-from .noise import noise_of_sum, rounding
+from .noise import check_distinct, noise_of_sum, rounding
 
 JsonObject: TypeAlias = dict[str, Any]
 
@@ -162,7 +162,8 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         `stop_reasons` to STOP, `repetition_ids` to 0…S−1.
 
         Raises:
-            InvalidRecord: a column has the wrong dtype, shape or contents, or there are no sequences.
+            InvalidRecord: a column has the wrong dtype, shape or contents, there are no sequences, or the rewards
+                differ by less than float32 can hold.
             TypeError: an unknown column.
         """
         unknown = optional.keys() - GROUP_RULES.keys()
@@ -188,6 +189,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
         try:
             group.validate()
+            check_distinct(flat["rewards"])
         except InvalidRecord as error:
             raise InvalidRecord(f"{error} (in {env}/{instance_id})") from None
         freeze(group.columns().values())
@@ -316,11 +318,13 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         `reward_noise` follows from them. Parts that do not add up to the rewards are recorded and do not count.
 
         Raises:
-            InvalidRecord: a column is not finite or has not one value a sequence.
+            InvalidRecord: a column is not finite or has not one value a sequence, or the rewards differ by less than
+                float32 can hold.
         """
         columns = {"rewards": as_column("rewards", rewards, np.float32)}
         columns |= {PART_PREFIX + k: as_column(PART_PREFIX + k, v, np.float32) for k, v in (parts or {}).items()}
         check_axes(columns, dict.fromkeys(columns, GROUP_RULES["rewards"]), {"S": len(self)})
+        check_distinct(np.asarray(rewards))
         checked = columns.pop("rewards")
         added = {name.removeprefix(PART_PREFIX): column for name, column in columns.items()}
         noise = None

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from .errors import InvalidRecord
+
 Floats: TypeAlias = NDArray[np.float64]
 
 NOISE = 4 * float(np.finfo(np.float32).eps)
@@ -50,3 +52,35 @@ def noise_of_sum(
     bounded = np.any([parts[name] != 0 for name in BOUNDS if name in parts], axis=0)
     found = np.where(bounded | (apart > summed), own, summed)
     return np.maximum(own, found if whole else np.where(rewards == before, noise, found))
+
+
+LARGE = 0.5 / NOISE
+"""From this magnitude on, 2²⁰, whole numbers that differ by 1 count as equal."""
+
+LOST = 1e-3
+"""The share of the range of a group's rewards by which rounding may move one of them."""
+
+
+def check_distinct(rewards: NDArray[Any]) -> None:
+    """Check that the differences between `rewards` [S] of one group survive as float32: they make the advantages.
+
+    1. Below `LARGE`, differences that rounding removes are rounding themselves.
+    2. So are those of a few last places of a float64: the rewards are equal, and stay so.
+    3. Elsewhere a reward may move by `LOST` of the range, and the range has to be above the noise.
+
+    Raises:
+        InvalidRecord: rewards that differ count as equal, or move.
+    """
+    if rewards.dtype == np.float32:
+        return
+    exact = np.asarray(rewards, np.float64)
+    least, largest = float(exact.min()), float(exact.max())
+    magnitude, spread = max(-least, largest), largest - least
+    if not LARGE <= magnitude <= float(np.finfo(np.float32).max) or spread <= 8 * np.finfo(np.float64).eps * magnitude:
+        return
+    moved = np.abs(exact.astype(np.float32) - exact).max()
+    if moved > LOST * spread or spread <= 2 * NOISE * magnitude:
+        raise InvalidRecord(
+            f"rewards: expected differences that float32 can hold, got rewards from {least!r} to {largest!r} in one "
+            f"group; subtract a constant from them, or scale the summand that varies"
+        )

@@ -148,7 +148,7 @@ class GroupSampler:
         return TrajectoryGroup.build(
             env=group.env,
             instance_id=group.instance_id,
-            rewards=np.array([rollout.reward for rollout in succeeded], np.float32),
+            rewards=np.array([rollout.reward for rollout in succeeded], np.float64),
             stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
             repetition_ids=np.array(list(rollouts), np.int64),
             meta={**succeeded[0].meta, "task": number, **source.recorded, **source.temperatures(rollouts)},

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .._schemas import InvalidRecord, TrajectoryGroup
 from .._schemas.columns import as_column, count_between, freeze
 from .._schemas.group import PART_PREFIX
-from .._schemas.noise import rounding
+from .._schemas.noise import LARGE, check_distinct, rounding
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -117,13 +117,15 @@ class GroupStack:
         """Return the groups with other `rewards` [B], their `noise` [B], and `parts` ([B] each) among `reward_parts`.
 
         Raises:
-            InvalidRecord: one is not finite, possibly only in float32; the message names the trajectory.
+            InvalidRecord: one is not finite, possibly only in float32, or those of a group differ by less than float32
+                can hold; the message names the trajectory or the group.
         """
         columns = as_column("rewards", np.array([rewards, noise, *parts.values()]), np.float32)
         if not np.isfinite(columns).all():
             names = ["rewards", "reward_noise", *(PART_PREFIX + name for name in parts)]
             for name, column in zip(names, columns, strict=True):
                 self._check_finite(name, column, by_token=False)
+        self._check_distinct(rewards)
         freeze([columns])
         cut = [[column[span] for span in self._spans] for column in columns]
         return [
@@ -166,6 +168,15 @@ class GroupStack:
             msgspec.structs.replace(group, advantages=column[span])
             for group, span in zip(self._groups, spans, strict=True)
         ]
+
+    def _check_distinct(self, rewards: Floats) -> None:
+        if np.abs(rewards).max(initial=0) < LARGE:
+            return
+        for group, span in zip(self._groups, self._spans, strict=True):
+            try:
+                check_distinct(rewards[span])
+            except InvalidRecord as error:
+                raise InvalidRecord(f"{group.env}/{group.instance_id}: {error}") from None
 
     def _check_finite(self, name: str, values: Floats | NDArray[np.float32], *, by_token: bool) -> None:
         """Check that `values`, [N] if `by_token` else [B], are finite: arithmetic may overflow."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import TrajectoryGroup
+from penstock.errors import InvalidRecord
 from penstock.testing import group
 
 NOISE = 4 * float(np.finfo(np.float32).eps)
@@ -77,3 +80,43 @@ def test_noise_goes_with_its_sequence() -> None:
     summed = group(completion_lengths=[1, 2, 3], rewards=[0, 0, 0]).with_rewards([1, 2, 3], parts={"score": [1, 2, 3]})
 
     assert noise(summed.select(np.array([True, False, True]))) == pytest.approx([NOISE, 3 * NOISE])
+
+
+LOST_DIFFERENCES = {
+    "whole numbers that float32 rounds": [2.0**24, 2.0**24 + 1],
+    "whole numbers that count as equal": [2.0**20, 2.0**20 + 1],
+    "integers": np.array([10**9, 10**9 + 3]),
+    "below zero": [-1e8, -1e8 - 0.5],
+    "three, of which two become one": [2.0**25, 2.0**25 + 1, 2.0**25 + 4],
+    "a fraction beside a large constant": [3e7 + 0.1, 3e7 + 0.9, 3e7 + 3.0],
+    "the end of float64's whole numbers": [2.0**53 - 200, 2.0**53],
+}
+
+KEPT_DIFFERENCES = {
+    "small ones": [0.0, 0.25, 1e5],
+    "rounding of small ones": [0.3, 0.1 + 0.2],
+    "rounding of large ones": [1e9, 1e9 * (1 + 2**-52)],
+    "large equal ones": [123456789.25, 123456789.25],
+    "a large one alone": [123456789.25],
+    "large ones far apart": [-123456789.3, 0.1, 98765432.1],
+    "differences above the rounding": [2.0**24, 2.0**24 + 1000],
+    "what float32 held before": np.array([2.0**24, 2.0**24 + 2], np.float32),
+}
+
+
+@pytest.mark.parametrize("rewards", LOST_DIFFERENCES.values(), ids=LOST_DIFFERENCES)
+def test_rewards_whose_differences_float32_loses_are_refused(rewards: Any) -> None:
+    lengths = [1] * len(np.asarray(rewards))
+    refusal = "rewards: expected differences that float32 can hold, got rewards from"
+    with pytest.raises(InvalidRecord, match=refusal):
+        group(completion_lengths=lengths, rewards=rewards)
+    with pytest.raises(InvalidRecord, match=refusal):
+        group(completion_lengths=lengths, rewards=[0] * len(lengths)).with_rewards(rewards)
+
+
+@pytest.mark.parametrize("rewards", KEPT_DIFFERENCES.values(), ids=KEPT_DIFFERENCES)
+def test_rewards_whose_differences_float32_holds_are_taken(rewards: Any) -> None:
+    lengths = [1] * len(np.asarray(rewards))
+    assert (
+        group(completion_lengths=lengths, rewards=rewards).rewards.tolist() == np.asarray(rewards, np.float32).tolist()
+    )

@@ -17,7 +17,7 @@ from tests.stages.holding import lets_go_of_what_it_sent
 
 from penstock import Context, RewardBridge, TrajectoryGroup
 from penstock.channels import memory_channel
-from penstock.errors import InvalidConfig, RewardFunctionFailed
+from penstock.errors import InvalidConfig, InvalidRecord, RewardFunctionFailed
 from penstock.rewards import RewardFunction, RewardInput
 from penstock.testing import VirtualClock, drive, entered, group
 
@@ -416,6 +416,14 @@ async def fragile(answer: RewardInput) -> float:
     if answer.text == "hang":
         await anyio.sleep_forever()
     return math.nan if answer.text == "nan" else 0.5
+
+
+async def test_rewards_that_float32_would_make_equal_end_the_run_with_their_group() -> None:
+    nanoseconds = {"first": 2e9, "second": 2e9 + 100}
+    timed = RewardFunction(lambda answer: nanoseconds[answer.text], name="timed")
+
+    with pytest.raises(InvalidRecord, match=r"test/0: rewards: expected differences .* from 2000000000\.0 to"):
+        await drive(bridge(timed), [answering("first", "second", rewards=[0, 0])])
 
 
 def test_a_failure_costs_the_trajectory_and_is_accounted_with_its_reason() -> None:

@@ -403,6 +403,17 @@ def test_a_rollout_that_takes_too_long_is_counted_failed_and_the_others_go_on() 
     assert clock.now_s == 30
 
 
+async def test_scores_that_float32_would_make_equal_end_the_run_with_their_group() -> None:
+    scores = itertools.count(2**24)
+
+    class Timed(Sums):
+        def score_answer(self, answer: str, entry: dict[str, Any]) -> float:  # noqa: ARG002 (the protocol's)
+            return float(next(scores))
+
+    with pytest.raises(InvalidRecord, match=r"rewards: expected differences .* from 16777216\.0 to 16777218\.0"):
+        await sampled(source(Timed))
+
+
 async def test_an_environment_that_blocks_for_ever_holds_up_neither_the_loop_nor_the_end() -> None:
     release = threading.Event()
 
