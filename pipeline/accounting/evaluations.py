@@ -56,7 +56,7 @@ class Evaluations:
         self.found: dict[str, float] = {}
         """The metrics of the last complete evaluation, until `take`."""
         self.completed: int = -1
-        """The last step whose evaluation is complete; −1 for none."""
+        """The last step whose evaluation is complete, or belongs to an earlier run; −1 for none."""
         self._changed = Waiters()
         self._open = False
 
@@ -64,10 +64,14 @@ class Evaluations:
         return f"<Evaluations: {self.completed} complete, parts of {sorted(self._parts)}>"
 
     @contextmanager
-    def expected(self) -> Iterator[None]:
-        """Expect parts within the body, in which the source of a run runs; then `finished` waits no longer."""
+    def expected(self, first: int = 0) -> Iterator[None]:
+        """Expect parts within the body, in which the source of a run runs; then `finished` waits no longer.
+
+        Args:
+            first: the optimizer step that the run begins with. Evaluations of earlier ones belong to the run before.
+        """
         self._parts, self._newest, self.last, self.found = {}, {}, (), {}
-        self.completed, self._open = -1, True
+        self.completed, self._open = first - 1, True
         try:
             yield
         finally:

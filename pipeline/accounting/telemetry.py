@@ -245,6 +245,11 @@ class WaitAggregator:
         """See `Metrics.forget`."""
         self._metrics.forget(names)
 
+    @property
+    def evaluations(self) -> Evaluations:
+        """Return those of the run."""
+        return self._metrics.evaluations
+
 
 class JsonlMetrics:
     """Writes one JSON object for each step: {"step": 3, "reward": 0.5, …}. The file is whole after every line.

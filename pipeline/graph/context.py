@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..._schemas import TrajectoryGroup, TrajectoryId
-from ..._schemas.bounds import SmallCount
+from ..._schemas.bounds import Count, SmallCount
 from ..accounting.ledger import Ledger
 from ..accounting.sample import SampleSink
 from ..accounting.shared_counters import EndState
@@ -34,6 +34,8 @@ class Worker:
     """Times that the worker was restarted."""
     on_host: SmallCount = 1
     """Workers of the stage that share the processors which this process may use."""
+    evaluates_from: Count = 0
+    """The first optimizer step whose evaluation is not complete: a restarted worker repeats no earlier one."""
 
 
 class Assignments(Protocol):

@@ -326,7 +326,8 @@ class JoinedWorkers(Supervisor):
                     self._turn_away(peer, refused)
                     continue
                 sharing = self._on.count if self._prompts is None else 1  # then the first one evaluates for all
-                worker = Worker(place, sharing, self._starts[place])
+                first = self._accounting.evaluates_from
+                worker = Worker(place, sharing, self._starts[place], evaluates_from=first)
                 self._starts[place] += 1
                 handle = JoinedWorker(self._config(peer.name, worker), peer, self.receiver)
                 self._workers[place] = self._by_peer[peer] = handle

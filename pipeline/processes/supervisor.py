@@ -163,7 +163,8 @@ class Supervisor:
         restart, budget = 0, RestartBudget(self._on.restarts)
         sharing = self._on.count if isinstance(self._on, Processes) else 1  # an actor of Ray reserves its own
         while True:
-            ended = await self._run_once(spawner, Worker(index, self._on.count, restart, sharing), feed)
+            worker = Worker(index, self._on.count, restart, sharing, self._accounting.evaluates_from)
+            ended = await self._run_once(spawner, worker, feed)
             # 1. Its stage returned: the worker is done.
             if ended.progress.finished:
                 return

@@ -166,6 +166,11 @@ class WorkerAccounting:
         known.given += mask.bit_count()
 
     @property
+    def evaluates_from(self) -> int:
+        """Return the first optimizer step whose evaluation is not complete."""
+        return self._metrics.evaluations.completed + 1
+
+    @property
     def groups_held(self) -> int:
         """Return the number of groups that workers hold."""
         return sum(len(known.held) for known in self._workers.values())

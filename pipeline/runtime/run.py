@@ -226,7 +226,9 @@ class Run:
         return report_waits(self._context.metrics, task.node.name, task.waited)
 
     def _expecting_evaluations(self, task: _StageTask) -> AbstractContextManager[None]:
-        return self._context.metrics.evaluations.expected() if task is self._tasks[0] else nullcontext()
+        if task is not self._tasks[0]:
+            return nullcontext()
+        return self._context.metrics.evaluations.expected(self._context.ledger.step)
 
     async def _body(self, task: _StageTask) -> None:
         if task.workers is not None:

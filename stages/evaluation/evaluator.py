@@ -83,7 +83,8 @@ class Evaluator:
     async def begin(self) -> None:
         """Open every set once, and evaluate the weights that the run begins with if they are due.
 
-        A restarted worker evaluates the last step that was due: it may have died in that evaluation.
+        A restarted worker evaluates the last step that was due, unless that evaluation is complete: it may have died
+        in it.
 
         Raises:
             InvalidConfig: a set has no length.
@@ -91,8 +92,9 @@ class Evaluator:
         """
         for name, make_env in self._evaluation.sets.items():
             self._prompts[name] = await anyio.to_thread.run_sync(call_user, _length, name, make_env)
-        first_due = self._evaluation.newest_due if self._context.worker.restart else self._evaluation.next_due
-        self._next = first_due(self._context.ledger.step)
+        worker, step = self._context.worker, self._context.ledger.step
+        first = self._evaluation.newest_due(step) if worker.restart else step
+        self._next = self._evaluation.next_due(max(first, worker.evaluates_from))
         await self.catch_up()
 
     async def catch_up(self) -> None:

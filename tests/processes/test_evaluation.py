@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.stages.evaluation.runs import Sums, evaluation, pipeline, ran
+from tests.stages.evaluation.runs import Counts, Sums, evaluation, pipeline, ran
 
 from penstock import processes
 from penstock.policies import SamplingParams
+from penstock.training import write_checkpoint
 
+FIVE = 5
 SAMPLED: dict[str, Any] = {"samples": 4, "sampling": SamplingParams(temperature=1.0)}
 
 
@@ -56,3 +58,65 @@ async def test_a_worker_that_dies_in_an_evaluation_repeats_its_part(tmp_path: Pa
     assert (tmp_path / "died").exists()
     assert lines.evaluations[0]["eval/sums/mean@1"] == 0.8
     assert lines.evaluations[0]["eval/sums/missing"] == 0
+
+
+@dataclass(frozen=True)
+class Counted(Sums):
+    """Writes each of its scores down."""
+
+    scores: str = ""
+
+    def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
+        with Path(self.scores).open("a") as file:
+            file.write(entry["question"] + "\n")
+        return super().score_answer(answer, entry)
+
+
+async def test_a_worker_that_dies_in_training_evaluates_no_step_again(tmp_path: Path) -> None:
+    deadly = partial(Deadly, 0, 10, str(tmp_path / "died"))
+    counted = evaluation(partial(Counted, 100, FIVE, str(tmp_path / "scores")), every=4)
+
+    lines, balance = await ran(pipeline(counted, make_env=deadly, on=processes(1, restarts=1)))
+
+    assert (tmp_path / "died").exists()
+    assert balance["ended"]["lost"] > 0
+    assert sorted(lines.evaluations) == [0, 4]
+    assert len((tmp_path / "scores").read_text().splitlines()) == 2 * FIVE
+
+
+class Kept(Counts):
+    """A trainer that resumes its count of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.committed: Mapping[Any, int] = {}
+
+    @property
+    def steps(self) -> int:
+        return len(self.batches)
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Keep nothing: no stage has state."""
+
+    def save(self, folder: Path, _: Any) -> Path:
+        return write_checkpoint(folder, self.steps, lambda path: (path / "empty").touch())
+
+    def resume(self, checkpoint: Path) -> None:
+        self.batches = [[]] * int(checkpoint.name.rpartition("-")[2])
+
+
+async def test_a_run_that_resumes_takes_no_evaluation_of_an_earlier_step(tmp_path: Path) -> None:
+    folder, scores, died = tmp_path / "run", tmp_path / "scores", tmp_path / "died"
+    counted = evaluation(partial(Counted, 100, FIVE, str(scores)), every=4)
+    deadly = partial(Deadly, 0, 6, str(died))
+    died.touch()
+    await ran(pipeline(counted, make_env=deadly, trainer=Kept(), steps=2), folder)
+    scores.unlink()
+    died.unlink()
+
+    resumed = pipeline(counted, make_env=deadly, on=processes(1, restarts=1), trainer=Kept())
+    lines, _ = await ran(resumed, folder)
+
+    assert died.exists()
+    assert sorted(lines.evaluations) == [4]
+    assert len(scores.read_text().splitlines()) == FIVE

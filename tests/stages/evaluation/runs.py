@@ -109,10 +109,16 @@ def evaluation(make_env: Callable[[], Any] = FIVE, **options: Any) -> Evaluation
 
 
 def pipeline(
-    evaluated: Evaluation | None, *, on: Any = None, max_lag: int = 0, steps: int = 4, **sink: Any
+    evaluated: Evaluation | None,
+    *,
+    make_env: Callable[[], Any] = Sums,
+    on: Any = None,
+    max_lag: int = 0,
+    steps: int = 4,
+    **sink: Any,
 ) -> Pipeline:
     env = SourceEnv(
-        Sums,
+        make_env,
         Adds(),
         Letters(),
         group_size=GROUP_SIZE,
