@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from ..._pipeline.processes.reply_loop import reply_to
-from .answer_forms import formulas_of, in_latex, letters_of, with_marks, words_of
+from .answer_forms import WHOLE, box_of, core_of, formulas_of, letters_of, same_brackets, with_marks, words_of
+from .answer_units import same_units
 
 GIVE_UP_S = 5.0
 """Processor time after which a formula counts as one that cannot be read."""
@@ -67,24 +68,39 @@ def compare(answers: str | Sequence[str], text: str) -> bool | None:
     >>> compare("0.5", r"It is $\frac{1}{2}$."), compare(["1", "x"], "It is 2."), compare("", "0")
     (True, False, None)
     """
-    import math_verify  # noqa: PLC0415 (an extra)
-
     each = [answers] if isinstance(answers, str) else answers
     readable = [answer for answer in each if answer.strip()]
     if not readable:
         return None
-    found = math_verify.parse(with_marks(in_latex(text)), parsing_timeout=0)
-    return any(_equal(answer, text, found) for answer in readable)
+    return any(_equal(answer, text) for answer in readable)
 
 
-def _equal(answer: str, text: str, found: list[Any]) -> bool:
-    """Return whether `answer` equals the last one of `text`, of which `found` is what math-verify reads."""
+def _equal(answer: str, text: str) -> bool:
+    """Return whether `answer` equals the last one of `text`."""
     import math_verify  # noqa: PLC0415 (an extra)
 
+    box = box_of(text)
     if (words := words_of(answer)) is not None:
-        return words in {letters_of(written) for written in _last_text(text)}
-    expected: list[list[Any]] = [math_verify.parse(formula, parsing_timeout=0) for formula in formulas_of(answer)]
-    return any(math_verify.verify(each, found, timeout_seconds=None) for each in expected if not _one_side(each, found))
+        return words in {letters_of(written) for written in (_last_text(text) if box is None else [box])}
+    if box is not None and not (same_brackets(answer, box) and same_units(core_of(answer), core_of(box))):
+        return False
+    expected = [_parsed(formula) for formula in formulas_of(answer)]
+    found = [_parsed(formula) for formula in ((with_marks(text),) if box is None else formulas_of(box))]
+    return any(
+        math_verify.verify(each, other, timeout_seconds=None)
+        for each in expected
+        for other in found
+        if not _one_side(each, other)
+    )
+
+
+def _parsed(formula: str) -> list[Any]:
+    """Return what math-verify reads of `formula`: of a whole one nothing but the whole."""
+    import math_verify  # noqa: PLC0415 (an extra)
+
+    mode: Any = "first_match" if formula.startswith(WHOLE) else "any_match"
+    found: list[Any] = math_verify.parse(formula, extraction_mode=mode, parsing_timeout=0)
+    return found
 
 
 def _one_side(expected: list[Any], found: list[Any]) -> bool:

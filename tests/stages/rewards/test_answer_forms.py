@@ -80,6 +80,50 @@ async def test_a_number_of_a_formula_without_dollar_signs_in_a_completion_is_no_
     )
 
 
+DIFFERENT = [
+    ("1 000", "0"),
+    ("1 000", "1"),
+    (r"33\frac{1}{3}\%", r"33\%"),
+    ("1½", "1"),
+    ("0.333...", "0"),
+    ("2021-03-05", "2013"),
+    ("12/25/2021", "2021"),
+    ("14:05", "2.8"),
+    ("101_2", "101"),
+    ("0x1F", "0"),
+    ("(1,2)", r"\{1,2\}"),
+    (r"\{1,2\}", "(1,2)"),
+    ("10 m", "10 km"),
+    ("5 hours", r"5 \text{ minutes}"),
+    ("5 million", "5"),
+    ("Route 66", "66"),
+    ("March 5, 2021", "March 6, 2021"),
+    ("6:00 PM", "6:00 AM"),
+]
+
+
+async def test_a_part_of_an_answer_and_the_same_number_of_another_unit_are_other_answers() -> None:
+    await judged([(text, rf"\boxed{{{other}}}") for text, other in DIFFERENT], 0)
+
+
+async def test_a_box_that_cannot_be_read_has_no_answer_in_its_parts_or_before_it() -> None:
+    texts = [r"First $5$, then \boxed{\unknown{x}}", r"\boxed{5}, no: \boxed{}", r"5, or \boxed{5 \unknown{x} 7}"]
+
+    await judged([("5", text) for text in texts], 0)
+
+
+async def test_a_number_of_prose_is_read_whole() -> None:
+    whole = [
+        ("3e8", "It is 3 × 10⁸ m/s."),
+        ("2.5", "It is 2 1/2."),
+        ("3\\pi", "It is 3π."),
+        ("1000000", "It is 1 million."),
+    ]
+
+    await judged(whole, 1)
+    await judged([(part, text) for (_, text), part in zip(whole, ("3", "2", "3", "1"), strict=True)], 0)
+
+
 async def test_a_list_has_several_right_answers() -> None:
     given: list[tuple[Any, str, float | None]] = [
         (["1/2", "0.7"], "0.7", 1),
