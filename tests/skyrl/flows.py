@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import FakePolicy, Letters
@@ -19,7 +20,9 @@ from penstock import Flow, ReceiveChannel, SendChannel, SourceEnv, TrajectoryGro
 from penstock._pipeline.accounting.repetition_sets import exclude
 from penstock._stages.integrations.flow_thread.flow_run import Drop, FlowRun
 from penstock._stages.integrations.flow_thread.flow_thread import FlowThread
+from penstock._stages.integrations.skyrl.arrivals import Arrivals
 from penstock._stages.integrations.skyrl.requests import Request, Requests
+from penstock._stages.integrations.skyrl.samples import Rules
 from penstock.integrations.skyrl import SampleRequests, SkyRLPrompts
 from penstock.policies import SamplingParams
 
@@ -47,12 +50,13 @@ def rewards_of(asked: Request) -> dict[int, float | None]:
 class Running:
     """A flow that runs; `with running(…)`."""
 
-    def __init__(self, requests: Requests, thread: FlowThread) -> None:
+    def __init__(self, requests: Requests | Arrivals, thread: FlowThread) -> None:
         self.requests = requests
         self.thread = thread
 
     def ask(self, *asked: Request) -> Sequence[Request]:
         self.thread.call(partial(self.requests.ask, asked))
+        self.thread.run.wake()
         return asked
 
     def withdraw(self, *asked: Request) -> Any:
@@ -69,7 +73,22 @@ class Running:
 def running(make: MakeFlow | SampleRequests, number: int = 0) -> Iterator[Running]:
     requests = Requests()
     requests.load_state_dict({"number": number})
-    flow = source(requests).then(make) if isinstance(make, SampleRequests) else make(requests)
+    with _running(requests, source(requests).then(make) if isinstance(make, SampleRequests) else make(requests)) as run:
+        yield run
+
+
+@contextmanager
+def arriving(
+    flow: Flow[TrajectoryGroup] | Sequence[TrajectoryGroup], group_size: int = 2, **rules: bool
+) -> Iterator[Running]:
+    """Run a flow with a source of its own, or one that sends these groups."""
+    sent = flow if isinstance(flow, Flow) else source(Sends(flow))
+    with _running(Arrivals(group_size, 1.0, Rules(**rules)), sent) as run:
+        yield run
+
+
+@contextmanager
+def _running(requests: Requests | Arrivals, flow: Flow[TrajectoryGroup]) -> Iterator[Running]:
     rest = Drop("rejected", "not awaited")
     run = FlowRun(flow, requests.awaited, requests, trainer="test", rest=rest, saved=None, version=0)
     requests.why_closed = lambda: run.failure or RuntimeError("the flow has ended")
@@ -78,6 +97,22 @@ def running(make: MakeFlow | SampleRequests, number: int = 0) -> Iterator[Runnin
         yield Running(requests, thread)
     finally:
         thread.stop()
+
+
+@dataclass
+class Sends:
+    """A source that sends groups, and stays until it is cancelled."""
+
+    groups: Sequence[TrajectoryGroup]
+    sent: int = 0
+    stays: bool = True
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        for group in self.groups:
+            await outbox.send(group)
+            self.sent += 1
+        if self.stays:
+            await anyio.sleep_forever()
 
 
 @dataclass(frozen=True)

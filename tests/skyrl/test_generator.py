@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 from tests.skyrl.contract import OUTPUT
-from tests.skyrl.flows import sampled
+from tests.skyrl.flows import Sends, sampled
 
 from penstock import source
 from penstock._stages.integrations.skyrl.entry import split
@@ -20,15 +20,17 @@ from penstock.integrations.skyrl import PenstockGenerator
 NAMED = "penstock.generator=run:generator"
 
 
-def config(**generator: Any) -> Any:
+def config(eval_interval: int = -1, **generator: Any) -> Any:
     options = {
-        "sampling_params": SimpleNamespace(logprobs=1),
+        "n_samples_per_prompt": 4,
+        "sampling_params": SimpleNamespace(logprobs=1, temperature=1.0),
         "zero_reward_on_non_stop": False,
         "apply_overlong_filtering": False,
         "chat_template": SimpleNamespace(name_or_path=None),
         "inference_engine": SimpleNamespace(enable_return_routed_experts=False),
     }
-    return SimpleNamespace(generator=SimpleNamespace(**options | generator))
+    trainer = SimpleNamespace(eval_interval=eval_interval)
+    return SimpleNamespace(generator=SimpleNamespace(**options | generator), trainer=trainer)
 
 
 def generator(**options: Any) -> PenstockGenerator:
@@ -54,6 +56,15 @@ def test_what_penstock_does_not_have_is_refused_when_the_generator_is_made(
 ) -> None:
     with pytest.raises(InvalidConfig, match=message):
         generator(**{option: value})
+
+
+def test_an_evaluation_by_skyrl_is_refused_where_the_prompts_are_not_its_own() -> None:
+    flow = source(Sends([]))
+
+    assert "0 not answered" in repr(PenstockGenerator(flow, config(), tokenizer=None))
+    with pytest.raises(InvalidConfig, match=r"trainer\.eval_interval: expected -1, .* got 5"):
+        PenstockGenerator(flow, config(eval_interval=5), tokenizer=None)
+    assert generator()
 
 
 def test_a_trainer_that_does_not_commit_is_refused_at_its_first_batch() -> None:

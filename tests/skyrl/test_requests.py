@@ -13,7 +13,7 @@ from tests.stages.failing_environments import AlwaysRaises, SucceedsOnce
 
 from penstock import TrajectoryGroup, each, processes, source
 from penstock._pipeline.accounting.progress_guard import FAILURE_LIMIT
-from penstock._stages.integrations.skyrl.requests import ATTEMPTS
+from penstock._stages.integrations.skyrl.requests import ATTEMPTS, Requests
 from penstock.environments import RolloutResult
 from penstock.errors import InvalidConfig, RolloutsFailed, StageFailed
 from penstock.policies import NoOpPolicy, SamplingParams
@@ -148,6 +148,7 @@ def test_numbers_go_on_where_a_checkpoint_ends_because_ids_are_never_reused() ->
         rewards_of(asked)
 
         assert [each.instance_id for each in asked.ids] == ["40"]
+        assert isinstance(flow.requests, Requests)
         assert flow.requests.state_dict() == {"number": 41}
 
 

@@ -100,5 +100,7 @@ def test_a_temperature_other_than_that_of_the_trainer_is_refused() -> None:
     assert len(list(samples_of(cold, 0, temperature=0.5))) == 2
     with pytest.raises(InvalidRecord, match=r"TRL's configuration, 1\.0, got 0\.5"):
         list(samples_of(cold, 0, temperature=1.0))
-    with pytest.raises(InvalidRecord, match="differ between turns"):
-        list(samples_of(of_two(meta={"temperatures": [[[4, 1.0]], None]}), 0, temperature=1.0))
+    for turns, found in (([[[2, 1.0], [2, 0.5]], None], r"0\.5, 1\.0"), (["hot"], "values in an unknown form")):
+        with pytest.raises(InvalidRecord, match=f"got {found}"):
+            list(samples_of(of_two(meta={"temperatures": turns}), 0, temperature=1.0))
+    assert len(list(samples_of(of_two(meta={"temperatures": [[[4, 1.0]], None]}), 0, temperature=1.0))) == 2

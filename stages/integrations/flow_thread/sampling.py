@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+import msgspec
+
 from ...._schemas import InvalidRecord, TrajectoryGroup
 from ...engines.sampling_params import TEMPERATURES
+
+Temperatures: TypeAlias = list[float | list[tuple[int, float]] | None]
+"""For each repetition one, or one for each part of its sequence: `(tokens, temperature)`."""
 
 
 def check_temperature(group: TrajectoryGroup, temperature: float | None, trainer: str) -> None:
@@ -12,10 +19,25 @@ def check_temperature(group: TrajectoryGroup, temperature: float | None, trainer
     Raises:
         InvalidRecord: it was not.
     """
-    sampled = group.meta.get("temperature")
-    if TEMPERATURES in group.meta or (None not in (sampled, temperature) and sampled != temperature):
-        found = "temperatures that differ between turns" if TEMPERATURES in group.meta else sampled
+    if (found := other_temperature(group, temperature)) is not None:
         raise InvalidRecord(
             f"{group.env}/{group.instance_id}: expected log-probabilities at the temperature of {trainer}'s "
             f"configuration, {temperature}, got {found}: sample with SamplingParams(temperature={temperature})"
         )
+
+
+def other_temperature(group: TrajectoryGroup, temperature: float | None) -> str | None:
+    """Return the temperature of the group's log-probabilities, if it is known and not `temperature`; else None."""
+    if TEMPERATURES not in group.meta:
+        sampled = group.meta.get("temperature")
+        return None if None in (sampled, temperature) or sampled == temperature else str(sampled)
+    try:
+        rows = msgspec.convert(group.meta[TEMPERATURES], Temperatures)
+    except msgspec.ValidationError:
+        return f"values in an unknown form, {group.meta[TEMPERATURES]!r}"
+    found = {part for row in rows if row is not None for part in _parts(row)}
+    return None if found <= {temperature} else ", ".join(map(str, sorted(found)))
+
+
+def _parts(row: float | list[tuple[int, float]]) -> list[float]:
+    return [temperature for _, temperature in row] if isinstance(row, list) else [row]

@@ -6,6 +6,8 @@
             └── 16 columns ───┴────────────── rows, matched by prompt and repetition ◀──────┘
     optimizer step done, weights wanted ──▶ publisher; Ledger.commit
 
+A flow with a source of its own has `Arrivals` in the place of `Requests`: the next group answers the next prompt.
+
 The trainer that `bound` makes of SkyRL's tells what a step trained, and starts and ends the flow. The ledger counts
 steps as SkyRL's weights do: version n is that of n optimizer steps.
 """
@@ -27,7 +29,7 @@ from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import FlowEnded, FlowStalled, InvalidPipeline
 from ...._pipeline.graph.statistics import PipelineStatistics, Report
 from ...._pipeline.runtime.flow import Flow
-from ...._schemas import InvalidConfig, TrajectoryGroup, TrajectoryId
+from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...batcher import NOTHING_TO_TRAIN
 from ...data.plain_values import plain_row
 from ...sink_trainer import WeightSink
@@ -35,6 +37,8 @@ from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread, statistics_of
 from ..flow_thread.sample_queue import Trajectories
 from ..flow_thread.weight_transfer import WeightTransfer
+from .arrivals import Arrivals
+from .configuration import refuse_evaluation, refuse_unsupported
 from .deliveries import Deliveries, keys_of
 from .interface import name_of
 from .requests import Request, Requests
@@ -58,12 +62,6 @@ DROPPED = Drop("filtered", "dropped by SkyRL")
 
 UNTRAINED = Drop("filtered", NOTHING_TO_TRAIN)
 
-REFUSED = {
-    "step_wise_trajectories": "rows for each step",
-    "vision_language_generator": "images",
-}
-"""Options of a GeneratorConfig that penstock does not have."""
-
 
 class PenstockGenerator:
     """Answers SkyRL's trainers with the trajectories of a flow.
@@ -80,7 +78,7 @@ class PenstockGenerator:
 
     def __init__(
         self,
-        flow: Callable[[Requests], Groups],
+        flow: Callable[[Requests], Groups] | Groups,
         cfg: Any,
         tokenizer: Any,
         *,
@@ -89,8 +87,10 @@ class PenstockGenerator:
         """Prepare; nothing is started before SkyRL trains.
 
         Args:
-            flow: returns the flow, up to groups with rewards, that begins with the source that it is given. Called when
-                training begins and `publisher` is open: a policy can then be given its URL.
+            flow: up to groups with rewards. A function of SkyRL's requests returns a flow that begins with this source,
+                and samples what SkyRL asks for; it is called when training begins and `publisher` is open, whose URL a
+                policy can then be given. A flow with a source of its own sends groups of prompts that it chooses, an
+                `AtroposGateway` for one: each prompt of SkyRL is answered by the next group.
             cfg: SkyRL's configuration.
             tokenizer: SkyRL's.
             publisher: of the policy's weights, not open yet: a WeightPublisher, a WeightFolder, or any other async
@@ -99,18 +99,18 @@ class PenstockGenerator:
         Raises:
             InvalidConfig: the configuration asks for something that penstock does not have.
         """
-        _refuse_unsupported(cfg.generator)
+        refuse_unsupported(cfg.generator)
         self._flow = flow
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._weights = None if publisher is None else WeightTransfer(publisher, "penstock-skyrl-weights")
-        self._requests = Requests()
         self._deliveries = Deliveries()
         self._rules = Rules(
             logprobs=cfg.generator.sampling_params.logprobs is not None,
             zero_reward_on_non_stop=bool(cfg.generator.zero_reward_on_non_stop),
             apply_overlong_filtering=bool(cfg.generator.apply_overlong_filtering),
         )
+        self._requests = self._arrivals() if isinstance(flow, Flow) else Requests()
         self._thread: FlowThread | None = None
         self._saved: Mapping[str, Any] | None = None
         self._version = 0
@@ -128,6 +128,11 @@ class PenstockGenerator:
     def __repr__(self) -> str:
         state = "not started" if self._thread is None else "runs" if self._thread.running else "ended"
         return f"<PenstockGenerator: {state}, version {self._version}, {self._requests!r}, {self._deliveries!r}>"
+
+    def _arrivals(self) -> Arrivals:
+        refuse_evaluation(self._cfg.trainer)
+        generator = self._cfg.generator
+        return Arrivals(generator.n_samples_per_prompt, generator.sampling_params.temperature, self._rules)
 
     def statistics(self) -> PipelineStatistics:
         """Return what every stage of the flow waits for now; that of the end once training has ended.
@@ -168,6 +173,7 @@ class PenstockGenerator:
             )
         asked, requests = self._asked(input_batch)
         self._thread.run.post(partial(self._requests.ask, requests))
+        self._thread.run.wake()  # a group that has arrived before its request waits for one
         try:
             await self._answered(requests)
         except BaseException:
@@ -194,7 +200,12 @@ class PenstockGenerator:
         return [Asked(requests[instance_id], repetition) for instance_id, repetition in names], [*requests.values()]
 
     def _tokens(self, messages: Any) -> Any:
-        """Return the tokens of a prompt, as SkyRL's own generator makes them (skyrl_gym_generator.py:387)."""
+        """Return the tokens of a prompt, as SkyRL's own generator makes them (skyrl_gym_generator.py:387).
+
+        Groups that arrive have prompts of their own.
+        """
+        if isinstance(self._requests, Arrivals):
+            return np.empty(0, np.int32)
         kwargs = dict(self._cfg.generator.chat_template_kwargs or {})
         ids = self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
@@ -279,12 +290,12 @@ class PenstockGenerator:
 
         Called by the trainer's loop, which waits for groups here.
         """
-        if self._error is not None:
-            collecting.close()
-            raise self._error
         failure = self._failure = asyncio.get_running_loop().create_future()
+        if self._error is not None:
+            failure.set_exception(self._error)
         task = asyncio.ensure_future(collecting)
         try:
+            await asyncio.sleep(0)  # groups that arrived before the error are trained: a flow may end with its last one
             await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
@@ -339,14 +350,8 @@ class PenstockGenerator:
             self.commit(version)
 
     def _start(self) -> FlowThread:
-        flow = self._flow(self._requests)
-        if not isinstance(flow, Flow) or flow.nodes[0].stage is not self._requests:
-            raise InvalidPipeline(
-                f"SkyRL: expected a flow that begins with source(requests), the source that its function is given, got "
-                f"{flow!r}"
-            )
         run = FlowRun(
-            flow,
+            self._flow if isinstance(self._flow, Flow) else self._asking(self._flow),
             self._awaited,
             self._requests,
             trainer="SkyRL",
@@ -358,6 +363,16 @@ class PenstockGenerator:
             run.failure or FlowEnded("SkyRL waits for trajectories of a flow that has ended")
         )
         return FlowThread(run, "penstock-skyrl-flow")
+
+    def _asking(self, flow_of: Callable[[Requests], Groups]) -> Groups:
+        assert isinstance(self._requests, Requests)  # noqa: S101 (as the flow, see `__init__`)
+        flow = flow_of(self._requests)
+        if not isinstance(flow, Flow) or flow.nodes[0].stage is not self._requests:
+            raise InvalidPipeline(
+                f"SkyRL: expected a flow that begins with source(requests), the source that its function is given, got "
+                f"{flow!r}: give the flow itself where it has a source of its own"
+            )
+        return flow
 
     def _awaited(self, group: TrajectoryGroup, decode: Decode | None) -> Iterator[tuple[Trajectories, TrajectoryGroup]]:
         """Return what SkyRL waits for; on the event loop of the flow."""
@@ -417,20 +432,3 @@ def _meta(input_batch: Mapping[str, Any], place: int) -> dict[str, Any]:
 def _is_evaluation(input_batch: Mapping[str, Any]) -> bool:
     metadata = input_batch.get("batch_metadata")
     return metadata is not None and metadata.training_phase == "eval"
-
-
-def _refuse_unsupported(generator: Any) -> None:
-    for name, what in REFUSED.items():
-        if getattr(generator, name, False):
-            raise InvalidConfig(f"generator.{name}: expected false, because penstock has no {what}, got true")
-    if getattr(generator.chat_template, "name_or_path", None):
-        raise InvalidConfig(
-            f"generator.chat_template: expected the tokenizer's own, because tokens are kept as they were sampled, got "
-            f"{generator.chat_template.name_or_path!r}"
-        )
-    engines = generator.inference_engine
-    for name in ("enable_return_routed_experts", "enable_return_sample_support_set"):
-        if getattr(engines, name, False):
-            raise InvalidConfig(
-                f"generator.inference_engine.{name}: expected false, got true: penstock records neither"
-            )

@@ -63,7 +63,7 @@ class Request:
     instance_id: str
     """SkyRL's name of the prompt, not unique: it asks for the same one in every epoch, and when it evaluates."""
     prompt: NDArray[np.int32]
-    """[T] tokens."""
+    """[T] tokens; none where the prompts are those of the groups that arrive."""
     repetitions: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     meta: dict[str, Any] = field(default_factory=dict)
@@ -204,17 +204,14 @@ class Requests:
         """Have the flow sample these."""
         for request in requests:
             if self._error is not None:
-                _fail(request, self._error)
+                fail(request, self._error)
             else:
                 self._unsent.append(_Part(request, set(request.repetitions)))
         self._changed.wake_all()
 
     def withdraw(self, requests: Iterable[Request]) -> list[TrajectoryId]:
         """Stop waiting for these, and return the trajectories that have arrived for them."""
-        withdrawn = list(requests)
-        for request in withdrawn:
-            request.answered.cancel()
-        return [each for request in withdrawn for each in request.ids]
+        return withdrawn(requests)
 
     # -- the flow's other end, called by `FlowRun` -------------------------------------------------------------------
 
@@ -236,33 +233,47 @@ class Requests:
         """Give the rows to their request. There is always room: SkyRL has asked for them."""
         part = self._sent[group.id]
         wanted = {each.repetition_id for each in trajectories}
-        for place, row in enumerate(group):
-            if row.id.repetition_id in wanted:
-                parts = {name: float(column[place]) for name, column in group.reward_parts.items()}
-                part.request.rows[row.id.repetition_id] = Row(row, parts)
         part.left -= wanted
         self._given_up = 0
         self._forget_if_complete(group.id, part)
-        _answer_if_complete(part.request)
+        places = {repetition: place for place, repetition in enumerate(group.repetition_ids.tolist())}
+        give(part.request, {repetition: places[repetition] for repetition in wanted}, group)
         return True
 
     def close(self) -> None:
         """Fail everything that is not answered, and everything that is asked from now on."""
         self._error = self.why_closed()
         for part in (*self._unsent, *self._sent.values()):
-            _fail(part.request, self._error)
+            fail(part.request, self._error)
         self._unsent.clear()
         self._sent.clear()
+
+
+def give(request: Request, places: Mapping[int, int], group: TrajectoryGroup) -> None:
+    """Give rows of `group` to a request, by repetition, from their places in the group."""
+    for repetition, place in places.items():
+        parts = {name: float(column[place]) for name, column in group.reward_parts.items()}
+        request.rows[repetition] = Row(group[place], parts)
+    _answer_if_complete(request)
+
+
+def withdrawn(requests: Iterable[Request]) -> list[TrajectoryId]:
+    """Stop waiting for these, and return the trajectories that have arrived for them."""
+    stopped = list(requests)
+    for request in stopped:
+        request.answered.cancel()
+    return [each for request in stopped for each in request.ids]
+
+
+def fail(request: Request, error: BaseException) -> None:
+    """Have the call of SkyRL that waits for a request raise `error`, if it still waits."""
+    if _begin_answer(request):
+        request.answered.set_exception(error)
 
 
 def _answer_if_complete(request: Request) -> None:
     if len(request.rows) == len(request.repetitions) and _begin_answer(request):
         request.answered.set_result(None)
-
-
-def _fail(request: Request, error: BaseException) -> None:
-    if _begin_answer(request):
-        request.answered.set_exception(error)
 
 
 def _begin_answer(request: Request) -> bool:

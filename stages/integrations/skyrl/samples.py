@@ -113,12 +113,12 @@ def _columns(asked: Asked, rules: Rules) -> dict[str, Any]:
 def _prompt_length(row: Row, request: Request) -> int:
     """Return the tokens before the response, which is never empty: SkyRL's trainer would fail at an empty one.
 
-    1. SkyRL's prompt, where the trajectory begins with it.
+    1. SkyRL's prompt, where there is one and the trajectory begins with it.
     2. That of the environment: what precedes the first token that trains.
     3. Where none trains, because a stage has masked them all, all tokens but the last.
     """
     tokens, asked = row.trajectory.tokens, request.prompt
-    if len(tokens) > len(asked) and np.array_equal(tokens[: len(asked)], asked):
+    if 0 < len(asked) < len(tokens) and np.array_equal(tokens[: len(asked)], asked):
         return len(asked)
     return min(row.trajectory.prompt_length, len(tokens) - 1)
 
