@@ -228,6 +228,11 @@ class EngineRefused(PenstockError):
 class ServerFailed(PenstockError):
     """A server from outside could not be started, was not ready in time, or ended; the message ends with its log."""
 
+    server: str = ""
+    """Its name."""
+    exit_code: int | None = None
+    """That of its process, negative for a signal; None where that has not ended."""
+
 
 class JournalFull(PenstockError, OSError):
     """A journal may hold no more bytes, or its disk has no room for them; the message says what to do."""

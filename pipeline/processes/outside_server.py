@@ -2,7 +2,8 @@
 
 It is ready when a probe succeeds, and it is watched while it is used. When the body ends, or the process that started
 it is killed, `subreaper.py` ends its whole tree of processes: SIGTERM, a deadline, SIGKILL. No process that was not
-started here is ever signalled, also none that holds the port or has the same name. The server's output is stored.
+started here is ever signalled, also none that holds the port or has the same name. The server's output is stored,
+unless it goes to the streams of this process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -90,15 +91,15 @@ class RunningServer:
     def __init__(
         self,
         name: str,
-        log_path: Path,
+        log_path: Path | None,
         process: SubreaperProcess,
         *,
         log_start: int,
         pidfd: int,
     ) -> None:
         self.name = name
-        self.log = log_path
-        """The file to which the output of both streams is appended."""
+        self._log = log_path
+        """None where its output goes to the streams of this process."""
         self._log_start = log_start
         """Bytes that were in the log before, of earlier servers."""
         self.pid: int = 0
@@ -107,6 +108,8 @@ class RunningServer:
         """Set when that process has ended, or could not be started."""
         self.exit_reason: str = ""
         """The cause of its exit: `exited with status 1`; empty while it runs."""
+        self.exit_code: int | None = None
+        """Negative for a signal; None while it runs, and where it could not be started."""
         self._status_ended = anyio.Event()
         """Set when the subreaper has closed its status."""
         self._process = process
@@ -117,6 +120,17 @@ class RunningServer:
     def __repr__(self) -> str:
         return f"<RunningServer {self.name}: {self.exit_reason or f'pid {self.pid}'}>"
 
+    @property
+    def log(self) -> Path:
+        """Return the file to which the output of both streams is appended.
+
+        Raises:
+            InvalidConfig: its output goes to the streams of this process.
+        """
+        if self._log is None:
+            raise InvalidConfig(f"logs: expected a folder where the log of {self.name} is read, got None")
+        return self._log
+
     async def watch(self) -> None:
         """Handle the subreaper's status lines until it ends. Shielded from cancellation; `stop` ends the subreaper."""
         try:
@@ -126,6 +140,7 @@ class RunningServer:
                     if status == "started":
                         self.pid = int(value)
                     else:
+                        self.exit_code = None if status == "refused" else os.waitstatus_to_exitcode(int(value))
                         self._set_ended(describe_end(status, int(value)))
         finally:
             self._set_ended("lost its subreaper")
@@ -164,7 +179,9 @@ class RunningServer:
             log.info("server_stopped", server=self.name, pid=self.pid)
 
     def excerpt(self) -> str:
-        """Return the end of its output, and the first error in its output. Blocks."""
+        """Return the end of its output, and the first error in its output; nothing where it is not stored. Blocks."""
+        if self._log is None:
+            return ""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self._log_start, self.log.stat().st_size - SEARCHED_BYTES))
@@ -192,8 +209,9 @@ class OutsideServer:
     """Checks that it can be used: `http_ready(url)`, `tcp_ready(port)`, or a coroutine function that raises if not."""
     name: str = ""
     """Its name in messages and that of its log; by default that of its program."""
-    logs: str | Path = "logs"
-    """Folder for its output: `<name>.log`, with the worker's index where there are several; appended to."""
+    logs: str | Path | None = "logs"
+    """Folder for its output: `<name>.log`, with the worker's index where there are several; appended to. None for the
+    streams of this process."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of this process."""
     ready_timeout_s: float = 600.0
@@ -234,9 +252,9 @@ class OutsideServer:
     def _start(self) -> RunningServer:
         worker = current().worker
         label = f"{self._label}-{worker.index}" if worker.count > 1 else self._label
-        path = Path(self.logs).absolute() / f"{label}.log"
-        with _opened_log(path) as printed:
-            log_start = printed.tell()
+        path = None if self.logs is None else Path(self.logs).absolute() / f"{label}.log"
+        with nullcontext() if path is None else _opened_log(path) as printed:
+            log_start = 0 if printed is None else printed.tell()
             environment = os.environ | dict(self.environment)
             process = start_subreaper(self.command, self.stop_timeout_s, output=printed, environment=environment)
         try:
@@ -314,4 +332,6 @@ async def _failed(server: RunningServer, failure: str) -> ServerFailed:
     excerpt = ""
     with anyio.CancelScope(shield=True):
         excerpt = await anyio.to_thread.run_sync(server.excerpt)
-    return ServerFailed(f"{server.name} (pid {server.pid}) {failure}\n\n{excerpt}")
+    failed = ServerFailed(f"{server.name} (pid {server.pid}) {failure}\n\n{excerpt}".rstrip())
+    failed.server, failed.exit_code = server.name, server.exit_code
+    return failed

@@ -19,6 +19,7 @@ from .doctor import doctor
 from .export import export
 from .gateway import gateway
 from .init import init
+from .launch import launch
 from .run import check, run
 from .samples import samples
 from .top import top
@@ -44,7 +45,7 @@ def penstock(
     del version
 
 
-for command in (init, run, check, worker, top, samples, export, doctor, gateway):
+for command in (init, run, check, worker, top, samples, export, doctor, gateway, launch):
     commands.command()(command)
 
 
