@@ -34,6 +34,9 @@ log = get_logger("penstock.server_client")
 CONNECT_TIMEOUT_S = 10.0
 """Bound on connecting: a reachable host accepts at once, however busy its server is."""
 
+LONGEST_MESSAGE = 300
+"""Characters of a server's error that a message of penstock repeats."""
+
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses of temporary failures. All others above 399 are final."""
 
@@ -181,12 +184,12 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 def _message(received: bytes) -> str:
-    """Return the error message of a response, in any of the forms that servers use."""
+    """Return the error message of a response, in any of the forms that servers use, in one line."""
     try:
-        response = msgspec.json.decode(received)
+        error: Any = msgspec.json.decode(received)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return received[:500].decode(errors="replace").strip()
-    error = response
-    if isinstance(response, dict):
-        error = response.get("error") or response.get("message") or response.get("detail")
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+        error = received.decode(errors="replace")
+    if isinstance(error, dict):
+        error = error.get("error") or error.get("message") or error.get("detail")
+    message = str(error.get("message", error) if isinstance(error, dict) else error)
+    return " ".join(message.split())[:LONGEST_MESSAGE]

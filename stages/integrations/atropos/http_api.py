@@ -24,7 +24,7 @@ from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidConfig
 from ...._pipeline.graph.context import current
 from ...._schemas import InvalidRecord
-from ...engines.bounded_response import RequestFailed, parsed
+from ...engines.bounded_response import LONGEST_ANSWER, RequestFailed, parsed
 from ...engines.retry import Backoff, RetryDecision, jitter, retry
 from ...engines.server_client import CONNECT_TIMEOUT_S, RETRYABLE, ServerClient, retry_after_s
 from .api_error import AtroposAPIError, Situation
@@ -43,7 +43,7 @@ from .queue.records import Info
 log = get_logger("penstock.atropos_client")
 
 LONGEST_BATCH = 2**30
-"""Bytes of an answer: a gateway holds as many by default."""
+"""Bytes of a batch: a gateway holds as many by default."""
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
@@ -127,7 +127,7 @@ class HttpApi:
             AtroposAPIError: the server does not answer as it should.
         """
         query = "" if lease_s is None else "?" + urlencode({"lease_s": f"{lease_s:g}"})
-        return await self._request("GET", "/batch" + query, BatchAnswer)
+        return await self._request("GET", "/batch" + query, BatchAnswer, longest=LONGEST_BATCH)
 
     async def acknowledge(self, lease: int | str) -> None:
         """End a lease: the server may drop the batch.
@@ -193,6 +193,7 @@ class HttpApi:
         *,
         headers: dict[str, str] | None = None,
         repeatable: bool = True,
+        longest: int = LONGEST_ANSWER,
     ) -> T:
         began = time.monotonic()
 
@@ -205,13 +206,13 @@ class HttpApi:
             return RetryDecision(
                 self._error(situation, f"{method} {path}", found + tries),
                 retryable=not final
-                and (situation != "rejected" or (isinstance(error, RequestFailed) and error.status in RETRYABLE)),
+                and (situation == "failed" or not isinstance(error, RequestFailed) or error.status in RETRYABLE),
                 unreachable=not final and _is_unreachable(error),
                 retry_after_s=retry_after_s(error),
             )
 
         answer = await retry(
-            lambda: self._client.body(method, path, body, headers, longest=LONGEST_BATCH),
+            lambda: self._client.body(method, path, body, headers, longest=longest),
             decide,
             BACKOFF,
             self._draw,
@@ -235,8 +236,7 @@ class HttpApi:
     def _explain(self, error: Exception) -> tuple[Situation, str]:
         match error:
             case RequestFailed():
-                rejected = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
-                return "rejected" if rejected else "failed", f"expected an answer, got {error}"
+                return _situation_of(error.status), f"expected an answer, got {error}"
             case TimeoutError():
                 unconnected = isinstance(error, aiohttp.ConnectionTimeoutError)
                 bound_s = min(CONNECT_TIMEOUT_S, self._request_timeout_s) if unconnected else self._request_timeout_s
@@ -250,7 +250,7 @@ class HttpApi:
                 return "refused", f"expected a server, got no connection: no process listens there ({error})"
             case aiohttp.ClientConnectorError() | aiohttp.InvalidURL():
                 return "unreachable", f"expected a server, got no route to one ({error})"
-        return "failed", f"expected an answer, got none: {type(error).__name__}: {error}"
+        return "failed", f"expected an answer, got none: {type(error).__name__}: {' '.join(str(error).split())}"
 
     def _error(self, situation: Situation, request: str, found: str) -> AtroposAPIError:
         return AtroposAPIError(situation, self.url, request, found)
@@ -261,6 +261,12 @@ def _ssl_context(ca: str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:  # an SSLError is one
         raise InvalidConfig(f"ca: expected a file with certificates in PEM, got {ca}: {error}") from None
+
+
+def _situation_of(status: int) -> Situation:
+    if status < HTTPStatus.MULTIPLE_CHOICES:
+        return "no JSON"  # an answer that is too long
+    return "rejected" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "failed"
 
 
 def _certainly_not_received(error: Exception) -> bool:
