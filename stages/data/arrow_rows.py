@@ -49,6 +49,7 @@ class ParquetRows:
         """OSError: what Arrow raises where a page is damaged."""
         self._files = [_ParquetFile(path, version_of(path), self._metadata(path)) for path in paths]
         for file in self._files:
+            _check_names(str(file.path), _names_of(file))
             _check_columns(self._files[0], file)
         self._groups = [(file, group) for file in self._files for group in range(file.metadata.num_row_groups)]
         counts = [file.metadata.row_group(group).num_rows for file, group in self._groups]
@@ -119,12 +120,23 @@ def _begins(files: Sequence[_ParquetFile]) -> list[int]:
 
 
 def _check_columns(first: _ParquetFile, other: _ParquetFile) -> None:
-    expected, got = (file.metadata.schema.to_arrow_schema().names for file in (first, other))
+    expected, got = _names_of(first), _names_of(other)
     if set(expected) != set(got):
         raise InvalidData(
             f"{other.path}: expected the columns of {first.path.name} ({', '.join(expected)}), got {', '.join(got)}: "
             f"files of one set have the same columns"
         )
+
+
+def _names_of(file: _ParquetFile) -> list[str]:
+    names: list[str] = file.metadata.schema.to_arrow_schema().names
+    return names
+
+
+def _check_names(place: str, names: Sequence[Any]) -> None:
+    """Check that columns have different names: a row has one value by name."""
+    if repeated := sorted({str(name) for name in names if list(names).count(name) > 1}):
+        raise InvalidData(f"{place}: expected columns with different names, got {repeated[0]!r} twice: rename one")
 
 
 @runtime_checkable
@@ -147,6 +159,7 @@ class FrameRows:
     def __init__(self, frame: Frame) -> None:
         with extra("train", "PromptDataset of a data frame"):
             import pyarrow as pa  # noqa: PLC0415 (needs an extra)
+        _check_names(type(frame).__name__, _columns_of(frame))
         try:
             self._table: Any = pa.table(frame)
         except (pa.ArrowException, TypeError) as error:
@@ -162,6 +175,12 @@ class FrameRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return row `index`."""
         return _row(self._table.slice(index, 1), lambda: f"row {index}")
+
+
+def _columns_of(frame: Any) -> Sequence[Any]:
+    """Return the names of the columns of a frame of pandas or polars, or of a Table, which has `column_names`."""
+    names: Sequence[Any] = getattr(frame, "column_names", None) or getattr(frame, "columns", ())
+    return names
 
 
 class FolderRows:

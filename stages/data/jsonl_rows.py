@@ -6,7 +6,9 @@ Blank lines are no rows.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,8 @@ class JsonlRows:
             line = os.pread(file.fileno(), end - begin, begin)
         try:
             row = _decoder.decode(line)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            json.loads(line, object_pairs_hook=_without_repeats, parse_int=str, parse_float=str)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, _KeyTwice) as error:
             raise InvalidData(f"{self._place(begin)}: expected one JSON object in a line, got {error}") from None
         return plain_row(row, lambda: self._place(begin))
 
@@ -70,6 +73,18 @@ class JsonlRows:
         with FileIO(self._path) as file:
             blocks = (file.read(min(BLOCK_BYTES, begin - at)) for at in range(0, begin, BLOCK_BYTES))
             return 1 + sum(block.count(b"\n") for block in blocks)
+
+
+class _KeyTwice(Exception):
+    """An object has a key twice, of which a decoder takes one."""
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Check that each key of an object is there once."""
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        key = next(key for place, key in enumerate(keys) if key in keys[:place])
+        raise _KeyTwice(f"the key {key!r} twice in one object")
 
 
 def _row_begins(file: FileIO) -> NDArray[np.int64]:

@@ -73,6 +73,15 @@ def test_bytes_are_refused_by_their_column(tmp_path: Path, write: Any) -> None:
         PromptDataset(write(tmp_path / "images.parquet", [{"prompt": "?", "image": b"png"}]))()
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.table([["1+1"], [2], [3]], names=["prompt", "answer", "answer"])
+    pq.write_table(table, tmp_path / "data.parquet")
+
+    for source in (tmp_path / "data.parquet", table, table.to_pandas()):
+        with pytest.raises(InvalidData, match="expected columns with different names, got 'answer' twice"):
+            PromptDataset(source)()
+
+
 def test_row_groups_are_kept_up_to_a_number_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock._stages.data.arrow_rows.KEPT_BYTES", 300)
     prompts = PromptDataset(parquet(tmp_path / "rows.parquet", ROWS), shuffle=False)()

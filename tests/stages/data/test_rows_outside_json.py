@@ -113,6 +113,15 @@ async def test_a_line_of_a_file_fails_alone(answer: str, tmp_path: Path) -> None
     assert count == 2
 
 
+@pytest.mark.parametrize("text", ['{"prompt": "a", "prompt": "b"}', '{"prompt": "a", "info": [{"n": 1, "n": 2}]}'])
+def test_a_line_with_a_key_given_twice_is_refused_with_the_key(text: str, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "first"}\n' + text)
+    prompts = PromptDataset(tmp_path / "data.jsonl", shuffle=False)()
+
+    with pytest.raises(InvalidData, match=r"data.jsonl:2: .* got the key '(prompt|n)' twice in one object"):
+        prompts.prompt(1)
+
+
 async def test_a_row_of_parquet_fails_alone(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"prompt": ["a", "b"], "answer": [None, b"png"]}), tmp_path / "rows.parquet")
