@@ -25,6 +25,9 @@ from ..training.attention import Attention
 NAME = "penstock_sdpa"
 """Name of this attention in transformers."""
 
+PROBE = "penstock_probe"
+"""Name of an attention that records what the layers pass to it."""
+
 LARGEST_MASK = 1 << 24
 """Elements of the largest mask of full attention: those of a row of 4096 tokens."""
 
@@ -55,7 +58,8 @@ class Heads(NamedTuple):
 def install(module: Any) -> bool:
     """Replace `sdpa` in `module`, a causal model of transformers; return false if it must use transformers' own masks.
 
-    Those say more in a model with chunks, prefixes, or layers without attention.
+    Those say more in a model with chunks, prefixes, or layers without attention, and in one whose layers do not pass
+    their sliding window.
     """
     config = module.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or KNOWN_LAYERS)
@@ -64,6 +68,8 @@ def install(module: Any) -> bool:
     if not (causal and passes_arguments and layers <= KNOWN_LAYERS):
         return False
     _register()
+    if window_of(module) is not None and not _passes_window(module):
+        return False
     module.set_attn_implementation(NAME)
     return bool(config._attn_implementation == NAME)  # noqa: SLF001 (as above)
 
@@ -75,6 +81,30 @@ def _register() -> None:
 
     AttentionInterface.register(NAME, partial(attention, sdpa_attention_forward))
     AttentionMaskInterface.register(NAME, sdpa_mask)  # for direct calls of the model of transformers
+    AttentionMaskInterface.register(PROBE, sdpa_mask)
+
+
+def _passes_window(module: Any) -> bool:
+    """Return whether a layer of `module` passes its sliding window to its attention. Calls the model with a token."""
+    from transformers import AttentionInterface  # noqa: PLC0415 (takes seconds to import)
+
+    windows = list[int | None]()
+
+    def recorded(_: Any, query: Tensor, __: Tensor, value: Tensor, *___: Any, **options: Any) -> tuple[Tensor, None]:
+        windows.append(options.get("sliding_window"))
+        return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
+
+    AttentionInterface.register(PROBE, recorded)
+    module.set_attn_implementation(PROBE)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)
+    try:
+        with torch.no_grad():
+            module(input_ids=token, position_ids=token, use_cache=False)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # a router may not run without weights
+        return False
+    finally:
+        module.set_attn_implementation("sdpa")
+    return any(window is not None for window in windows)
 
 
 def window_of(module: Any) -> int | None:

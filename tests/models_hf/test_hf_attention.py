@@ -57,6 +57,44 @@ def test_long_rows_have_the_logits_and_gradients_of_transformers(
         torch.testing.assert_close(mine.grad, theirs.grad, atol=2e-6, rtol=0)
 
 
+WINDOWED: dict[str, dict[str, Any]] = {
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "use_sliding_window": True, "max_window_layers": 0, "moe_intermediate_size": 16},
+    "doge": {},
+    "mistral": {},
+    "phi3": {},
+    "starcoder2": {},
+}
+"""Families with a sliding window: layers of the first ones do not pass it, and their masks alone have it."""
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_sliding_window_that_only_a_mask_knows_is_kept(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        family,
+        **WINDOWED[family],
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=4,
+        pad_token_id=0,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = HFModel.from_pretrained(tmp_path)
+    sequences = [torch.arange(1, n) * 7 % 64 for n in (30, 12)]
+    tokens, positions, attend = packed_rows(sequences)
+
+    logits = model(tokens, positions=positions, attend=attend)[0]
+
+    expected = torch.cat([logits_of_transformers(tmp_path, each) for each in sequences])
+    torch.testing.assert_close(logits, expected, atol=2e-6, rtol=0)
+
+
 @pytest.mark.usefixtures("largest_mask", "one_thread")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma 3"])
 @torch.inference_mode()
