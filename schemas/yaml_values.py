@@ -155,6 +155,7 @@ class _Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 raise InvalidConfig(f"{self._root}: expected text as a key, got a list or a mapping in line {line}")
+            self._text(key)
             if key.value in lines:
                 raise InvalidConfig(
                     f"{self._root}: expected each key once, got {key.value!r} in line {lines[key.value]} and in line "
@@ -162,6 +163,15 @@ class _Loader(yaml.SafeLoader):
                 )
             lines[key.value] = line
         return node
+
+    def _text(self, node: yaml.ScalarNode) -> str:
+        text: str = node.value
+        if "\0" in text or not _is_unicode(text):  # by an escape within quotes
+            raise InvalidConfig(
+                f"{self._root}: expected text that UTF-8 can hold, without NUL, got {text!r} in line "
+                f"{node.start_mark.line + 1}"
+            )
+        return text
 
     def value(self, node: yaml.Node, types: Types) -> Any:
         """Return the value of a node in a field of `types`."""
@@ -174,7 +184,7 @@ class _Loader(yaml.SafeLoader):
         if node.tag == PLAIN:
             return plain_value(node.value, (*types, NoneType))
         if node.tag == TEXT and isinstance(node, yaml.ScalarNode):
-            return node.value
+            return self._text(node)
         if node.tag == LIST and isinstance(node, yaml.SequenceNode):
             return [self.value(item, types_of_item(types, index)) for index, item in enumerate(node.value)]
         if node.tag == MAPPING and isinstance(node, yaml.MappingNode):

@@ -5,6 +5,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021). 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,11 @@ def insert(module: nn.Module, lora: LoRA) -> None:
     ends = _tied_ends(module)
     try:
         peft.inject_adapter_in_model(config, module, adapter_name=ADAPTER)
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise InvalidConfig(f"LoRA.targets: expected names of layers, got {lora.targets!r}: {error}") from None
+    except (TypeError, RuntimeError) as error:  # of torch: a size beyond 64 bits, or beyond the memory
+        said = str(error).partition("\n")[0]
+        raise InvalidConfig(f"LoRA.rank: expected adapters that fit, got rank {lora.rank}: {said}") from None
     if adapted := [name for name, _ in _adapted(module) if name in ends]:
         raise InvalidConfig(
             f"LoRA.targets: expected layers that share no weights, got {adapted[0]}, whose weights are those of "
