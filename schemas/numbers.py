@@ -17,6 +17,9 @@ from msgspec import Struct, structs
 
 from .errors import InvalidConfig
 
+LARGEST = 2**63 - 1
+"""The largest count: numpy, torch and messages between processes hold 64 bits."""
+
 
 def whole_number(name: str, value: object, *, least: int = 1) -> int:
     """Return a count as an `int`.
@@ -26,7 +29,7 @@ def whole_number(name: str, value: object, *, least: int = 1) -> int:
     penstock.errors.InvalidConfig: capacity: expected a whole number of at least 1, got 2.5
 
     Raises:
-        InvalidConfig: it is no integer, or below `least`. A bool is no count.
+        InvalidConfig: it is no integer, below `least`, or beyond 64 bits. A bool is no count.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -34,6 +37,8 @@ def whole_number(name: str, value: object, *, least: int = 1) -> int:
         number = least - 1
     if isinstance(value, bool) or number < least:
         raise InvalidConfig(f"{name}: expected a whole number of at least {least}, got {value!r}")
+    if number > LARGEST:
+        raise InvalidConfig(f"{name}: expected a whole number below 2**63, got {value!r}")
     return number
 
 

@@ -91,9 +91,11 @@ async def open_user(
 
 def raised_text(error: BaseException) -> str:
     """Return the type and the text of an exception of a user's function: `ValueError: no such file`."""
-    if isinstance(error, UserCodeExited):
-        return str(error)
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    try:
+        said = str(error)
+    except Exception as raised:  # noqa: BLE001 (the user's class makes the text)
+        said = f"its text cannot be made ({type(raised).__name__})"
+    return said if isinstance(error, UserCodeExited) else f"{type(error).__name__}: {said}".rstrip(": ")
 
 
 def _exited(error: BaseException) -> UserCodeExited:

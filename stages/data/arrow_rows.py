@@ -179,8 +179,8 @@ class FrameRows:
 
 def _columns_of(frame: Any) -> Sequence[Any]:
     """Return the names of the columns of a frame of pandas or polars, or of a Table, which has `column_names`."""
-    names: Sequence[Any] = getattr(frame, "column_names", None) or getattr(frame, "columns", ())
-    return names
+    names = getattr(frame, "column_names", None)
+    return getattr(frame, "columns", ()) if names is None else names
 
 
 class FolderRows:

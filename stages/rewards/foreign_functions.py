@@ -11,11 +11,13 @@ import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..._pipeline.errors import MissingColumn
 from ..._schemas.config import nearest
+from .returned_values import listed
 from .reward_functions import RewardFunction, Verdict, name_of
 from .reward_input import RewardInput
 
@@ -130,17 +132,10 @@ async def _awaited(returned: Awaitable[Any], metrics: Mapping[str, list[float]])
 
 def _with_metrics(returned: Any, metrics: Mapping[str, list[float]]) -> Sequence[Verdict]:
     """Return the values, the first one with the metrics that the function logged."""
-    values: list[Any] = [
-        None if isinstance(value, float) and math.isnan(value) else value for value in _listed(returned)
-    ]
+    values: list[Any] = [None if isinstance(value, Real) and math.isnan(value) else value for value in listed(returned)]
     if metrics and values:
         values[0] = {"score": values[0]} | {name: sum(logged) / len(logged) for name, logged in metrics.items()}
     return values
-
-
-def _listed(returned: Any) -> list[Any]:
-    """Return a list, a tuple, an array of numpy or a tensor as a list."""
-    return list(returned.tolist() if hasattr(returned, "tolist") else returned)
 
 
 # -- verl --------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ..._pipeline.graph.context import current
 from ..._pipeline.util.repeated_errors import RepeatedErrors
 from ..._pipeline.util.user_code import await_user, raised_text
 from ..threads import Threads
+from .returned_values import listed
 from .reward_functions import RewardComponent
 from .reward_input import RewardInput
 
@@ -156,7 +157,7 @@ class Calls:
             RewardFunctionFailed: it is the last of too many in a row.
         """
         name = self._component.name
-        self._errors.record(error, function=name, trajectory=judged.trajectory.id, error=repr(error))
+        self._errors.record(error, function=name, trajectory=judged.trajectory.id, error=raised_text(error))
         current().metrics.total(f"rewards/{name}/failed")
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= FAILURE_LIMIT:
@@ -171,10 +172,10 @@ def _values_of_group(returned: Any, count: int) -> list[Any]:
     """Return the values of all completions of a group.
 
     Raises:
-        TypeError: it is no sequence.
+        TypeError: it has no values in an order.
         ValueError: it has another length.
     """
-    values = returned.tolist() if isinstance(returned, np.ndarray) else list(returned)
+    values = listed(returned)
     if len(values) != count:
         raise ValueError(f"expected {count} values, one for each completion, got {len(values)}")
     return values

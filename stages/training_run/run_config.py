@@ -21,6 +21,7 @@ import msgspec
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.placement import ABSENCE_TIMEOUT_S, JOIN_URL, PLACEMENT_TIMEOUT_S, Strategy
 from ..._schemas.config import Config, counterpart_of_value, nearest
+from ..._schemas.numbers import LARGEST
 from ..advantages.formulas import Mode
 from ..advantages.presets import Library
 from ..engines.sampling_params import SamplingParams
@@ -28,8 +29,8 @@ from ..models.lora_config import LoRA
 from ..rewards.reward_shaping import RewardConfig
 from .other_names import OTHER_NAMES
 
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 BelowOne: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
@@ -161,7 +162,7 @@ class AlgorithmConfig(Config, frozen=True):
     reference: ReferenceConfig = ReferenceConfig()
     entropy: NotNegative = 0.0
     """Weight of an entropy bonus."""
-    group_size: Annotated[int, msgspec.Meta(ge=2)] = 8
+    group_size: Annotated[int, msgspec.Meta(ge=2, le=LARGEST)] = 8
     """Completions of a prompt."""
     prompts: Count = 32
     """Prompts in a step."""

@@ -72,7 +72,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", WINDOWED)
 def test_a_sliding_window_that_only_a_mask_knows_is_kept(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
+    config: Any = transformers.AutoConfig.for_model(
         family,
         **WINDOWED[family],
         vocab_size=64,
@@ -84,7 +84,8 @@ def test_a_sliding_window_that_only_a_mask_knows_is_kept(family: str, tmp_path: 
         sliding_window=4,
         pad_token_id=0,
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    made: Any = transformers.AutoModelForCausalLM
+    made.from_config(config).save_pretrained(tmp_path)
     model = HFModel.from_pretrained(tmp_path)
     sequences = [torch.arange(1, n) * 7 % 64 for n in (30, 12)]
     tokens, positions, attend = packed_rows(sequences)

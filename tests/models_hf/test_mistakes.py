@@ -52,6 +52,12 @@ def wants_arguments(config, more): return None
 def prepare(config): raise RuntimeError("no network")
 number = 3
 class Class: pass
+def a_set(completions, **columns): return {float(len(c)) for c in completions}
+def by_place(completions, **columns): return {place: 1.0 for place, c in enumerate(completions)}
+def a_text(completions, **columns): return "10"
+class Mute(Exception):
+    def __str__(self): raise KeyError
+def mute(completions, **columns): raise Mute
 """
 
 MODULES = {
@@ -152,7 +158,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("model.lora={alpha: 0}", "alpha: expected"),
     ("model.lora={dropout: 1}", "dropout: expected"),
     ("model.lora={targets: '['}", "targets: expected names of layers, got '[': unterminated character set"),
-    (f"model.lora={{rank: {10**30}}}", "rank: expected adapters that fit, got rank 1000000000000000000000000000000: "),
+    (f"model.lora={{rank: {10**30}}}", "LoRA.rank: expected a whole number below 2**63"),
     ("model.lora={rank: 100000000000}", "rank: expected adapters that fit, got rank 100000000000: "),
     ('data.system="\\ud800"', "data.system: expected text that UTF-8 can hold, without NUL, got '\\ud800' in line 1"),
     ('model="\\ud800"', "model: expected text that UTF-8 can hold"),
@@ -174,6 +180,9 @@ MISTAKES: list[tuple[str, str]] = [
     ("prepare=rewards", "at `$.prepare`"),
     ("evaluation={every: 0}", "at `$.evaluation.every`"),
     ("evaluation={answer: 'rewards:no'}", "config: evaluation.answer: expected a name in rewards"),
+    (f"seed={10**30}", "at `$.seed`"),
+    (f"sampling.max_completion_tokens={10**30}", "max_completion_tokens: expected a whole number below 2**63"),
+    (f"algorithm.prompts={10**30}", "at `$.algorithm.prompts`"),
     ("seed=-1", "at `$.seed`"),
     ("seed", "expected key=value"),
     # data
@@ -227,6 +236,10 @@ MISTAKES: list[tuple[str, str]] = [
     (function("rewards:not_finite"), "expected a finite number, got inf"),
     (function("rewards:lists"), "reward.functions[0]: expected lists to return a number"),
     (function("rewards:mapping"), "expected a number or a mapping with a"),
+    (function("rewards:a_set"), "expected a list with a value for each completion, got set"),
+    (function("rewards:by_place"), "expected a list with a value for each completion, got dict"),
+    (function("rewards:a_text"), "expected a list with a value for each completion, got str"),
+    (function("rewards:mute"), "Mute: its text cannot be made (KeyError)"),
     (function("rewards:positional"), "expected the data to have a column 'a'"),
     (function("rewards:slow", reward_timeout_s=0.1), "expected a value within 0.1 s, got none"),
     (function("rewards:exits"), "SystemExit: 3 (rewards.py, line 22)"),
