@@ -7,6 +7,7 @@
 #   make test-prime-rl PRIME_RL=../prime-rl   prime-rl's loader and loss, whose checkout is there; installs 0.2 GB first
 #   make test-roll ROLL=../roll   ROLL's pipeline on a CPU, whose checkout is there; installs 0.3 GB first
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
+#   make test-atropos-verl ATROPOS=../atropos   an environment of Atropos into verl's loss, by one command
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
 #   make test-ray        stages on clusters of Ray on this machine; installs Ray first (100 MB)
@@ -42,7 +43,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-trackers test-atropos test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-plugins check docs chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-trackers test-atropos test-atropos-verl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-plugins check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -155,8 +156,14 @@ $(WITH_ATROPOS)/ready: scripts/make_atropos_venv.sh scripts/atropos/requirements
 	scripts/make_atropos_venv.sh $(WITH_ATROPOS)
 	touch $@
 
+# Each framework keeps its own packages: the launcher gives each program an interpreter or a path of its own.
+test-atropos-verl: $(READY) $(VERL)/ready
+	scripts/check_checkout.sh test-atropos-verl ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
+	$(MAKE) $(WITH_ATROPOS)/ready
+	ATROPOS="$(ATROPOS)" $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/atropos_verl_real/against_*.py
+
 # Every week too, each in a job of its own: .github/workflows/plugins.yml.
-PLUGINS := test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos
+PLUGINS := test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl
 
 test-plugins:
 	$(MAKE) --keep-going --jobs=1 $(PLUGINS)

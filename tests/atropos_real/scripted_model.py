@@ -1,4 +1,4 @@
-"""A model server with a script in place of a model: `python -m tests.atropos_real.scripted_model <tokenizer>`.
+"""A model server with a script in place of a model: `python -m tests.atropos_real.scripted_model <tokenizer> [port]`.
 
 It speaks what environments of Atropos ask for: OpenAI's completions and chat completions, and `/generate` as
 example_trainer/vllm_api_server.py has it, prompt log-probabilities included. Every other answer is right, and no two
@@ -143,7 +143,7 @@ def completion(kind: str, asked: dict[str, Any], choices: list[dict[str, Any]]) 
     return JSONResponse({"id": "1", "object": kind, "created": 0, "model": asked["model"], "choices": numbered})
 
 
-def main(tokenizer: str) -> None:
+def main(tokenizer: str, port: str = "0") -> None:
     """Serve on loopback, until the process is ended."""
     model = Model(AutoTokenizer.from_pretrained(tokenizer))
     routes = [
@@ -152,11 +152,11 @@ def main(tokenizer: str) -> None:
         Route("/generate", model.generate, methods=["POST"]),
         Route("/health", model.health),
     ]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", int(port))) as listener:
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)  # noqa: T201 (its caller reads it)
         config = uvicorn.Config(Starlette(routes=routes), log_level="warning")
         uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
