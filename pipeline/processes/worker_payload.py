@@ -18,12 +18,17 @@ from ..channels.shared_memory import scratch
 from ..util.pickling import needs_main, pickled
 
 
-def write_payload(value: object) -> int:
-    """Return the descriptor of a new payload. Blocks."""
+def write_payload(value: object, *, prepared: bool = True) -> int:
+    """Return the descriptor of a new payload. Blocks.
+
+    Args:
+        value: what the child gets.
+        prepared: False for another interpreter, which keeps its module path and imports no script.
+    """
     content = pickled(value)
     payload = scratch("payload")
     with open(payload, "wb", closefd=False) as file:
-        file.write(pickle.dumps(_preparation(with_main=needs_main(content))))
+        file.write(pickle.dumps(_preparation(with_main=needs_main(content)) if prepared else {}))
         file.write(content)
     return payload
 

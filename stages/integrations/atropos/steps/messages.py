@@ -114,6 +114,7 @@ class EnvConfig(msgspec.Struct, frozen=True):
     group_size: int
     turn_timeout_s: float
     setup_timeout_s: float
+    python: str | None = None
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from ....._pipeline.errors import MissingExtra, PenstockError
+from ....._pipeline.errors import InvalidConfig, MissingExtra, PenstockError
+from ....._pipeline.processes.interpreter import check_interpreter, command_of, environment_of
 from ....._pipeline.processes.subreaper_process import SubreaperProcess, describe_end, start_subreaper
 from ....._pipeline.processes.worker_payload import interpreter_command, write_payload
 from ....._schemas.numbers import finite_number, whole_number
@@ -67,6 +68,11 @@ class AtroposEnvironment:
         group_size: number of step-wise environments, reset with one seed, that play one call of `collect_trajectories`.
         turn_timeout_s: bound on the time that the environment works between two model calls.
         setup_timeout_s: bound on the time to import, make and set it up: it may load a data set.
+        python: the interpreter of the process, such as .venv-atropos/bin/python, which has penstock and atroposlib;
+            by default that of the worker. It imports the environment itself, so `where` is text.
+
+    Raises:
+        InvalidConfig: a number that can never work, or `python` with an object.
     """
 
     def __init__(
@@ -77,13 +83,20 @@ class AtroposEnvironment:
         group_size: int = 1,
         turn_timeout_s: float = 60.0,
         setup_timeout_s: float = 600.0,
+        python: str | os.PathLike[str] | None = None,
     ) -> None:
+        if python is not None and not isinstance(where, str):
+            raise InvalidConfig(
+                f"AtroposEnvironment: expected package.module:Class or folder/file.py:Class with python={python}, "
+                f"whose process imports the environment itself, got {where!r}"
+            )
         self._config = EnvConfig(
             where,
             config or {},
             whole_number("group_size", group_size),
             finite_number("turn_timeout_s", turn_timeout_s),
             finite_number("setup_timeout_s", setup_timeout_s),
+            None if python is None else os.fspath(python),
         )
         self.__name__: str = (
             where.rpartition(":")[2] if isinstance(where, str) else getattr(where, "__name__", "atropos")
@@ -107,7 +120,7 @@ class AtroposEnvironment:
 
         Raises:
             InvalidConfig: there is no such environment.
-            MissingExtra: atroposlib is not installed.
+            MissingExtra: atroposlib is not installed, or `python` has not this penstock.
             EnvironmentRaised: the environment raised when it was imported, made or set up.
             EnvironmentTimedOut: that took too long.
             EnvironmentDied: its process ended.
@@ -330,11 +343,17 @@ class EnvProcess:
 
     def _spawn(self) -> tuple[socket.socket, SubreaperProcess]:
         """Start the process, and return a channel to it. Blocks."""
-        payload = write_payload(self._config)
+        python = self._config.python
+        if python is not None:
+            check_interpreter(python, self._config.setup_timeout_s)
+        payload = write_payload(self._config, prepared=python is None)
         ours, theirs = socket.socketpair()
-        child = interpreter_command("penstock._stages.integrations.atropos.steps.child", f"{payload} {theirs.fileno()}")
+        command = interpreter_command if python is None else partial(command_of, python)
+        child = command("penstock._stages.integrations.atropos.steps.child", f"{payload} {theirs.fileno()}")
+        environment = None if python is None else environment_of()
+        inherited = (payload, theirs.fileno())
         try:
-            return ours, start_subreaper(child, KILL_AFTER_S, pass_fds=(payload, theirs.fileno()))
+            return ours, start_subreaper(child, KILL_AFTER_S, pass_fds=inherited, environment=environment)
         except BaseException:
             ours.close()
             raise
