@@ -43,6 +43,10 @@ class EnvironmentFailed(PenstockError):
     """An environment raised, or returned an invalid value; `__cause__` is the original exception."""
 
 
+class RolloutFiltered(PenstockError):
+    """An environment gives a rollout no reward, because it is not to be trained; it is counted as filtered."""
+
+
 class PromptRejected(Exception):
     """A prompt may not be sampled; the message has the reason."""
 

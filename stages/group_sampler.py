@@ -24,7 +24,7 @@ from .._pipeline.util.user_code import await_user
 from .._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from .engines.policies import Completion, Engine
 from .engines.sampling_params import SamplingParams
-from .environments import EnvironmentFailed, PromptRejected, RolloutFn, RolloutResult, TaskFn, checked
+from .environments import EnvironmentFailed, PromptRejected, RolloutFiltered, RolloutFn, RolloutResult, TaskFn, checked
 from .rollout_columns import columns_of, sampled_anything, tokens_of
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ class GroupSampler:
                     generate = partial(self._generate, trajectory)
                     rollouts[trajectory.repetition_id] = checked(await rollout(trajectory.repetition_id, generate))
                 except EnvironmentFailed as error:
-                    self._drop([trajectory], "failed", error)
+                    left_out = isinstance(error.__cause__, RolloutFiltered)
+                    self._drop([trajectory], "filtered" if left_out else "failed", error)
         if timeout.cancelled_caught:
             self._drop([trajectory], "failed", self._timed_out)
         elif trajectory.repetition_id in rollouts and not sampled_anything(rollouts[trajectory.repetition_id]):

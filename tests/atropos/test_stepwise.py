@@ -354,7 +354,7 @@ def troubled() -> Iterator[AtroposEnvironment]:
         ("fail", EnvironmentRaised, "ZeroDivisionError: division"),
         ("exit", EnvironmentRaised, "the environment exited, with 3"),
         ("drop", NotScored, "expected the environment to score this episode, got no score"),
-        ("infinite", NotScored, "expected a finite score, got inf"),
+        ("infinite", EnvironmentRaised, "expected a finite score, got inf"),
         ("nonsense", EnvironmentRaised, "expected scored data, a list of them or None, got str"),
         ("logprobs", ModelCallRefused, "got get_logprobs"),
         ("many", ModelCallRefused, "got n=2: is group_size, 1, what"),
@@ -535,6 +535,15 @@ async def test_a_source_plays_it_in_a_worker_too() -> None:
     assert [group.env for group in groups] == ["Group"] * 2
     assert [sorted(group.rewards.tolist()) for group in groups] == [[0.0, 0.0, 0.0, 1.0]] * 2
     assert groups[0].behavior_logprobs is not None
+
+
+async def test_rollouts_of_a_group_that_the_environment_drops_are_filtered() -> None:
+    groups = await sampled_groups(AtroposEnvironment(f"{FILE}:Group", group_size=4), lambda _: "1")
+
+    assert groups == []
+    ended = groups.ledger.balance()
+    assert ended.ended["filtered"] == ended.admitted == 8
+    assert "expected the environment to score this episode, got no score" in next(iter(ended.reasons["filtered"]))
 
 
 async def test_rollouts_whose_model_call_is_refused_fail_with_the_reason(troubled: AtroposEnvironment) -> None:

@@ -23,7 +23,16 @@ from ....._pipeline.errors import PenstockError
 from ....._schemas import StopReason
 from ....engines.pretrained_tokenizer import end_texts_of
 from ..contract import BY_TOKEN, UNTRAINED
-from .messages import Action, EnvironmentTimedOut, Failure, GroupIncomplete, ModelCallRefused, NotScored, StepResult
+from .messages import (
+    Action,
+    EnvironmentRaised,
+    EnvironmentTimedOut,
+    Failure,
+    GroupIncomplete,
+    ModelCallRefused,
+    NotScored,
+    StepResult,
+)
 
 SIMILAR = 0.5
 """Share of a conversation's prompt that a later prompt has to begin with in order to count as its continuation."""
@@ -300,7 +309,8 @@ def reward_of(row: Mapping[str, Any] | None) -> float:
     """Return the score of a row.
 
     Raises:
-        NotScored: there is none, or it is no finite number.
+        NotScored: there is none.
+        EnvironmentRaised: it is no finite number.
     """
     if row is None:
         raise NotScored(
@@ -309,7 +319,7 @@ def reward_of(row: Mapping[str, Any] | None) -> float:
         )
     score = float(row["scores"])
     if not math.isfinite(score):
-        raise NotScored(f"expected a finite score, got {score}")
+        raise EnvironmentRaised(f"expected a finite score, got {score}")
     return score
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ....._pipeline.errors import InvalidConfig, MissingExtra, PenstockError
 from ....._schemas import InvalidRecord, StopReason
+from ....environments import RolloutFiltered
 
 LENGTH_BYTES = 4
 
@@ -44,7 +45,7 @@ class NoMoreItems(PenstockError):
     """An environment has no next item."""
 
 
-class NotScored(PenstockError):
+class NotScored(RolloutFiltered):
     """An environment gave an episode no score: environments drop groups that give no gradient."""
 
 
@@ -70,6 +71,7 @@ KNOWN_ERRORS: dict[str, type[PenstockError]] = {
     for kind in [
         InvalidConfig,
         MissingExtra,
+        NotScored,
         *(error for error in PenstockError.__subclasses__() if error.__module__ == __name__),
     ]
 }
