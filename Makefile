@@ -8,6 +8,7 @@
 #   make test-roll ROLL=../roll   ROLL's pipeline on a CPU, whose checkout is there; installs 0.3 GB first
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make test-atropos-verl ATROPOS=../atropos   an environment of Atropos into verl's loss, by one command
+#   make test-atropos-roll ATROPOS=../atropos ROLL=../roll   environments of Atropos, trained by ROLL's pipeline on a CPU
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
 #   make test-ray        stages on clusters of Ray on this machine; installs Ray first (100 MB)
@@ -43,7 +44,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-trackers test-atropos test-atropos-verl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-plugins check docs chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-trackers test-atropos test-atropos-verl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -162,8 +163,17 @@ test-atropos-verl: $(READY) $(VERL)/ready
 	$(MAKE) $(WITH_ATROPOS)/ready
 	ATROPOS="$(ATROPOS)" $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/atropos_verl_real/against_*.py
 
+# The environments of Atropos run in its interpreter, with its packages; ROLL in that of .venv.
+test-atropos-roll: $(READY)
+	scripts/check_checkout.sh test-atropos-roll ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
+	scripts/check_checkout.sh test-atropos-roll ROLL https://github.com/alibaba/ROLL $(COMMIT_OF_ROLL) "$(ROLL)"
+	$(MAKE) $(WITH_ROLL)/ready $(WITH_ATROPOS)/ready
+	ln -sfn $(abspath $(ROLL))/roll $(WITH_ROLL)/roll
+	ATROPOS="$(abspath $(ATROPOS))" ATROPOS_PYTHON=$(CURDIR)/$(WITH_ATROPOS)/bin/python PYTHONPATH=$(CURDIR)/$(WITH_ROLL) \
+		$(BIN)/python -m pytest -W default -o faulthandler_timeout=0 tests/atropos_roll_real/against_atropos_roll.py
+
 # Every week too, each in a job of its own: .github/workflows/plugins.yml.
-PLUGINS := test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl
+PLUGINS := test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll
 
 test-plugins:
 	$(MAKE) --keep-going --jobs=1 $(PLUGINS)

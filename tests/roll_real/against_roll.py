@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from tests.failsafe import FAILSAFE_S
 from tests.roll.contract import CONTRACT
 from tests.roll_real.configuration import BATCH, GROUPS, LENGTH, config_of
 from tests.roll_real.given import given
+from tests.roll_real.pipelines import FLOW, PIPELINE_S, errors_of, logged, pipeline_of, run_pipeline
 from tests.trl_real.letters import GROUP
 
 from penstock import TrajectoryGroup
@@ -29,13 +29,9 @@ from penstock.errors import InvalidPipeline, MissingInterface
 from penstock.integrations.roll import FlowEnvManager
 
 ROOT = Path(__file__).parent.parent.parent
-FLOW = {"env_manager_cls": "penstock.integrations.roll.FlowEnvManager"}
 GIVEN = {**FLOW, "flow": "tests.roll_real.given:flow"}
 LATER = {**GIVEN, "env_config": {"version": 9}}
 """The same groups, sampled by the weights of a later step than any test reaches: of any age that ROLL takes."""
-
-PIPELINE_S = 1200.0
-"""Bound on a run of ROLL's pipeline."""
 
 ray: Any = import_module("ray")
 
@@ -340,26 +336,6 @@ def test_rolls_pipeline_trains_a_flow_and_its_reward_rises(model: Path, tmp_path
     assert len(CommittedPrompts.of_state(saved["committed"])) == steps * BATCH // GROUP
 
 
-def pipeline_of(model: Path, output: Path, **options: Any) -> subprocess.Popen[bytes]:
-    """Start ROLL's pipeline in a process of its own."""
-    arguments = json.dumps({"model": str(model), "output": str(output), **options})
-    errors = (output / "errors.txt").open("wb")
-    return subprocess.Popen([sys.executable, "-m", "tests.roll_real.piped", arguments], cwd=output, stderr=errors)
-
-
-def logged(output: Path) -> list[dict[str, Any]]:
-    """Return what a pipeline has logged so far, a value for each step."""
-    path = output / "logged.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
-def run_pipeline(model: Path, output: Path, **options: Any) -> list[dict[str, Any]]:
-    """Run ROLL's pipeline to its end, and return what it logged."""
-    process = pipeline_of(model, output, **options)
-    assert process.wait(PIPELINE_S) == 0, (output / "errors.txt").read_text()[-4000:]
-    return logged(output)
-
-
 SHAPED = {
     "env_manager_cls": "penstock.integrations.roll.ShapedEnvManager",
     "env_config": {"env": "tests.roll_real.flows:Letters"},
@@ -406,7 +382,7 @@ def test_if_rolls_worker_is_killed_its_step_fails_and_nothing_of_the_flow_is_lef
     pipeline = pipeline_of(model, tmp_path, tag=tag)
     while not logged(tmp_path):
         with suppress(subprocess.TimeoutExpired):
-            assert pipeline.wait(0.1) is None, (tmp_path / "errors.txt").read_text()[-4000:]
+            assert pipeline.wait(0.1) is None, errors_of(tmp_path)
     processes = psutil.Process(pipeline.pid).children(recursive=True)
     (worker,) = [each for each in processes if "ray::EnvironmentWorker" in " ".join(each.cmdline()) and each.children()]
     samplers = worker.children(recursive=True)

@@ -16,15 +16,24 @@ BATCH = 16
 
 LENGTH = 24
 
+ON_A_CPU = {"worker_cls": "tests.roll_real.on_a_cpu.EnvWorker", "llm_proxy": {"proxy_type": "router_on_a_cpu"}}
+
 
 def config_of(
-    model: Path, output: Path, *, tag: dict[str, Any], environments: dict[str, Any] | None = None, **changes: Any
+    model: Path,
+    output: Path,
+    *,
+    tag: dict[str, Any],
+    environments: dict[str, Any] | None = None,
+    completion: int = COMPLETION,
+    infer: str = "tests.roll_real.on_a_cpu.InferWorker",
+    **changes: Any,
 ) -> Any:
     """Return an `AgenticConfig` for `model`, made of plain values as ROLL makes it of its YAML."""
     config_class = import_module("roll.pipeline.agentic.agentic_config").AgenticConfig
     groups = {"tags": ["letters"], "num_env_groups": GROUPS, "num_groups_partition": [GROUPS], "group_size": GROUP}
-    trained = {**groups, "llm_proxy": {"proxy_type": "router_on_a_cpu"}, **(environments or {})}
-    sampling = {"max_new_tokens": COMPLETION, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "num_return_sequences": 1}
+    trained = {**groups, **ON_A_CPU, **(environments or {})}
+    sampling = {"max_new_tokens": completion, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "num_return_sequences": 1}
     values = {
         "exp_name": "letters",
         "seed": 3,
@@ -55,7 +64,7 @@ def config_of(
             "model_args": {"model_name_or_path": str(model)},
             "strategy_args": {"strategy_name": "vllm", "strategy_config": {}},
             "world_size": 1,
-            "worker_cls": "tests.roll_real.on_a_cpu.InferWorker",
+            "worker_cls": infer,
         },
         "actor_train": {
             "world_size": 1,
@@ -69,7 +78,7 @@ def config_of(
         },
         "train_env_manager": trained,
         "val_env_manager": groups,
-        "custom_envs": {"letters": {"env_type": "penstock", "max_steps": 1, "max_tokens_per_step": COMPLETION, **tag}},
+        "custom_envs": {"letters": {"env_type": "penstock", "max_steps": 1, "max_tokens_per_step": completion, **tag}},
         **changes,
     }
     config = import_module("dacite").from_dict(data_class=config_class, data=values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import tests.roll_real.on_a_cpu  # noqa: F401 (registers the proxy)
 from tests.roll_real.given import Given
 from tests.trl_real.letters import COMPLETION, Prompts
 

@@ -28,6 +28,7 @@ TrainStrategy: Any = import_module("roll.distributed.strategy.strategy").TrainSt
 ActorWorker: Any = import_module("roll.pipeline.agentic.agentic_actor_worker").ActorWorker
 AgenticPipeline: Any = import_module("roll.pipeline.agentic.agentic_pipeline").AgenticPipeline
 register_llm_proxy: Any = import_module("roll.pipeline.agentic.llm_proxy.base_llm_proxy").register_llm_proxy
+EnvironmentWorker: Any = import_module("roll.pipeline.agentic.environment_worker").EnvironmentWorker
 PolicyProxy: Any = import_module("roll.pipeline.agentic.llm_proxy.policy_proxy").PolicyProxy
 current_platform: Any = import_module("roll.platforms").current_platform
 
@@ -163,6 +164,10 @@ class CpuProxy(PolicyProxy):
         client: Any = vars(self)["router_client"]
         meta = {name: getattr(client, name) for name in ("strategy_name", "eos_token_id", "pad_token_id")}
         self.router_client: Any = Client(client.proxy, meta)
+
+
+class EnvWorker(EnvironmentWorker):
+    """ROLL's worker of environments, in a process that knows that proxy."""
 
 
 class Updates:

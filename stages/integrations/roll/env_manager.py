@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ...._pipeline.errors import InvalidPipeline
-from ...._pipeline.util.named_objects import import_object
 from ...reward_bridge import RewardBridge
 from ..flow_thread.flow_run import Groups
+from .atropos_flow import flow_function
 from .data_proto import data_proto
 from .episodes import Episode
 from .group_queue import GroupQueue, Put, held_episodes
@@ -47,7 +47,8 @@ class FlowEnvManager:
         reward: {clip: [-1, 1]}
         resources: {num_cpus: 4}
 
-    `reward` and `resources` may be absent.
+    `reward` and `resources` may be absent. An environment of Atropos, `atropos: module:Class`, may be there in place of
+    `flow`, with its interpreter, `python`.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class FlowEnvManager:
 
         Raises:
             InvalidPipeline: ROLL is configured in a way that a flow does not support.
-            InvalidConfig: `flow` names nothing, `reward` does not fit, or the node has less than `resources`.
+            InvalidConfig: `flow` names nothing, or `atropos` is there too; `reward` does not fit; or the node has less
+                than `resources`.
         """
         self._check(worker_config, pipeline_config, env_config, mode)
         self._worker_config = worker_config
@@ -119,7 +121,8 @@ class FlowEnvManager:
         ratio = config.async_generation_ratio
         groups = worker.num_groups_partition[list(worker.tags).index(tag)]
         fixed = ratio == int(ratio) and config.rollout_batch_size > 0
-        resources, root = plain(env.get("resources", {})), f"custom_envs.{tag}.resources"
+        root = f"custom_envs.{tag}"
+        resources = plain(env.get("resources", {}))
         policy = RouterPolicy(
             proxy=_LazyProxy(generate_scheduler, worker.llm_proxy, tokenizer),
             generation=generation,
@@ -137,11 +140,11 @@ class FlowEnvManager:
             max_lag=int(ratio),
             step_groups=groups * worker.max_traj_per_env if fixed else None,
             options=plain(env.get("config", {})),
-            cpus=int(amount_of(resources, "CPU", root)),
-            gpus=int(amount_of(resources, "GPU", root)),
+            cpus=int(amount_of(resources, "CPU", f"{root}.resources")),
+            gpus=int(amount_of(resources, "GPU", f"{root}.resources")),
         )
-        check_fit(resources, _node(), root)
-        function = import_object(env["flow"], f"custom_envs.{tag}.flow")
+        check_fit(resources, _node(), f"{root}.resources")
+        function = flow_function(env, root)
         reward = env.get("reward")
         bridge = None if reward is None else RewardBridge.from_config(plain(reward), tokenizer=job.tokenizer)
 

@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from ...._pipeline.errors import InvalidConfig
 from ...engines.pretrained_tokenizer import PretrainedTokenizer, end_texts_of
 from ...reward_bridge import RewardBridge
 from .gem_environment import GemEnvironment, register
@@ -31,8 +32,14 @@ def ShapedEnvManager(**arguments: Any) -> Any:  # noqa: N802 (named where ROLL n
         arguments: those of ROLL's.
 
     Raises:
-        InvalidConfig: `reward` does not fit.
+        InvalidConfig: `reward` does not fit, or `atropos` is there.
     """
+    if arguments["env_config"].get("atropos") is not None:
+        raise InvalidConfig(
+            f"custom_envs.{arguments['env_config'].get('tag')}.env_manager_cls: expected "
+            f"penstock.integrations.roll.FlowEnvManager with atropos, because Atropos scores whole groups, got "
+            f"ShapedEnvManager"
+        )
     register()
     return _shaped_class()(**arguments)
 
