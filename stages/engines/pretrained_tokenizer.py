@@ -28,6 +28,9 @@ FILES = (
 have some of them."""
 
 
+TEMPLATES = "additional_chat_templates"
+"""The folder with templates by name, such as `tool_use`, beside `chat_template.jinja`."""
+
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Names that transformers gives to special tokens."""
 
@@ -58,7 +61,7 @@ class PretrainedTokenizer:
             raise InvalidConfig(f"expected the folder of a model at {folder}, got {absent(Path(folder))}")
         self.revision: str | None = path.name if path.parent.name == "snapshots" else None
         """The commit, if the folder is in the cache of Hugging Face's hub."""
-        verify_if_listed(path, lambda name: name in FILES)
+        verify_if_listed(path, lambda name: name in FILES or name.startswith(TEMPLATES))
         self._tokenizer = _loaded(path / "tokenizer.json")
         config, legacy = _config(path / "tokenizer_config.json"), _config(path / "special_tokens_map.json")
         config = _merged(config, legacy)
@@ -66,9 +69,9 @@ class PretrainedTokenizer:
         """The token that ends a text, `eos_token`; `end_ids` has all that end a completion."""
         self.start_ids: tuple[int, ...] = _start_ids(self._tokenizer)
         """The tokens that begin a text, such as `<bos>`; none with many tokenizers."""
-        template = path / "chat_template.jinja"
-        self.chat_template: Any = _text(template) if template.is_file() else config.get("chat_template")
-        """The template that makes a prompt of messages; None if there is none."""
+        _check_added(path, {**legacy, **config}, self.get_vocab())
+        self.chat_template: Any = _template(path, config)
+        """The template that makes a prompt of messages, or several by name; None if there is none."""
         self.special_tokens_map: Mapping[str, str] = _special_tokens(config)
         """The text of special tokens by the names that templates use: `bos_token`, `eos_token`, …"""
 
@@ -129,6 +132,8 @@ def copy_tokenizer(source: Path, into: Path) -> None:
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, into / name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, into / TEMPLATES, dirs_exist_ok=True)
 
 
 def end_texts_of(tokenizer: Any) -> tuple[str, ...]:
@@ -151,8 +156,39 @@ def _end_texts_in(folder: str) -> frozenset[str]:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     named = {f"{name}_token": config.get(f"{name}_token") for name in SPECIAL_TOKENS}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    more = config.get("extra_special_tokens")
+    texts = {name: _content(token) for name, token in {**named, **(more if isinstance(more, dict) else {})}.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _check_added(path: Path, config: Mapping[str, Any], vocabulary: Mapping[str, int]) -> None:
+    """Check that `tokenizer.json` has every token that another file adds: transformers would number it anew."""
+    listed = [
+        config.get(name) for name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens")
+    ]
+    values = [each for tokens in listed for each in (tokens.values() if isinstance(tokens, dict) else tokens or ())]
+    added = [*map(_content, values), *_config(path / "added_tokens.json")]
+    if absent := [token for token in added if isinstance(token, str) and token not in vocabulary]:
+        raise InvalidConfig(
+            f"{path / 'tokenizer.json'}: expected every token that the files beside it add, got none for "
+            f"{absent[0]!r}: load the tokenizer by transformers, and save it again"
+        )
+
+
+def _template(path: Path, config: Mapping[str, Any]) -> Any:
+    """Return the template, or templates by name as transformers reads them."""
+    own = path / "chat_template.jinja"
+    template = _text(own) if own.is_file() else config.get("chat_template")
+    named = {each.stem: _text(each) for each in sorted((path / TEMPLATES).glob("*.jinja"))}
+    if not named:
+        return template
+    if isinstance(template, list):
+        template = {each["name"]: each["template"] for each in template}
+    return {**({"default": template} if isinstance(template, str) else template or {}), **named}
 
 
 def _loaded(path: Path) -> Any:

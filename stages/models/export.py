@@ -67,7 +67,9 @@ def _write_merged(checkpoint: Path, target: Path) -> None:
 
 def _copy(checkpoint: Path, target: Path) -> None:
     for file in checkpoint.iterdir():
-        if _is_of_model(file.name) and file.name != MANIFEST:
+        if file.is_dir():
+            shutil.copytree(file, target / file.name)
+        elif _is_of_model(file.name) and file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
 
 

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 from penstock import ReceiveChannel, SendChannel, StageInfo, TrajectoryGroup, source
+from penstock._stages.engines.pretrained_tokenizer import copy_tokenizer
 from penstock.errors import InvalidConfig, InvalidPipeline
 from penstock.policies import PretrainedTokenizer, Tokenizer, check_tokenizers, tokenizer_identity
 
@@ -108,6 +109,46 @@ def test_a_template_of_its_own_file_or_of_the_configuration_is_a_part_of_the_ide
 
     assert hashes[0] is None
     assert hashes[1] == hashes[2] is not None
+
+
+def test_templates_of_a_folder_are_read_by_name_and_copied(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "words")
+    (folder / "chat_template.jinja").write_text("{{ m }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (tmp_path / "copy").mkdir()
+
+    copy_tokenizer(folder, tmp_path / "copy")
+
+    for each in (folder, tmp_path / "copy"):
+        assert PretrainedTokenizer(each).chat_template == {"default": "{{ m }}", "tool_use": "{{ tools }}"}
+
+
+@pytest.mark.parametrize(
+    ("file", "added"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"8": {"content": "<new>", "special": True}}}),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<new>"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<new>"}}),
+        ("special_tokens_map.json", {"additional_special_tokens": [{"content": "<new>"}]}),
+        ("added_tokens.json", {"<new>": 8}),
+    ],
+)
+def test_a_token_that_only_another_file_adds_is_refused(file: str, added: Any, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "words")
+    before = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps({**before, **added}))
+
+    with pytest.raises(InvalidConfig, match="every token that the files beside it add, got none for '<new>'"):
+        PretrainedTokenizer(folder)
+
+
+def test_a_special_token_with_a_name_of_its_own_reaches_the_template(tmp_path: Path) -> None:
+    config = {"eos_token": "<end>", "extra_special_tokens": {"image_token": "<begin>"}}
+
+    tokenizer = PretrainedTokenizer(saved(tmp_path / "words", config))
+
+    assert tokenizer.special_tokens_map == {"eos_token": "<end>", "image_token": "<begin>"}
 
 
 def test_it_is_the_same_tokenizer_as_the_library_has_it_in_memory(tmp_path: Path) -> None:
