@@ -44,6 +44,12 @@ Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 
 Traceback: TypeAlias = Annotated[str, Meta(max_length=LONGEST_TRACEBACK)]
 
+LONGEST_PASSAGE = 64 * 2**20
+"""Characters: the transport bounds the message before."""
+
+Passage: TypeAlias = Annotated[str, Meta(max_length=LONGEST_PASSAGE)]
+"""A prompt or a completion."""
+
 Hash: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 """A hash, or the handle of a device's memory."""
 

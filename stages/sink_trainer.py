@@ -8,7 +8,7 @@ Knows nothing about torch.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +21,7 @@ import numpy as np
 
 from .._pipeline.accounting.committed_prompts import CommittedPrompts
 from .._pipeline.accounting.ledger import Ledger
+from .._pipeline.accounting.sample import Sample
 from .._pipeline.accounting.telemetry import get_logger
 from .._pipeline.channels.channel import ReceiveChannel
 from .._pipeline.durability.checkpoint import checkpoint_of, latest_checkpoint, remove_old_checkpoints
@@ -161,7 +162,8 @@ class SinkTrainer:
         keep_checkpoints: number of checkpoints to keep; older ones are removed when a new one is on the disk. None
             keeps all.
         cancel_timeout_s: bound on waiting for the running step after cancellation.
-        samples: which trajectories of a batch are shown and written as text, and when; None for none.
+        samples: which trajectories of a batch are shown and written as text, and when; also of each evaluation. None
+            for none.
         evaluation: that of the source. The run ends when the evaluation of `max_steps` is done, if that is due; with
             checkpoints, one is written at each step that is evaluated, and the best is kept and linked as `best`.
 
@@ -312,9 +314,13 @@ class SinkTrainer:
         if await _in_thread(partial(self._evaluated.is_recorded, step), thread):
             return  # the run had ended, and was started again
         if await self._evaluated.finished(step):
-            metrics = current().metrics
-            await _in_thread(partial(self._evaluated.record, metrics.evaluations.found), thread)
-            metrics.emit(step)  # afterwards: no line is written twice
+            await _uninterrupted(partial(self._emit_evaluation, step, thread), self.cancel_timeout_s, step)
+
+    async def _emit_evaluation(self, step: int, thread: anyio.CapacityLimiter) -> None:
+        metrics = current().metrics
+        await _in_thread(partial(self._evaluated.record, metrics.evaluations.found), thread)
+        metrics.emit(step)  # afterwards: no line is written twice
+        await self._pass_on(partial(self._samples, None, metrics.evaluations.take_samples(), step), step, thread)
 
     def _restore(self, ledger: Ledger) -> None:
         """Restore the ledger if the trainer resumed from a checkpoint."""
@@ -338,9 +344,10 @@ class SinkTrainer:
             "timing_s/sync_weights": published - stepped,
         }
         emitted = context.metrics.emit(step, trained | timing)  # at once: later samples count for the next step
+        found = context.metrics.evaluations.take_samples()
         if self.evaluation is not None:
             await _in_thread(partial(self._evaluated.record, emitted), thread)
-        await self._sample(batch, step, thread)
+        await self._pass_on(partial(self._samples, batch, found, step), step, thread)
         if self._saves_at(step):  # afterwards: a checkpoint without the metrics of its step would leave a gap
             await self._save(context.ledger, thread)
 
@@ -354,18 +361,24 @@ class SinkTrainer:
             )
         return batch_metrics(batch, step - 1) | dict(metrics)
 
-    async def _sample(self, batch: TrainBatch, step: int, thread: anyio.CapacityLimiter) -> None:
-        """Pass on samples of the batch that step `step` has trained, if they are due and anything takes them."""
+    def _samples(self, batch: TrainBatch | None, found: Sequence[Sample], step: int) -> list[Sample]:
+        """Return samples of the batch that step `step` has trained, if they are due, and of an evaluation. Blocks."""
+        if self.samples is None:
+            return []
+        trained: list[Sample] = []
+        if batch is not None and self.samples.due(step):
+            try:
+                trained = self.samples.of(batch, step)
+            except Exception:  # a tokenizer that cannot decode what trains must not end the run
+                log.exception("samples_failed", step=step)
+        return [*trained, *self.samples.of_evaluation(found, step)]
+
+    async def _pass_on(self, make: Callable[[], list[Sample]], step: int, thread: anyio.CapacityLimiter) -> None:
+        """Pass on the samples that are emitted with `step`, if anything takes them."""
         sinks = current().sample_sinks
-        if self.samples is None or not sinks or not self.samples.due(step):
-            return
-        try:
-            samples = await _in_thread(partial(self.samples.of, batch, step), thread)
-        except Exception:  # a tokenizer that cannot decode what trains must not end the run
-            log.exception("samples_failed", step=step)
-            return
-        for sink in sinks:
-            await _in_thread(partial(sink, samples, step), thread)
+        if self.samples is not None and sinks and (samples := await _in_thread(make, thread)):
+            for sink in sinks:
+                await _in_thread(partial(sink, samples, step), thread)
 
     def _sampling(self) -> AbstractAsyncContextManager[None]:
         sink = self._weight_sink

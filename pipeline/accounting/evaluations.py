@@ -15,8 +15,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ..._schemas.bounds import MOST_NAMES, Count, Measure, Name, SmallCount
+from ..._schemas.bounds import MOST_ENTRIES, MOST_NAMES, Count, Measure, Name, SmallCount
 from ..util.waiting import Waiters
+from .sample import Sample
 
 STEP = "eval/step"
 """The metric that says which step was evaluated."""
@@ -39,6 +40,8 @@ class EvaluationPart(msgspec.Struct, frozen=True, array_like=True):
     """Prompts of this worker's share, over all sets."""
     left: Count = 0
     """Those of them that it has still to complete; 0 once the part is whole."""
+    samples: Annotated[tuple[Sample, ...], Meta(max_length=MOST_ENTRIES)] = ()
+    """The best and the worst of its completions."""
 
 
 class Evaluations:
@@ -55,6 +58,8 @@ class Evaluations:
         """The parts of the last complete evaluation, by worker."""
         self.found: dict[str, float] = {}
         """The metrics of the last complete evaluation, until `take`."""
+        self.samples: list[Sample] = []
+        """Its samples, until `take_samples`."""
         self.completed: int = -1
         """The last step whose evaluation is complete, or belongs to an earlier run; −1 for none."""
         self._changed = Waiters()
@@ -70,7 +75,7 @@ class Evaluations:
         Args:
             first: the optimizer step that the run begins with. Evaluations of earlier ones belong to the run before.
         """
-        self._parts, self._newest, self.last, self.found = {}, {}, (), {}
+        self._parts, self._newest, self.last, self.found, self.samples = {}, {}, (), {}, []
         self.completed, self._open = first - 1, True
         try:
             yield
@@ -90,6 +95,7 @@ class Evaluations:
         if len(parts) == part.workers:
             self.last = tuple(parts[worker] for worker in sorted(parts))
             self.found = merged(self.last) | {STEP: float(part.step)}
+            self.samples = [sample for each in self.last for sample in each.samples]
             self._parts = {step: later for step, later in self._parts.items() if step > part.step}
             self.completed = part.step
             self._changed.wake_all()
@@ -97,6 +103,11 @@ class Evaluations:
     def take(self) -> dict[str, float]:
         """Return the metrics of the last complete evaluation, once; empty where there is no new one."""
         taken, self.found = self.found, {}
+        return taken
+
+    def take_samples(self) -> list[Sample]:
+        """Return what its workers found to be the best and the worst, once; to be called right after `take`."""
+        taken, self.samples = self.samples, []
         return taken
 
     async def finished(self, step: int) -> None:

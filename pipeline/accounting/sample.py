@@ -1,45 +1,84 @@
-"""Samples: a few of the trajectories that a step trained, as text, for people to read."""
+"""Samples: a few of the trajectories that a step trained, or that an evaluation completed, as text, for people to read.
+
+A worker sends those of its share of an evaluation, so every field has its bounds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
+
+from ..._schemas.bounds import MOST_NAMES, Count, Line, Measure, Name, Passage, Signed
+
+T = TypeVar("T")
 
 Kind: TypeAlias = Literal["best", "worst"]
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One trajectory that an optimizer step trained; a line of `samples.jsonl`."""
+    """One trajectory that an optimizer step trained, or that an evaluation completed; a line of `samples.jsonl`."""
 
-    step: int
-    """The optimizer step."""
+    step: Count
+    """The optimizer step; of an evaluation, the one with whose metrics it is emitted."""
+    evaluated: Count | None = None
+    """The step whose weights an evaluation evaluated; None for a trajectory that was trained."""
+    set: Name = ""
+    """The set that was evaluated."""
     kind: Kind
-    """Its place in the step by reward: among the best, or among the worst."""
-    rank: int
+    """Its place in the step or the evaluation by reward: among the best, or among the worst."""
+    rank: Count
     """1 for the best of the best, and for the worst of the worst."""
-    env: str
-    instance_id: str
+    env: Line
+    instance_id: Line
     """The prompt within the environment."""
-    repetition: int
+    repetition: Count
     """The number of the completion of its prompt."""
-    prompt: str
-    """The text before the first token that trains."""
-    completion: str
+    prompt: Passage
+    """The text before the first token that was sampled."""
+    completion: Passage
     """The text from there on; answers of the environment between several turns are included."""
-    completion_tokens: int
-    """The number of tokens that train."""
-    reward: float
-    parts: dict[str, float]
+    answer: Passage | None = None
+    """The right answer, where the row of the prompt has one."""
+    completion_tokens: Count
+    """The number of tokens that were sampled."""
+    reward: Measure
+    parts: Annotated[dict[Name, Measure], Meta(max_length=MOST_NAMES)]
     """The parts of the reward, by name."""
-    advantage: float | None
-    """The mean over the tokens that train; None where the batch has no advantages."""
-    stop_reason: str
+    advantage: Measure | None
+    """The mean over the tokens that train; None where there are no advantages."""
+    stop_reason: Name
     """The name of a StopReason, in small letters."""
-    policy_version: int
+    policy_version: Signed
     """The oldest weights that sampled it."""
+
+    @property
+    def of_step(self) -> int:
+        """Return the step that people know it by: the one that trained it, or whose weights were evaluated."""
+        return self.step if self.evaluated is None else self.evaluated
 
 
 SampleSink: TypeAlias = Callable[[Sequence[Sample], int], None]
-"""Takes the samples of one optimizer step, and the step. It is called in a thread, and may block."""
+"""Takes the samples that are emitted with one optimizer step, and the step. It is called in a thread, and may block."""
+
+
+def best_and_worst(rows: Sequence[T], count: int, key: Callable[[T], tuple[Any, ...]]) -> Iterator[tuple[Kind, int, T]]:
+    """Yield the kind, the rank and the row of the best `count` and the worst `count`; of few rows, each once.
+
+    Those of a part of the rows that are among the best or worst of all are among those of the part.
+
+    Args:
+        rows: to choose from.
+        count: of the best, and of the worst.
+        key: returns the reward of a row, and then what orders rows of equal reward, the first one first.
+
+    >>> [(kind, row) for kind, _, row in best_and_worst([3.0, 1.0, 2.0], 1, lambda reward: (reward,))]
+    [('best', 3.0), ('worst', 1.0)]
+    """
+    ranked = sorted(rows, key=lambda row: (-key(row)[0], *key(row)[1:]))
+    best = min(count, (len(ranked) + 1) // 2)
+    yield from (("best", rank, row) for rank, row in enumerate(ranked[:best], 1))
+    worst = sorted(ranked[best:], key=key)[:count]
+    yield from (("worst", rank, row) for rank, row in enumerate(worst, 1))

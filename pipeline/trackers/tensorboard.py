@@ -57,7 +57,8 @@ class TensorBoard:
         for sample in samples:
             text = msgspec.json.format(msgspec.json.encode(sample), indent=2).decode()
             indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown shows it as it is
-            self._writer.add_text(f"samples/{sample.kind}_{sample.rank}", indented, step)
+            tag = "samples" if sample.evaluated is None else "eval/samples"
+            self._writer.add_text(f"{tag}/{sample.kind}_{sample.rank}", indented, step)
         self._writer.flush()
 
     def close(self, ok: bool) -> None:  # noqa: ARG002, FBT001 (the protocol's)

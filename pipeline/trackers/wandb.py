@@ -58,12 +58,13 @@ class WandB:
         self._run.log(dict(metrics), step=step)
 
     def samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Log the samples of a step as a table."""
-        rows = [msgspec.to_builtins(sample) for sample in samples]
-        if rows:
-            values = [[str(value) if isinstance(value, dict) else value for value in row.values()] for row in rows]
-            table = importlib.import_module("wandb").Table(columns=list(rows[0]), data=values)
-            self._run.log({"samples": table}, step=step)
+        """Log the samples of a step as a table, and those of an evaluation as another one."""
+        for name, evaluation in (("samples", False), ("eval/samples", True)):
+            rows = [msgspec.to_builtins(each) for each in samples if (each.evaluated is not None) is evaluation]
+            if rows:
+                values = [[str(value) if isinstance(value, dict) else value for value in row.values()] for row in rows]
+                table = importlib.import_module("wandb").Table(columns=list(rows[0]), data=values)
+                self._run.log({name: table}, step=step)
 
     def close(self, ok: bool) -> None:  # noqa: FBT001 (the protocol's)
         """Finish the run."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -17,19 +18,27 @@ _decode = msgspec.json.Decoder(Sample).decode
 
 
 def written_samples(folder: Path, step: int | None = None) -> list[Sample]:
-    """Return the samples of a step, the best first; those of the last step with samples for None. Blocks.
+    """Return the samples of a step and of the evaluation of its weights, the best first. Blocks.
+
+    For None they are those of the last step with samples, and of the last evaluation.
 
     Raises:
         NoSamples: there are none, or none of `step`.
         OSError: a file cannot be read.
     """
     steps: set[int] = set()
-    for file in files_of(folder / SAMPLES):
-        samples = list(_samples_in(file))
-        wanted = samples[-1].step if samples and step is None else step
-        if found := [sample for sample in samples if sample.step == wanted]:
-            return found
-        steps |= {sample.step for sample in samples}
+    found: dict[bool, list[Sample]] = {False: [], True: []}
+    """Of training, and of evaluations."""
+    for sample in _written(folder):
+        steps.add(sample.of_step)
+        if step not in {None, sample.of_step}:
+            continue
+        of_kind = found[sample.evaluated is not None]
+        if of_kind and of_kind[-1].of_step != sample.of_step:
+            of_kind.clear()
+        of_kind.append(sample)
+    if samples := [*found[False], *found[True]]:
+        return samples
     if steps:
         raise NoSamples(f"expected a step of which {folder} has samples, {_listed(sorted(steps))}, got {step}")
     raise NoSamples(
@@ -38,12 +47,17 @@ def written_samples(folder: Path, step: int | None = None) -> list[Sample]:
     )
 
 
-def _samples_in(file: Path) -> Iterator[Sample]:
-    """Yield the samples of a file; its last line may be half written."""
-    with suppress(FileNotFoundError), file.open("rb") as lines:  # it may have been rotated
-        for number, line in enumerate(lines, 1):
-            if line.endswith(b"\n"):
-                yield _sample(line, file, number)
+def _written(folder: Path) -> Iterator[Sample]:
+    """Yield all samples in their order; the last line may be half written."""
+    with ExitStack() as stack:
+        files: list[tuple[Path, BinaryIO]] = []
+        for file in files_of(folder / SAMPLES):  # all are opened first: a file is rotated while another one is read
+            with suppress(FileNotFoundError):
+                files.append((file, stack.enter_context(file.open("rb"))))
+        for file, lines in reversed(files):
+            for number, line in enumerate(lines, 1):
+                if line.endswith(b"\n"):
+                    yield _sample(line, file, number)
 
 
 def _sample(line: bytes, file: Path, number: int) -> Sample:

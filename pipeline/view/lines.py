@@ -10,7 +10,7 @@ from ..accounting.sample import Sample
 from ..graph.statistics import PipelineStatistics
 from ..util.blocking import in_thread
 from ..util.printing import print_line
-from .sample_text import heading, one_line
+from .sample_text import heading, one_line, place
 from .snapshot import Snapshot, Watched, number
 
 EVERY_S = 5.0
@@ -68,15 +68,15 @@ class Lines:
             await self._watched.progress.step_after(self._printed)
 
     async def close(self) -> None:
-        """Print the last step, if it was not printed yet."""
-        if self._watched.progress.step > self._printed:
+        """Print the last step and the last samples, if they were not printed yet."""
+        if self._watched.progress.step > self._printed or self._watched.progress.samples != self._samples:
             await self._print()
 
     async def _print(self) -> None:
         self._printed = self._watched.progress.step
         shown = self._watched.snapshot()
         self._waits = waits(shown.statistics)
-        new = () if shown.progress.samples is self._samples else shown.progress.samples
+        new = [sample for sample in shown.progress.samples if sample not in self._samples]
         self._samples = shown.progress.samples
         await in_thread(lambda: print_lines([line(shown.with_memory()), *map(sample_line, new)]))
 
@@ -113,6 +113,6 @@ def waits(statistics: PipelineStatistics) -> str:
 def sample_line(sample: Sample) -> str:
     """Return a sample in one line."""
     return (
-        f"{sample.kind} of step {sample.step}: {heading(sample)}; prompt: {one_line(sample.prompt)}; completion: "
-        f"{one_line(sample.completion)}"
+        f"{sample.kind} of {place(sample)}: {heading(sample)}; prompt: {one_line(sample.prompt)}; completion: "
+        f"{one_line(sample.completion)}{'' if sample.answer is None else f'; right answer: {one_line(sample.answer)}'}"
     )

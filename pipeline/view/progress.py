@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import anyio
@@ -54,7 +55,7 @@ class ProgressState(NamedTuple):
     metrics: tuple[tuple[str, float | None, str], ...]
     """The name, the last value and the course of each metric that is shown."""
     samples: tuple[Sample, ...] = ()
-    """The best and the worst of the last samples, with shortened text."""
+    """The best and the worst of the last step with samples, then of the last evaluation, with shortened text."""
 
 
 class Progress:
@@ -72,7 +73,7 @@ class Progress:
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         """Metrics of the last steps, without the first one, which includes the start of the workers."""
         self.samples: tuple[Sample, ...] = ()
-        """The best and the worst of the last samples."""
+        """The best and the worst of the last step with samples, then of the last evaluation."""
         self._began = time.monotonic()
         self._stepped = anyio.Event()
         """Set at the next step."""
@@ -89,8 +90,10 @@ class Progress:
         self._stepped = anyio.Event()
 
     def note_samples(self, samples: Sequence[Sample], step: int) -> None:  # noqa: ARG002 (each sample has its step)
-        """Keep the best and the worst of the samples of a step; see `SampleSink`."""
-        self.samples = tuple(_shortened(sample) for sample in samples if sample.rank == 1)
+        """Keep the best and the worst of the samples of a step, and of an evaluation; see `SampleSink`."""
+        new = [_shortened(sample) for sample in samples if sample.rank == 1]
+        by_kind = {kind: list(some) for kept in (self.samples, new) for kind, some in groupby(kept, _is_evaluated)}
+        self.samples = tuple(sample for kind in sorted(by_kind) for sample in by_kind[kind])
 
     async def step_after(self, step: int) -> None:
         """Wait until a step later than `step` has emitted its metrics."""
@@ -126,9 +129,16 @@ class Progress:
         return sum(metrics.get(name, 0.0) for metrics in self._recent)
 
 
+def _is_evaluated(sample: Sample) -> bool:
+    return sample.evaluated is not None
+
+
 def _shortened(sample: Sample) -> Sample:
     return msgspec.structs.replace(
-        sample, prompt=sample.prompt[-SHOWN_CHARACTERS:], completion=sample.completion[:SHOWN_CHARACTERS]
+        sample,
+        prompt=sample.prompt[-SHOWN_CHARACTERS:],
+        completion=sample.completion[:SHOWN_CHARACTERS],
+        answer=sample.answer and sample.answer[-SHOWN_CHARACTERS:],
     )
 
 

@@ -6,6 +6,13 @@ from ..accounting.sample import Sample
 from .snapshot import number
 
 
+def place(sample: Sample) -> str:
+    """Return where a sample is from: `step 20`, or `evaluation of step 20, gsm8k`."""
+    if sample.evaluated is None:
+        return f"step {sample.step}"
+    return f"evaluation of step {sample.evaluated}, {one_line(sample.set)}"
+
+
 def heading(sample: Sample) -> str:
     """Return the numbers of a sample in a line."""
     facts = [f"reward {number(sample.reward)}"]

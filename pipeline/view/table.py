@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..graph.statistics import EdgeStatistics, StageStatistics
-from .sample_text import heading, one_line
+from .sample_text import heading, one_line, place
 from .snapshot import Snapshot, duration, number
 
 WIDE = 100
@@ -98,9 +98,11 @@ def _samples(shown: Snapshot) -> Table:
     grid.add_column()
     for sample in shown.progress.samples:
         style = "green" if sample.kind == "best" else "red"
-        grid.add_row(Text(f"{sample.kind} of step {sample.step}", style=style), _one_line(Text(heading(sample))))
+        grid.add_row(Text(f"{sample.kind} of {place(sample)}", style=style), _one_line(Text(heading(sample))))
         grid.add_row("  prompt", _one_line(Text(one_line(sample.prompt), style="dim")))
         grid.add_row("  completion", _one_line(Text(one_line(sample.completion))))
+        if sample.answer is not None:
+            grid.add_row("  right answer", _one_line(Text(one_line(sample.answer), style="dim")))
     return grid
 
 

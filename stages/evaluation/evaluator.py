@@ -34,6 +34,7 @@ from ..._schemas import TrajectoryGroup
 from ..engines.policies import Engine, Tokenizer
 from ..reward_bridge import turns_of
 from ..rewards.reward_shaping import right_from
+from .candidates import Candidates
 from .evaluation import Evaluation
 from .scores import ks, maj_at_n, mean_at_n, pass_at_k
 
@@ -55,7 +56,7 @@ class Evaluator:
     Args:
         evaluation: what is evaluated.
         make_source: returns the source of the completions of a set, given its `make_env` and number of prompts.
-        tokenizer: decodes completions, for the majority; None for no majority.
+        tokenizer: decodes completions, for the majority and for samples; None for neither.
         context: of the running source.
     """
 
@@ -119,18 +120,22 @@ class Evaluator:
         worker, deadline = self._context.worker, anyio.current_time() + self._evaluation.timeout_s
         shares = {name: len(range(worker.index, count, worker.count)) for name, count in self._prompts.items()}
         whole = EvaluationPart(step, worker.index, worker.count, prompts=sum(shares.values()))
-        self._reported, left = 0.0, whole.prompts
+        self._reported, left, candidates = 0.0, whole.prompts, Candidates(step, self._tokenizer)
         for name, expected in shares.items():
             on_prompt = partial(self._report, whole, left)
             on_prompt(0)
-            scored, ledger = _Scored(self._evaluation, name, self._tokenizer, means, on_prompt), Ledger()
+            scored = _Scored(self._evaluation, name, self._tokenizer, means, on_prompt, candidates)
+            ledger = Ledger()
             if failure := await self._failure(name, scored, ledger, deadline):
                 failed.append(f"eval/{name}/")
             left -= expected
             totals[f"eval/{name}/missing"] = missing = expected - scored.prompts
             if missing:
                 _warn(ledger, set=name, step=step, missing=missing, prompts=expected, failure=failure)
-        self._context.metrics.evaluated(replace(whole, means=means, totals=totals, failed=tuple(failed)))
+        samples = await candidates.samples()
+        self._context.metrics.evaluated(
+            replace(whole, means=means, totals=totals, failed=tuple(failed), samples=samples)
+        )
 
     def _report(self, whole: EvaluationPart, left: int, done: int) -> None:
         """Report the progress, now and then: of the prompts that were `left` when this set was begun, `done` are."""
@@ -178,6 +183,7 @@ class _Scored:
     means: Means
     on_prompt: Callable[[int], None]
     """Called with the number of prompts that were added."""
+    candidates: Candidates
     prompts: int = field(default=0)
     """Prompts that were added."""
 
@@ -186,6 +192,7 @@ class _Scored:
         async for group in inbox:
             if len(group) == self.evaluation.samples:
                 self._add(group, await self._answers(group))
+                self.candidates.add(self.name, group)
                 self.prompts += 1
                 self.on_prompt(self.prompts)
             ledger.end(group, "trained")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from ..._pipeline.errors import MissingColumn
 from ..._schemas.config import nearest
+from .ground_truth import ground_truth
 from .returned_values import listed
 from .reward_functions import RewardFunction, Verdict, name_of
 from .reward_input import RewardInput
@@ -155,17 +156,10 @@ class _VerlFunction(_Foreign):
                 "num_turns": len(completion.turns),
                 "rollout_reward_scores": {},
             },
-            **_ground_truth(row),
+            **ground_truth(row),
         }
         verdict: Verdict | Awaitable[Verdict] = self.function(**_accepted(self.function, arguments, row))
         return verdict
-
-
-def _ground_truth(row: Mapping[str, Any]) -> dict[str, Any]:
-    for columns in (row.get("reward_model"), row, {"ground_truth": row["answer"]} if "answer" in row else {}):
-        if isinstance(columns, Mapping) and "ground_truth" in columns:
-            return {"ground_truth": columns["ground_truth"]}
-    return {}
 
 
 # -- both --------------------------------------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ class PlacementConfig(Config, frozen=True):
 
 
 class SamplesConfig(Config, frozen=True):
-    """Trajectories of a step that are shown and written as text, to `samples.jsonl` in the folder of the run."""
+    """Trajectories of a step, and of an evaluation, that are shown and written as text: in `samples.jsonl`."""
 
     every: Count = 10
     """Steps between two choices; the first step has samples too."""

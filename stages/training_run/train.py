@@ -3,7 +3,7 @@
     <folder>/checkpoints/   written by the trainer; the last one loads with transformers and vLLM
     <folder>/config.json    the configuration, with every default; see `run_changes` for those of continued parts
     <folder>/metrics.jsonl  a line for each step
-    <folder>/samples.jsonl  the best and the worst of some steps, as text
+    <folder>/samples.jsonl  the best and the worst of some steps and of each evaluation, as text
     <folder>/summary.json   accuracy before and after, seconds, the ledger; written once the model before training is
                             evaluated, and at the end
 

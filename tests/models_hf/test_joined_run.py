@@ -50,10 +50,10 @@ def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 def test_a_configured_run_trains_what_a_worker_that_joins_samples(
     config: Path, urls: tuple[str, str], tmp_path: Path
 ) -> None:
-    on_policy = "algorithm.max_lag=0"
-    join = ["worker", "--join", urls[0], "--key", str(tmp_path / "run.key"), str(config), on_policy]
+    keys = ["algorithm.max_lag=0", "data.evaluation=4", "samples.count=1"]
+    join = ["worker", "--join", urls[0], "--key", str(tmp_path / "run.key"), str(config), *keys]
 
-    with started("run", str(config), on_policy) as run, started(*join) as worker:
+    with started("run", str(config), *keys) as run, started(*join) as worker:
         codes = [process.wait(FAILSAFE_S) for process in (run, worker)]
 
     assert codes == [0, 0]
@@ -62,6 +62,9 @@ def test_a_configured_run_trains_what_a_worker_that_joins_samples(
     assert summary["ledger"]["ended"]["trained"] == configured_run.STEPS * configured_run.TRAJECTORIES
     assert summary["ledger"]["ended"]["stale"] == 0  # the weights of every step arrived before it was sampled for
     assert summary["ledger"]["in_flight"] == 0
+    samples = map(json.loads, (tmp_path / "run" / "samples.jsonl").read_text().splitlines())
+    evaluated = [(sample["evaluated"], sample["kind"]) for sample in samples if sample["evaluated"] is not None]
+    assert evaluated == [(step, kind) for step in (0, configured_run.STEPS) for kind in ("best", "worst")]
     changed = load_file(Path(summary["checkpoint"]) / "model.safetensors")
     initial = load_file(tmp_path / "model" / "model.safetensors")
     assert any((changed[name] != initial[name]).any() for name in initial)

@@ -19,6 +19,7 @@ import transformers
 from safetensors.torch import load_file
 
 from penstock import AdvantageNormalizer, Batcher, Pipeline, RewardBridge, SinkTrainer, SourceEnv, processes, source
+from penstock._cli.samples import samples
 from penstock._pipeline.graph.placement import Processes
 from penstock._stages.training_run.torch_parts import RunParts
 from penstock.chat import ChatFormat
@@ -185,6 +186,30 @@ def test_rows_kept_apart_are_evaluated_before_and_after_training_once_by_the_sam
     assert (summary.accuracy_before, summary.accuracy_after) == (first["eval/train/mean@1"], last["eval/train/mean@1"])
     assert summary.reward_before == pytest.approx(first["eval/train/reward"])
     assert summary.reward_after == pytest.approx(last["eval/train/reward"])
+
+
+def test_the_samples_of_a_run_that_is_continued_have_those_of_each_evaluation_once_with_the_right_answer(
+    values: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (2, 4):
+        trained(values | {"samples": {"every": 100, "count": 1}}, f"algorithm.steps={steps}")
+
+    lines = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["evaluated"] is not None]
+    assert [(line["step"], line["evaluated"], line["set"], line["kind"]) for line in found] == [
+        (step, evaluated, "train", kind) for step, evaluated in ((1, 0), (2, 2), (4, 4)) for kind in ("best", "worst")
+    ]
+    answers = {str(json.loads(line)["answer"]) for line in Path("train.jsonl").read_text().splitlines()}
+    assert all(line["answer"] in answers for line in found)
+    assert all(line["reward"] == line["parts"]["shorter"] for line in found)
+    shown = capfd.readouterr().err
+    for step in (2, 4):  # at the end of each part; of several within five seconds the last one is shown
+        assert f"best of evaluation of step {step}, train: reward" in shown
+    samples(Path("run"), best=1)
+    printed = capfd.readouterr().out
+    assert "step 1, best 1" in printed
+    assert "evaluation of step 4, train, best 1" in printed
+    assert f"right answer\n  {found[-2]['answer']}" in printed
 
 
 def test_the_section_says_how_many_completions_the_evaluation_before_and_after_training_has(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Mapping
@@ -11,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.stages.evaluation.runs import Counts, Sums, evaluation, pipeline, ran
+from tests.fake_policy import Letters
+from tests.stages.evaluation.runs import SAMPLED, Counts, Sums, evaluation, pipeline, ran
 
 from penstock import processes
-from penstock.policies import SamplingParams
+from penstock.trackers import Jsonl, Samples
 from penstock.training import write_checkpoint
 
 FIVE = 5
-SAMPLED: dict[str, Any] = {"samples": 4, "sampling": SamplingParams(temperature=1.0)}
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,15 @@ async def test_an_evaluation_does_not_change_the_ledger_of_a_run_with_workers() 
 async def test_a_worker_that_dies_in_an_evaluation_repeats_its_part(tmp_path: Path) -> None:
     deadly = partial(Deadly, 100, 5, str(tmp_path / "died"))
 
-    lines, _ = await ran(pipeline(evaluation(deadly), on=processes(2, restarts=1)))
+    run = pipeline(evaluation(deadly), on=processes(2, restarts=1), samples=Samples(Letters(), every=100))
+
+    lines, _ = await ran(run, trackers=[Jsonl(tmp_path)])
 
     assert (tmp_path / "died").exists()
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_bytes().splitlines()]
+    assert [each["prompt"] for each in samples if each["evaluated"] == 0] == [
+        "100+1=", "101+1=", "103+1=", "102+1=", "104+1="
+    ]  # fmt: skip
     assert lines.evaluations[0]["eval/sums/mean@1"] == 0.8
     assert lines.evaluations[0]["eval/sums/missing"] == 0
 

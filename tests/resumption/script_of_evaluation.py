@@ -23,6 +23,7 @@ from tests.tiny_model import TinyModel
 from penstock import AdvantageNormalizer, Batcher, SinkTrainer, SourceEnv, source
 from penstock.policies import SamplingParams
 from penstock.torch import TorchPolicy
+from penstock.trackers import Samples
 from penstock.training import Evaluation
 from penstock.weights import WeightPublisher
 
@@ -87,6 +88,7 @@ async def run(folder: Path, kill_point: KillPoint, *, kill_at: int | None = None
             max_steps=STEPS,
             checkpoint_every=EVERY,
             keep_checkpoints=1,
+            samples=Samples(Tokens(), every=STEPS),
             evaluation=evaluation if evaluates else None,
         )
         pipeline = (

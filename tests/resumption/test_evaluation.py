@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.resumption.script_of_evaluation import EVERY, KILLED, STEPS
+from tests.resumption.script_of_evaluation import EVERY, KILLED, QUESTIONS, SAMPLES, STEPS
 from tests.resumption.test_resumption import made_by, metrics_of, weights_of_step
 
 
@@ -15,6 +15,10 @@ from tests.resumption.test_resumption import made_by, metrics_of, weights_of_ste
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with all runs of one process."""
     return made_by("script_of_evaluation", tmp_path_factory.mktemp("runs"))
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def evaluations_of(folder: Path) -> list[dict[str, Any]]:
@@ -38,6 +42,17 @@ def test_every_step_that_is_due_is_evaluated_once_with_its_own_weights(runs: Pat
 def test_a_run_that_is_killed_in_an_evaluation_repeats_it_and_comes_to_the_same(runs: Path, name: str) -> None:
     assert evaluations_of(runs / name) == evaluations_of(runs / "whole")
     assert weights_of_step(runs / name, STEPS) == weights_of_step(runs / "whole", STEPS)
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_the_samples_of_each_evaluation_are_written_once_also_where_a_run_is_killed_in_one(
+    runs: Path, name: str
+) -> None:
+    whole, killed = (lines_of(runs / folder / "samples.jsonl") for folder in ("whole", name))
+
+    assert killed == whole
+    found = [sample["evaluated"] for sample in killed if sample["evaluated"] is not None]
+    assert found == [step for step in range(0, STEPS + 1, EVERY) for _ in range(QUESTIONS * SAMPLES)]
 
 
 @pytest.mark.parametrize("name", ["whole", *KILLED])

@@ -1,4 +1,4 @@
-"""`penstock samples`: the best and the worst of what a run trained, as text."""
+"""`penstock samples`: the best and the worst of what a run trained and evaluated, as text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from .._pipeline.accounting.sample import Sample
 
+STEP = "Step that trained them, or whose weights were evaluated; by default the last one of either."
+
 COUNT = typer.Option(min=0, help="Show so many of these; with neither option, all of both.")
 
 
@@ -21,9 +23,12 @@ def samples(
     *,
     best: Annotated[int | None, COUNT] = None,
     worst: Annotated[int | None, COUNT] = None,
-    step: Annotated[int | None, typer.Option(help="Optimizer step; by default the last one with samples.")] = None,
+    step: Annotated[int | None, typer.Option(help=STEP)] = None,
 ) -> None:
-    """Print the best and the worst samples of a step, by reward. Only reads, while the run goes on or afterwards."""
+    """Print the best and the worst samples of a step and of its evaluation, by reward.
+
+    Only reads, while the run goes on or afterwards.
+    """
     from rich.console import Console  # noqa: PLC0415 (not needed for --help)
 
     from .._pipeline.trackers.written_samples import written_samples  # noqa: PLC0415 (as above)
@@ -40,12 +45,12 @@ def samples(
 def _print(console: Console, sample: Sample) -> None:
     from rich.text import Text  # noqa: PLC0415 (as above)
 
-    from .._pipeline.view.sample_text import heading, printable  # noqa: PLC0415 (as above)
+    from .._pipeline.view.sample_text import heading, place, printable  # noqa: PLC0415 (as above)
 
     style = "bold green" if sample.kind == "best" else "bold red"
     prompt, completion = (indent(printable(text), "  ") for text in (sample.prompt, sample.completion))
     text = Text.assemble(
-        (f"step {sample.step}, {sample.kind} {sample.rank}", style),
+        (f"{place(sample)}, {sample.kind} {sample.rank}", style),
         f": {heading(sample)}\n",
         (f"{sample.env}/{sample.instance_id}, completion {sample.repetition}, ", "dim"),
         (f"weights of step {sample.policy_version}\n", "dim"),
@@ -53,5 +58,6 @@ def _print(console: Console, sample: Sample) -> None:
         f"{prompt}\n",
         ("completion\n", "bold"),
         f"{completion}\n",
+        *((("right answer\n", "bold"), f"{indent(printable(sample.answer), '  ')}\n") if sample.answer else ()),
     )
     console.print(text, soft_wrap=True)

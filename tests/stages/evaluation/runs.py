@@ -21,6 +21,11 @@ from penstock.training import Evaluation
 
 GROUPS, GROUP_SIZE = 4, 2
 
+LETTERS = Letters()
+
+SAMPLED: dict[str, Any] = {"samples": 4, "sampling": SamplingParams(temperature=1.0)}
+"""The parameters of an evaluation with several completions of each prompt."""
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -115,12 +120,13 @@ def pipeline(
     on: Any = None,
     max_lag: int = 0,
     steps: int = 4,
+    tokenizer: Letters = LETTERS,
     **sink: Any,
 ) -> Pipeline:
     env = SourceEnv(
         make_env,
         Adds(),
-        Letters(),
+        tokenizer,
         group_size=GROUP_SIZE,
         max_lag=max_lag,
         step_groups=GROUPS,
@@ -134,8 +140,8 @@ def pipeline(
     )
 
 
-async def ran(run: Pipeline, folder: Path | None = None) -> tuple[Lines, dict[str, Any]]:
+async def ran(run: Pipeline, folder: Path | None = None, **options: Any) -> tuple[Lines, dict[str, Any]]:
     """Run; return its metrics and the counts of its ledger."""
     lines, ledger = Lines(), Ledger()
-    await run.run(metrics=Metrics(lines), ledger=ledger, folder=folder)
+    await run.run(metrics=Metrics(lines), ledger=ledger, folder=folder, **options)
     return lines, msgspec.to_builtins(ledger.balance())

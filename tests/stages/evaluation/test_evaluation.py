@@ -12,16 +12,14 @@ import pytest
 import structlog
 from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import Letters
-from tests.stages.evaluation.runs import Adds, Broken, BrokenForSome, Counts, Sums, evaluation, pipeline, ran
+from tests.stages.evaluation.runs import SAMPLED, Adds, Broken, BrokenForSome, Counts, Sums, evaluation, pipeline, ran
 
 from penstock import Context, RewardBridge, SourceEnv, TrajectoryGroup, Worker
 from penstock.channels import memory_channel
 from penstock.errors import InvalidConfig, InvalidPipeline
-from penstock.policies import NoOpPolicy, SamplingParams
+from penstock.policies import NoOpPolicy
 from penstock.rewards import RewardFunction, RewardInput
 from penstock.testing import entered
-
-SAMPLED: dict[str, Any] = {"samples": 4, "sampling": SamplingParams(temperature=1.0)}
 
 
 async def test_weights_are_evaluated_before_the_first_step_every_k_steps_and_after_the_last() -> None:

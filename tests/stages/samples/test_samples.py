@@ -2,14 +2,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
+import pytest
 from structlog.testing import capture_logs
 from tests.pipeline.flow_stages import Groups, Pack
 from tests.words import Words
 
 from penstock import SinkTrainer, StopReason, TrainBatch, source
+from penstock._pipeline.accounting.sample import best_and_worst
 from penstock.testing import batch, drive_sink, group
-from penstock.trackers import Samples
+from penstock.trackers import Sample, Samples
 
 
 def packed(*rewards: Sequence[float]) -> TrainBatch:
@@ -84,6 +87,50 @@ def test_answers_of_the_environment_belong_to_the_completion_and_trajectories_th
 
 def test_the_first_step_and_every_k_th_have_samples() -> None:
     assert [step for step in range(1, 13) if Samples(Words(), every=4).due(step)] == [1, 4, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"answer": "7"}, "7"),
+        ({"answer": 7}, "7"),
+        ({"ground_truth": ["7", "seven"]}, '["7","seven"]'),
+        ({"reward_model": {"ground_truth": "7"}, "answer": "3 + 4 = 7"}, "7"),
+        ({"answer": None}, None),
+        ({"question": "3+4="}, None),
+        (None, None),
+    ],
+)
+def test_a_sample_has_the_right_answer_where_the_row_has_one(row: object, answer: str | None) -> None:
+    of = TrainBatch.pack([group(completion_lengths=[1], meta={"row": row} if row is not None else {})])
+
+    (sample,) = Samples(Words()).of(of, 1)
+
+    assert sample.answer == answer
+
+
+def completed(instance_id: str, reward: float) -> Sample:
+    (sample,) = Samples(Words()).of(
+        TrainBatch.pack([group(instance_id=instance_id, completion_lengths=[1], rewards=[reward])]), 0
+    )
+    return msgspec.structs.replace(sample, evaluated=20, set="sums")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_those_of_an_evaluation_are_the_same_for_any_number_of_workers_that_send_their_best_and_worst(
+    workers: int,
+) -> None:
+    every = [completed(str(number), reward=float(number % 3)) for number in range(40)]
+    shares = [every[index::workers] for index in range(workers)]
+    sent = [sample for share in shares for _, _, sample in best_and_worst(share, 3, lambda each: (each.reward,))]
+
+    chosen = Samples(Words(), count=3).of_evaluation(sent, step=21)
+
+    assert chosen == Samples(Words(), count=3).of_evaluation(every, step=21)
+    assert [(each.kind, each.rank, each.reward) for each in chosen] == [
+        ("best", 1, 2.0), ("best", 2, 2.0), ("best", 3, 2.0), ("worst", 1, 0.0), ("worst", 2, 0.0), ("worst", 3, 0.0)
+    ]  # fmt: skip
+    assert {(each.step, each.evaluated) for each in chosen} == {(21, 20)}
 
 
 class Trainer:
