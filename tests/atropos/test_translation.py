@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.stages.turns import of_turns
 
-from penstock import TrainBatch, TrajectoryGroup
+from penstock import StopReason, TrainBatch, TrajectoryGroup
 from penstock._stages.integrations.atropos.contract import ScoredData, Untrainable, decode_scored
 from penstock._stages.integrations.atropos.translation import from_group, scored_of, to_group
 
@@ -248,6 +249,25 @@ def test_candidates_that_are_not_valid_cannot_be_trained_on(ids: object, logprob
 )
 def test_a_sequences_own_temperature_comes_before_those_of_the_group(fields: dict[str, Any], expected: object) -> None:
     assert grouped(**fields).meta.get("temperatures") == expected
+
+
+def test_an_override_may_give_the_stop_reason_and_it_comes_back() -> None:
+    overrides = [{"finish_reason": "length", "note": 1}, {"finish_reason": "eos"}]
+    group = grouped(overrides=overrides)
+
+    assert group.stop_reasons.tolist() == [StopReason.LENGTH, StopReason.STOP]
+    assert scored_of(group).overrides == overrides
+    assert grouped().stop_reasons.tolist() == [StopReason.STOP] * 2
+    assert scored_of(grouped()).overrides is None
+
+
+@pytest.mark.parametrize("reason", list(StopReason))
+def test_the_stop_reason_of_a_group_of_another_source_is_given_as_an_override(reason: StopReason) -> None:
+    group = of_turns(".x", ".x", stop_reasons=[reason, StopReason.STOP])
+
+    there = to_group(decode_scored(from_group(group))[0], env="math", instance_id="0", policy_version=0)
+
+    assert there.stop_reasons.tolist() == group.stop_reasons.tolist()
 
 
 def test_the_rest_of_a_group_keeps_its_own_messages_and_overrides() -> None:

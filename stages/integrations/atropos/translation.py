@@ -5,6 +5,8 @@ log-probability is; a column of a group is 0 there. `scores` are rewards. A teac
 their own position, as in penstock, some for each token; columns are as wide as the token with the most, and −1 where a
 token has fewer. Every field that is no column goes unchanged into `meta`, under its name in `META`.
 
+The contract has no field for stop reasons. An override of a sequence may give one, under OpenAI's names.
+
 Axes: S sequences, N tokens of all of them, K candidates of a teacher.
 """
 
@@ -19,14 +21,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...._schemas import Array, InvalidRecord, TrajectoryGroup
+from ...._schemas import Array, InvalidRecord, StopReason, TrajectoryGroup
 from ...._schemas.columns import freeze
+from ...engines.completion_stream import STOP_REASONS
 from ...engines.sampling_params import TEMPERATURES
 from ...teachers.candidates import ROUNDING, TeacherCandidates
 from .contract import BY_TOKEN, NO_LOGPROB, UNTRAINED, ScoredData, Untrainable
 
 META = ("env_id", "messages", "overrides", "group_overrides", "generation_params", "images")
 """Fields of the contract that are kept in `meta`. Lists over sequences are indexed by repetition id."""
+
+FINISH_REASON = "finish_reason"
+"""The key of a stop reason in the override of a sequence."""
+
+FINISH_REASONS = {reason: name for name, reason in reversed(STOP_REASONS.items())}
 
 MSGPACK_FLOAT = np.dtype([("tag", "u1"), ("value", ">f8")])
 """A float in msgpack."""
@@ -58,7 +66,7 @@ def to_group(
         _check_lengths(scored)
         columns, count = _columns(scored, candidates), len(scored.tokens)
         columns["policy_versions"] = np.full(count, policy_version, np.int64)
-        columns["stop_reasons"] = np.zeros(count, np.uint8)
+        columns["stop_reasons"] = _stop_reasons(scored, count)
         columns["repetition_ids"] = np.arange(count)
         group = TrajectoryGroup(env=env, instance_id=instance_id, meta=_meta(scored), **columns)
         group.validate()
@@ -112,6 +120,12 @@ def _meta(scored: ScoredData) -> dict[str, Any]:
     if temperatures := _temperatures(scored):
         meta[TEMPERATURES] = temperatures
     return meta
+
+
+def _stop_reasons(scored: ScoredData, count: int) -> NDArray[np.uint8]:
+    """Return [S] those of the overrides, `STOP` where none or an unknown one is given."""
+    found = [STOP_REASONS.get(str(own.get(FINISH_REASON)), StopReason.STOP) for own in scored.overrides or [{}] * count]
+    return np.array(found, np.uint8)
 
 
 def _temperatures(scored: ScoredData) -> list[float]:
@@ -258,6 +272,8 @@ def scored_of(group: TrajectoryGroup) -> ScoredData:
     """
     mask = group.loss_mask
     kept = _kept(group.meta, group.repetition_ids.tolist())
+    if (overrides := _overrides(kept.get("overrides"), group)) is not None:
+        kept["overrides"] = overrides
     if group.behavior_logprobs is not None:
         kept["inference_logprobs"] = _rows(np.where(mask, group.behavior_logprobs, np.float32(NO_LOGPROB)), group)
     for name in ("advantages", "ref_logprobs"):
@@ -287,6 +303,18 @@ def _kept(meta: Mapping[str, Any], repetitions: Sequence[int]) -> dict[str, Any]
     if "temperature" in meta:
         kept.setdefault("generation_params", {"temperature": meta["temperature"]})
     return kept
+
+
+def _overrides(kept: Sequence[Mapping[str, Any]] | None, group: TrajectoryGroup) -> list[dict[str, Any]] | None:
+    """Return the overrides with the stop reasons of the group; None where there is nothing to say."""
+    reasons = [StopReason(value) for value in group.stop_reasons.tolist()]
+    if not kept and set(reasons) <= {StopReason.STOP}:
+        return None
+    rows = [dict(own) for own in kept or [{}] * len(reasons)]
+    for own, reason in zip(rows, reasons, strict=True):
+        if reason != StopReason.STOP:
+            own.setdefault(FINISH_REASON, FINISH_REASONS[reason])
+    return rows
 
 
 def _rows(column: Array, group: TrajectoryGroup) -> list[list[Any]]:
