@@ -8,6 +8,8 @@
 #   make test-roll ROLL=../roll   ROLL's pipeline on a CPU, whose checkout is there; installs 0.3 GB first
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
 #   make test-atropos-verl ATROPOS=../atropos   an environment of Atropos into verl's loss, by one command
+#   make test-atropos-skyrl ATROPOS=../atropos SKYRL_PYTHON=python3.12   environments of Atropos and SkyRL's own trainers,
+#                        each with an interpreter of its own; installs what test-atropos and test-skyrl install
 #   make test-atropos-roll ATROPOS=../atropos ROLL=../roll   environments of Atropos, trained by ROLL's pipeline on a CPU
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
@@ -44,7 +46,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-trackers test-atropos test-atropos-verl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check docs chaos bench setup clean
+.PHONY: demo test test-all test-vllm test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -172,8 +174,15 @@ test-atropos-roll: $(READY)
 	ATROPOS="$(abspath $(ATROPOS))" ATROPOS_PYTHON=$(CURDIR)/$(WITH_ATROPOS)/bin/python PYTHONPATH=$(CURDIR)/$(WITH_ROLL) \
 		$(BIN)/python -m pytest -W default -o faulthandler_timeout=0 tests/atropos_roll_real/against_atropos_roll.py
 
+# SkyRL's interpreter runs the tests, and starts environments with that of Atropos.
+test-atropos-skyrl: $(READY)
+	scripts/check_checkout.sh test-atropos-skyrl ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
+	$(MAKE) $(WITH_ATROPOS)/ready $(WITH_SKYRL)/ready
+	ATROPOS="$(ATROPOS)" ATROPOS_PYTHON="$(CURDIR)/$(WITH_ATROPOS)/bin/python" \
+		$(WITH_SKYRL)/bin/python -m pytest -o faulthandler_timeout=0 tests/atropos_skyrl/against_*.py
+
 # Every week too, each in a job of its own: .github/workflows/plugins.yml.
-PLUGINS := test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll
+PLUGINS := test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl
 
 test-plugins:
 	$(MAKE) --keep-going --jobs=1 $(PLUGINS)

@@ -15,9 +15,12 @@ from typing import Any
 import anyio
 from tests.failsafe import FAILSAFE_S
 
-__all__ = ["ROOT", "Environment", "ended", "offline", "run", "serve", "started"]
+__all__ = ["PYTHON", "ROOT", "Environment", "ended", "offline", "run", "serve", "started"]
 
 ROOT = Path(__file__).parent.parent.parent
+
+PYTHON = os.environ.get("ATROPOS_PYTHON", sys.executable)
+"""The interpreter that has Atropos."""
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -33,7 +36,7 @@ def started(*command: str, cwd: Path, log: Path, path: Path | None = None) -> su
     """Start `python *command` with its standard error in `log`; the caller reads its standard output."""
     with log.open("a") as written:
         return subprocess.Popen(
-            [sys.executable, *command], cwd=cwd, env=offline(path), stdout=subprocess.PIPE, stderr=written, text=True
+            [PYTHON, *command], cwd=cwd, env=offline(path), stdout=subprocess.PIPE, stderr=written, text=True
         )
 
 
@@ -117,7 +120,7 @@ def run(command: Sequence[str], *, cwd: Path, folder: Path, path: Path | None = 
     log = folder / "environment.log"
     with log.open("w") as written:
         process = subprocess.Popen(
-            [sys.executable, *command], cwd=cwd, env=offline(path), stdout=written, stderr=subprocess.STDOUT
+            [PYTHON, *command], cwd=cwd, env=offline(path), stdout=written, stderr=subprocess.STDOUT
         )
     return Environment(process=process, log=log, groups=folder / "groups.jsonl")
 

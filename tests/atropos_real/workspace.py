@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["make_workspace"]
+__all__ = ["make_workspace", "save_tokenizer"]
 
 PROBLEMS = 240
 """SingleToolCallingEnv sets 100 aside for its evaluation."""
