@@ -51,7 +51,6 @@ PROMPTS = 125
 """Of a batch, which has 1,000 samples."""
 BATCH = PROMPTS * GROUP
 SLOTS = 1000
-LONGEST = 64
 PREFIX = "MEASURED "
 
 
@@ -69,11 +68,15 @@ class Announces:
 
 
 made: list[Announces] = []
+longest = 64
+"""Tokens of the longest sequence."""
 
 
 def generator(cfg: Any, tokenizer: Any) -> PenstockGenerator:
     """Return the generator of the trainer, and put its stage into `made`."""
-    gateway = AtroposGateway(batch_size=BATCH, max_token_len=LONGEST + 1, capacity=SLOTS, server=ServerConfig(port=0))
+    gateway = AtroposGateway(
+        batch_size=BATCH, max_token_len=longest + 1, capacity=2 * SLOTS, server=ServerConfig(port=0)
+    )
     made.append(Announces(gateway))
     return PenstockGenerator(source(gateway).then(made[-1]), cfg, tokenizer)
 
@@ -98,7 +101,7 @@ def senders(url: str, way: str, groups: int, folder: Path) -> Iterator[list[subp
     started = []
     for number in range(WORKERS):
         hashes = str(folder / f"hashes_{number}")
-        arguments = [url, way, str(groups // WORKERS), str(LONGEST), str(number), hashes]
+        arguments = [url, way, str(groups // WORKERS), str(longest), str(number), hashes]
         command = [PYTHON, "-m", "tests.atropos_skyrl.stress_sender", *arguments]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=offline()))
     try:
@@ -173,23 +176,22 @@ async def slots(folder: Path) -> dict[str, Any]:
     trainer = make_trainer(folder)
     url = await begun(trainer)
     before, shared = psutil.Process().memory_info().rss, psutil.disk_usage("/dev/shm").used  # noqa: S108
-    with senders(url, "shm", 2 * SLOTS, folder) as started:
+    with senders(url, "shm", SLOTS, folder):
         async with aiohttp.ClientSession() as session:
-            while (waiting := await depth(session, url)) < SLOTS:  # noqa: ASYNC110
+            while (waiting := await accepted(session, url)) < SLOTS:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)  # the gateway has no event for it
         after, used = psutil.Process().memory_info().rss, psutil.disk_usage("/dev/shm").used  # noqa: S108
-        for each in started:
-            each.kill()
         await asyncio.to_thread(trainer.generator.end)
-    token_bytes = 3 * LONGEST / 4 * (4 + 1 + 4)
+    token_bytes = 3 * longest / 4 * (4 + 1 + 4)  # the mean length; token, mask and log-probability
     found = {"waiting": waiting, "rss_mib": (after - before) / 2**20, "shared_mib": (used - shared) / 2**20}
     return found | {"payload_mib": SLOTS * GROUP * token_bytes / 2**20}
 
 
-async def depth(session: aiohttp.ClientSession, url: str) -> int:
-    """Return the number of groups that wait in the gateway."""
+async def accepted(session: aiohttp.ClientSession, url: str) -> int:
+    """Return the number of groups that the gateway has accepted."""
     async with session.get(f"{url}/status") as response:
-        return int((await response.json())["queue_size"])
+        environments = (await response.json())["environments"]
+    return sum(each["submitted"] for each in environments) // GROUP
 
 
 def held(inside: bool, folder: Path) -> dict[str, Any]:  # noqa: FBT001
@@ -229,7 +231,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=cases, help="this one alone, in this process")
     parser.add_argument("--samples", type=int, help="of --case; a multiple of 4,000")
+    parser.add_argument("--tokens", type=int, default=64, help="of the longest sequence")
     options = parser.parse_args()
+    global longest  # noqa: PLW0603 (read by the generator that SkyRL makes by its name)
+    longest = options.tokens
     if options.case is not None:
         found = run(options.case, options.samples or cases[options.case])
         print(PREFIX + json.dumps(found), flush=True)  # noqa: T201 (read below)
