@@ -175,15 +175,16 @@ async def slots(folder: Path) -> dict[str, Any]:
     """Measure the memory of groups that wait, because SkyRL asks for none."""
     trainer = make_trainer(folder)
     url = await begun(trainer)
-    before, shared = psutil.Process().memory_info().rss, psutil.disk_usage("/dev/shm").used  # noqa: S108
+    before = psutil.Process().memory_full_info()
     with senders(url, "shm", SLOTS, folder):
         async with aiohttp.ClientSession() as session:
             while (waiting := await accepted(session, url)) < SLOTS:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)  # the gateway has no event for it
-        after, used = psutil.Process().memory_info().rss, psutil.disk_usage("/dev/shm").used  # noqa: S108
+        after = psutil.Process().memory_full_info()
         await asyncio.to_thread(trainer.generator.end)
     token_bytes = 3 * longest / 4 * (4 + 1 + 4)  # the mean length; token, mask and log-probability
-    found = {"waiting": waiting, "rss_mib": (after - before) / 2**20, "shared_mib": (used - shared) / 2**20}
+    private, resident = after.uss - before.uss, after.rss - before.rss
+    found = {"waiting": waiting, "private_mib": private / 2**20, "shared_mib": (resident - private) / 2**20}
     return found | {"payload_mib": SLOTS * GROUP * token_bytes / 2**20}
 
 
