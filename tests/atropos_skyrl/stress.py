@@ -10,7 +10,7 @@ Four workers, processes of Atropos' interpreter, begin with lists of Python numb
                 reasons are compared with those of the senders
     shm, http   fewer samples without hashes, sent through shared memory, and as Atropos sends them
     slots       1,000 groups that wait: the memory that they take
-    inside      SkyRL's generator with an engine in the trainer's process, and `outside`: a trainer whose groups arrive
+    inside      a trainer with an engine in its process, and `outside`: with none, for groups arrive
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ import psutil
 from tests.atropos_real.processes import PYTHON, offline
 from tests.atropos_skyrl.hashes import HASH_BYTES, digest
 from tests.atropos_skyrl.pair import TENSORS, unpadded, write_model, write_prompts
+from tests.skyrl_real.letters import write_model as write_letters
+from tests.skyrl_real.letters import write_prompts as write_letter_prompts
+from tests.skyrl_real.own_engine import InProcess
 from tests.skyrl_real.training import config_of, trainer_of
 
 from penstock import ReceiveChannel, SendChannel, TrajectoryGroup, source
@@ -192,25 +195,17 @@ async def accepted(session: aiohttp.ClientSession, url: str) -> int:
     """Return the number of groups that the gateway has accepted."""
     async with session.get(f"{url}/status") as response:
         environments = (await response.json())["environments"]
-    return sum(each["submitted"] for each in environments) // GROUP
+    return sum(int(each["submitted"]) for each in environments) // GROUP
 
 
 def held(inside: bool, folder: Path) -> dict[str, Any]:  # noqa: FBT001
-    """Measure the trainer's process with a model of 60 million parameters, and an engine in it or none."""
-    from tests.skyrl_real.letters import write_model as write_letters  # noqa: PLC0415
-    from tests.skyrl_real.letters import write_prompts as write_letter_prompts  # noqa: PLC0415
-
-    data = write_letter_prompts(folder / "prompts.jsonl")
+    """Measure the trainer's process with a larger model, and an engine of its own beside it or none."""
     model = write_letters(folder / "model", width=1024, layers=8)
-    cfg = config_of(model, data, folder)
-    if inside:
-        from tests.skyrl_real.beside_skyrl import own_trainer  # noqa: PLC0415
-
-        trainer = own_trainer(cfg, None)
-    else:
-        trainer = trainer_of(cfg, f"{generator.__module__}:generator")
+    cfg = config_of(model, write_letter_prompts(folder / "prompts.jsonl"), folder)
+    trainer = trainer_of(cfg, f"{generator.__module__}:generator")
+    engine = InProcess(str(model), trainer.tokenizer) if inside else None
     parameters = sum(each.numel() for each in trainer.dispatch.model.parameters())
-    return {"parameters": parameters, "rss_mib": psutil.Process().memory_info().rss / 2**20}
+    return {"parameters": parameters, "rss_mib": psutil.Process().memory_info().rss / 2**20, "engine": repr(engine)}
 
 
 def run(case: str, samples: int) -> dict[str, Any]:
