@@ -467,6 +467,27 @@ def test_batches_have_the_columns_that_verl_makes_of_the_same_rollouts() -> None
     assert advantages.sign().tolist() == ours.batch["advantages"].sign().tolist()
 
 
+@pytest.mark.parametrize(
+    ("normalizer", "expected"),
+    [
+        (AdvantageNormalizer("none", clip=0.5), [0.5, 0.0, 0.5, 0.0]),
+        (AdvantageNormalizer("batch", batch_groups=2, clip=(-0.5, 3.0)), [0.866, -0.5, 0.866, -0.5]),
+        (AdvantageNormalizer("global", clip=(-0.5, 3.0)), [0.707, -0.5, 0.866, -0.5]),
+    ],
+    ids=["none", "batch", "global"],
+)
+def test_advantages_of_each_mode_are_in_the_tensors_and_clipped(
+    normalizer: AdvantageNormalizer, expected: list[float]
+) -> None:
+    with DataProtoBatches(source(Given(list(groups(2)))).then(normalizer), sequences=4, **SHAPE) as polled:
+        columns = polled.next().batch
+
+    mask = columns["response_mask"]
+    assert columns["advantages"].numpy() == pytest.approx((torch.tensor(expected)[:, None] * mask).numpy(), abs=1e-3)
+    assert columns["returns"].equal(columns["advantages"])
+    assert mask[0].tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+
+
 def test_batches_of_a_gateway_are_committed_when_the_weights_are_updated(tmp_path: Path) -> None:
     scored = {"tokens": [[5, 6, 7], [5, 6, 8]], "masks": [[-100, 6, 7], [-100, 6, 8]], "scores": [1.0, 0.0]}
     weights = WeightFolder(tmp_path / "weights", {"bias": torch.zeros(2)})
