@@ -2,7 +2,7 @@
 
 The data are sums under the name that Atropos' GSM8k environment loads, so that no hub is asked. The model has learned
 to answer in the form that the environment asks for: some of the time, with long or short thoughts, and with a right sum
-in one of three answers. It is left to learn which of its answers are good.
+in every other answer. It is left to learn which of its answers are good.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def question(left: int, right: int) -> str:
 
 def answer(draw: random.Random, left: int, right: int) -> str:
     """Return an answer of the quality that the model begins with."""
-    said = left + right if draw.random() < 1 / 3 else draw.randrange(19)
+    said = left + right if draw.random() < 1 / 2 else draw.randrange(9)
     thoughts = "I add. " * draw.randint(1, 4)
     begun = f"<think>{thoughts}</think>" if draw.random() < 2 / 3 else thoughts
     return f"{begun} The answer is \\boxed{{{said}}}"
@@ -59,8 +59,8 @@ def save_data(folder: Path) -> None:
     for split in ("train", "test"):
         rows = [
             json.dumps({"question": question(left, right), "answer": f"They add up.\n#### {left + right}"})
-            for left in range(10)
-            for right in range(10)
+            for left in range(5)
+            for right in range(5)
         ]
         (folder / f"{split}.jsonl").write_text("\n".join(rows))
         card += [f"  - split: {split}", f"    path: {split}.jsonl"]
@@ -81,7 +81,7 @@ def save_tokenizer(folder: Path) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    asked = [question(left, right) for left in range(10) for right in range(10)]
+    asked = [question(left, right) for left in range(5) for right in range(5)]
     tokenizer.train_from_iterator(["system\n" + SYSTEM, *("user\n" + each for each in asked), "assistant\n"], trainer)
     make: Any = PreTrainedTokenizerFast
     made = make(
@@ -103,7 +103,7 @@ def save_tokenizer(folder: Path) -> Any:
 
 def example(tokenizer: Any, draw: random.Random) -> tuple[list[int], list[int]]:
     """Return the tokens of a prompt, and of an answer to it."""
-    left, right = draw.randrange(10), draw.randrange(10)
+    left, right = draw.randrange(5), draw.randrange(5)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(left, right)}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(prompt), tokenizer.encode(answer(draw, left, right) + END)
