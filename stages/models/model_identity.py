@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""The files that are read as a whole."""
+from ..engines.pretrained_tokenizer import FILES, TEMPLATES
+
+SMALL = ("config.json", *FILES)
+"""The files that are read as a whole, besides templates by name."""
 
 WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -34,10 +36,13 @@ def model_identity(folder: Path) -> dict[str, str]:
     small = {
         name: xxhash.xxh3_128_hexdigest(path.read_bytes()) if path.is_file() else "" for name, path in paths.items()
     }
+    templates = xxhash.xxh3_128()
+    for path in sorted((folder / TEMPLATES).glob("*.jinja")):
+        templates.update(f"{path.name} {xxhash.xxh3_128_hexdigest(path.read_bytes())} ".encode())
     weights = xxhash.xxh3_128()
     for path in sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         weights.update(_digest_of_weights(path))
-    return {**small, "weights": weights.hexdigest()}
+    return {**small, TEMPLATES: templates.hexdigest(), "weights": weights.hexdigest()}
 
 
 def _digest_of_weights(path: Path) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -120,12 +121,17 @@ def test_another_base_in_other_files_is_refused(tmp_path: Path, model: Path) -> 
         run(tmp_path / "run", model, LORA, steps=2)
 
 
-def test_another_tokenizer_beside_the_weights_is_refused(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "additional_chat_templates/tool_use.jinja"],
+)
+def test_another_tokenizer_beside_the_weights_is_refused(tmp_path: Path, model: Path, name: str) -> None:
     run(tmp_path / "run", model, LORA, steps=1)
-    template = model / "chat_template.jinja"
-    template.write_text(template.read_text() + "\n")
+    (model / name).parent.mkdir(exist_ok=True)
+    with (model / name).open("a") as file:
+        file.write("{}")
 
-    with pytest.raises(RunDiffers, match=r"SinkTrainer\.model\.base\.chat_template\.jinja: "):
+    with pytest.raises(RunDiffers, match=rf"SinkTrainer\.model\.base\.{re.escape(name.partition('/')[0])}: "):
         run(tmp_path / "run", model, LORA, steps=2)
 
 
