@@ -1,8 +1,8 @@
 """A model server with a script in place of a model: `python -m tests.atropos_real.scripted_model <tokenizer> [port]`.
 
 It speaks what environments of Atropos ask for: OpenAI's completions and chat completions, and `/generate` as
-example_trainer/vllm_api_server.py has it, prompt log-probabilities included. Every other answer is right, and no two
-are the same. The first line of its output is its URL.
+example_trainer/vllm_api_server.py has it. Prompt log-probabilities are those of a bigram model, which teaches. Every
+other answer is right, and no two are the same. The first line of its output is its URL.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ import re
 import socket
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import numpy as np
 import uvicorn
+from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from transformers import AutoTokenizer
 
-__all__ = ["logprob", "reply", "teacher_candidates"]
+__all__ = ["VOCABULARY", "logprob", "reply", "teacher_logprobs"]
+
+VOCABULARY = 300
+"""Tokens that the teacher knows; the tokenizer has fewer."""
 
 ADDITION = re.compile(r"Add (\d+) and (\d+)\.")
 ASSISTANT = "<|im_start|>assistant\n"
@@ -92,10 +98,18 @@ def logprob(token: int) -> float:
     return -(1 + token % 7) / 8
 
 
-def teacher_candidates(token: int, count: int) -> dict[int, float]:
-    """Return what this model expected instead of `token`: the `count` likeliest, and the token itself."""
-    likeliest = {(token + other) % 250: -1.0 - other for other in range(1, count + 1)}
-    return likeliest | {token: -0.5}
+@cache
+def teacher_logprobs(previous: int) -> NDArray[np.float64]:
+    """Return [V] what this model expects after a token: a distribution of its own for each."""
+    logits = 3 * np.random.default_rng(previous).standard_normal(VOCABULARY)
+    return np.asarray(logits - np.log(np.exp(logits).sum()))
+
+
+def teacher_candidates(previous: int, token: int, count: int) -> dict[int, float]:
+    """Return what this model expected in place of `token`: the `count` likeliest, and the token itself."""
+    logprobs = teacher_logprobs(previous)
+    likeliest = np.argsort(logprobs)[-count:]
+    return {int(candidate): float(np.float32(logprobs[candidate])) for candidate in (*likeliest, token)}
 
 
 class Model:
@@ -135,7 +149,7 @@ class Model:
 
 def expected(ids: list[int], count: int) -> list[dict[int, float] | None]:
     """Return the candidates of each token; the first one has none."""
-    return [None, *(teacher_candidates(token, count) for token in ids[1:])]
+    return [None, *(teacher_candidates(previous, token, count) for previous, token in itertools.pairwise(ids))]
 
 
 def completion(kind: str, asked: dict[str, Any], choices: list[dict[str, Any]]) -> JSONResponse:
