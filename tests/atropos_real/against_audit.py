@@ -1,24 +1,26 @@
-"""Findings of an audit of Atropos, by their numbers in its tracker, each against penstock.
+"""The nine findings of an audit of Atropos, by their numbers in its tracker, each against penstock.
 
 Atropos itself is on the other side where the finding has one: its environments, its client, its server and the code of
-its trainer, with the transformers that it needs. docs/reliability.md has the table. 456 is in against_distillation.py:
-what a teacher sends reaches the loss.
+its trainer, with the transformers that it needs. docs/reliability.md has the table. That the divergence from a teacher
+falls is in against_distillation.py.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
 import torch
 from tests.atropos.gateways import TRAINER, client, process
+from tests.atropos_real.against_distillation import Bigrams, Student, taught
 from tests.atropos_real.processes import ended, offline, run, started
 from tests.failsafe import FAILSAFE_S
 from tests.pipeline.weights.test_transformers_models import TOKENS, attached, built, config_of, logits
@@ -26,10 +28,12 @@ from tests.ports import free_port
 from torch import nn
 
 from penstock import AdvantageNormalizer
-from penstock.errors import PeerLost, ServerFailed, WeightsMismatch
+from penstock.errors import InvalidRecord, PeerLost, ServerFailed, StageFailed, WeightsMismatch
 from penstock.integrations.atropos import AtroposClient
+from penstock.losses import Distillation, PPOClip
 from penstock.servers import OutsideServer, http_ready
 from penstock.testing import drive, drive_source
+from penstock.torch import TorchTrainer
 from penstock.weights import WeightPublisher, WeightSubscriber
 
 pytestmark = pytest.mark.timeout(600)
@@ -116,6 +120,17 @@ async def test_458_weights_of_a_publisher_that_was_killed_are_not_taken_for_thos
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
+async def test_456_candidates_of_a_teacher_that_no_loss_uses_are_reported(
+    checkout: Path, workspace: Path, model: str, tmp_path: Path
+) -> None:
+    student = Student(loss=PPOClip())
+
+    await taught(student, checkout, workspace, model, tmp_path, top_k=4)
+
+    assert student.taught
+    assert {metrics["distill/tokens_used"] for metrics in student.metrics} == {0}
+
+
 NOISE = [1 / 3, 1 / 3 + 6e-8, 1 / 3 - 6e-8, 1 / 3]
 
 
@@ -146,6 +161,20 @@ async def test_457_noise_is_no_advantage_and_neither_is_the_score_of_a_group_of_
     assert max(map(abs, advantages_in_atropos(group, checkout))) == there
     assert normalized.advantages is not None
     assert not normalized.advantages.any()
+
+
+async def test_461_a_teacher_of_another_vocabulary_is_refused(
+    checkout: Path, workspace: Path, model: str, tmp_path: Path
+) -> None:
+    """The environment takes both models from its options, and the loss compares what they know."""
+    trainer = TorchTrainer(cast("Any", Bigrams(260)), optimizer=torch.optim.SGD, loss=Distillation())
+
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await taught(trainer, checkout, workspace, model, tmp_path, top_k=32)
+
+    failed, _ = raised.value.split((StageFailed, InvalidRecord))
+    assert failed is not None
+    assert re.search("expected ids below 260.*teacher and policy must share a vocabulary", str(failed.exceptions))
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
