@@ -546,6 +546,18 @@ async def test_rollouts_of_a_group_that_the_environment_drops_are_filtered() -> 
     assert "expected the environment to score this episode, got no score" in next(iter(ended.reasons["filtered"]))
 
 
+async def test_a_rollout_without_room_for_another_turn_is_scored_with_its_group() -> None:
+    answers = iter(["no", "a x", "b x", "c x"])
+    environment = AtroposEnvironment(f"{FILE}:Turns", group_size=4)
+    policy = FakePolicy(answer=lambda _: next(answers))
+    source = SourceEnv(environment, policy, PolicyLetters(), group_size=4, groups=1, max_length=32, threads=1)
+
+    (group,) = await drive_source(source)
+
+    ended = sorted(zip(group.rewards.tolist(), group.stop_reasons.tolist(), strict=True))
+    assert ended == [(0.0, StopReason.STOP)] + [(1.0, StopReason.LENGTH)] * 3
+
+
 async def test_rollouts_whose_model_call_is_refused_fail_with_the_reason(troubled: AtroposEnvironment) -> None:
     groups = await sampled_groups(troubled, lambda _: "logprobs")
 

@@ -27,6 +27,7 @@ from ....._pipeline.errors import InvalidConfig, MissingExtra, PenstockError
 from ....._pipeline.processes.interpreter import check_interpreter, command_of, environment_of
 from ....._pipeline.processes.subreaper_process import SubreaperProcess, describe_end, start_subreaper
 from ....._pipeline.processes.worker_payload import interpreter_command, write_payload
+from ....._schemas import StopReason
 from ....._schemas.numbers import finite_number, whole_number
 from .messages import (
     Action,
@@ -217,6 +218,17 @@ class AtroposStepEnvironment(_StepEnvBase):
             NotScored: the episode is over and has no score.
         """
         return _stepped(await asyncio.wrap_future(self._step(action)))
+
+    async def cut(self) -> float:
+        """Answer with nothing, as a model without room does, until the environment has scored; return the score.
+
+        Raises:
+            PenstockError: see `step`.
+        """
+        over, reward = False, 0.0
+        while not over:
+            _, reward, over, _, _ = await self.step(Action(text="", stop_reason=StopReason.LENGTH))
+        return reward
 
     async def close(self) -> None:
         """End the episode; the last one closes the environment."""
