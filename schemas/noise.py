@@ -57,6 +57,9 @@ def noise_of_sum(
 LARGE = 0.5 / NOISE
 """From this magnitude on, 2²⁰, whole numbers that differ by 1 count as equal."""
 
+HUGE = 2.0**53
+"""From this magnitude on float64 has no fractions either, and differences within the noise are noise."""
+
 LOST = 1e-3
 """The share of the range of a group's rewards by which rounding may move one of them."""
 
@@ -65,21 +68,24 @@ def check_distinct(rewards: NDArray[Any]) -> None:
     """Check that the differences between `rewards` [S] of one group survive as float32: they make the advantages.
 
     1. Below `LARGE`, differences that rounding removes are rounding themselves.
-    2. So are those of a few last places of a float64: the rewards are equal, and stay so.
-    3. Elsewhere a reward may move by `LOST` of the range, and the range has to be above the noise.
+    2. So are those of a few last places of a float64, and from `HUGE` on those within the noise: the rewards are equal.
+    3. Elsewhere a reward may move by `LOST` of the range, and the range of whole numbers has to be above the noise.
 
     Raises:
-        InvalidRecord: rewards that differ count as equal, or move.
+        InvalidRecord: rewards move, or differ and count as equal.
     """
     if rewards.dtype == np.float32:
         return
     exact = np.asarray(rewards, np.float64)
     least, largest = float(exact.min()), float(exact.max())
     magnitude, spread = max(-least, largest), largest - least
-    if not LARGE <= magnitude <= float(np.finfo(np.float32).max) or spread <= 8 * np.finfo(np.float64).eps * magnitude:
+    noise = 2 * NOISE * magnitude
+    equal = noise if magnitude >= HUGE else 8 * np.finfo(np.float64).eps * magnitude
+    if not LARGE <= magnitude <= float(np.finfo(np.float32).max) or spread <= equal:
         return
     moved = np.abs(exact.astype(np.float32) - exact).max()
-    if moved > LOST * spread or spread <= 2 * NOISE * magnitude:
+    are_whole = bool((exact == np.rint(exact)).all())
+    if moved > LOST * spread or (are_whole and spread <= noise):
         raise InvalidRecord(
             f"rewards: expected differences that float32 can hold, got rewards from {least!r} to {largest!r} in one "
             f"group; subtract a constant from them, or scale the summand that varies"

@@ -89,13 +89,14 @@ LOST_DIFFERENCES = {
     "below zero": [-1e8, -1e8 - 0.5],
     "three, of which two become one": [2.0**25, 2.0**25 + 1, 2.0**25 + 4],
     "a fraction beside a large constant": [3e7 + 0.1, 3e7 + 0.9, 3e7 + 3.0],
-    "the end of float64's whole numbers": [2.0**53 - 200, 2.0**53],
+    "the end of float64's fractions": [2.0**53 - 200, 2.0**53 - 1],
 }
 
 KEPT_DIFFERENCES = {
     "small ones": [0.0, 0.25, 1e5],
     "rounding of small ones": [0.3, 0.1 + 0.2],
     "rounding of large ones": [1e9, 1e9 * (1 + 2**-52)],
+    "rounding of huge ones": [1e30, float(np.nextafter(np.float32(1e30), np.float32(np.inf)))],
     "large equal ones": [123456789.25, 123456789.25],
     "a large one alone": [123456789.25],
     "large ones far apart": [-123456789.3, 0.1, 98765432.1],
