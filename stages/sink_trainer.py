@@ -368,7 +368,7 @@ class SinkTrainer:
         trained: list[Sample] = []
         if batch is not None and self.samples.due(step):
             try:
-                trained = self.samples.of(batch, step)
+                trained = call_user(self.samples.of, batch, step)
             except Exception:  # a tokenizer that cannot decode what trains must not end the run
                 log.exception("samples_failed", step=step)
         return [*trained, *self.samples.of_evaluation(found, step)]
