@@ -179,7 +179,7 @@ test-atropos-skyrl: $(READY)
 	scripts/check_checkout.sh test-atropos-skyrl ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
 	$(MAKE) $(WITH_ATROPOS)/ready $(WITH_SKYRL)/ready
 	ATROPOS="$(ATROPOS)" ATROPOS_PYTHON="$(CURDIR)/$(WITH_ATROPOS)/bin/python" \
-		$(WITH_SKYRL)/bin/python -m pytest -o faulthandler_timeout=0 tests/atropos_skyrl/against_*.py
+		$(WITH_SKYRL)/bin/python -m pytest -o faulthandler_timeout=0 tests/atropos_skyrl_real/against_*.py
 
 # Every week too, each in a job of its own: .github/workflows/plugins.yml.
 PLUGINS := test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from tests.atropos.gateways import process
-from tests.atropos_skyrl.against_pair import BOTH, assert_trained_once, exits, train
-from tests.atropos_skyrl.conftest import MakeTrainer
-from tests.atropos_skyrl.killed import LAST
-from tests.atropos_skyrl.pair import OPTIONS, PATH, SEQUENCES, Settings, Trained, environments, write_prompts
+from tests.atropos_skyrl_real.against_pair import BOTH, assert_trained_once, exits, train
+from tests.atropos_skyrl_real.conftest import MakeTrainer
+from tests.atropos_skyrl_real.killed import LAST
+from tests.atropos_skyrl_real.pair import OPTIONS, PATH, SEQUENCES, Settings, Trained, environments, write_prompts
 from tests.failsafe import FAILSAFE_S
 from tests.skyrl_real.against_skyrl import committed_in
 
@@ -130,7 +130,7 @@ def run_and_kill(policy: Path, folder: Path, options: dict[str, Any]) -> list[di
     with (
         log.open("w") as stderr,
         subprocess.Popen(
-            [sys.executable, "-m", "tests.atropos_skyrl.killed", *arguments],
+            [sys.executable, "-m", "tests.atropos_skyrl_real.killed", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -15,8 +15,8 @@ import pytest
 from tests.atropos.gateways import process
 from tests.atropos_real.processes import ROOT
 from tests.atropos_real.trained import sent_sequences
-from tests.atropos_skyrl.conftest import MakeTrainer
-from tests.atropos_skyrl.pair import OPTIONS, PATH, SEQUENCES, Settings, Trained, environments, write_prompts
+from tests.atropos_skyrl_real.conftest import MakeTrainer
+from tests.atropos_skyrl_real.pair import OPTIONS, PATH, SEQUENCES, Settings, Trained, environments, write_prompts
 from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.ports import free_port

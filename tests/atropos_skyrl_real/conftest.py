@@ -13,7 +13,7 @@ import pytest
 from tests.atropos_real.conftest import checkout as checkout  # noqa: PLC0414 (a fixture)
 from tests.atropos_real.conftest import model as model  # noqa: PLC0414 (a fixture)
 from tests.atropos_real.processes import PYTHON, offline
-from tests.atropos_skyrl.pair import OPTIONS, SETTINGS, Settings, environments, write_model, write_prompts
+from tests.atropos_skyrl_real.pair import OPTIONS, SETTINGS, Settings, environments, write_model, write_prompts
 from tests.skyrl_real.conftest import (
     _nothing_blocks_the_event_loop as _nothing_blocks_the_event_loop,  # noqa: PLC0414 (a fixture)
 )
@@ -67,6 +67,8 @@ def make_trainer(policy: Path, tmp_path: Path) -> MakeTrainer:
     data = write_prompts(tmp_path / "prompts.jsonl")
 
     def make(**options: Any) -> Any:
-        return trainer_of(config_of(policy, data, tmp_path, **OPTIONS, **options), "tests.atropos_skyrl.pair:generator")
+        return trainer_of(
+            config_of(policy, data, tmp_path, **OPTIONS, **options), "tests.atropos_skyrl_real.pair:generator"
+        )
 
     return make

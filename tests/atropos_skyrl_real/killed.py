@@ -13,13 +13,13 @@ if __name__ == "__main__":
     import json
 
     import torch
-    from tests.atropos_skyrl import pair
+    from tests.atropos_skyrl_real import pair
     from tests.skyrl_real.training import config_of, trainer_of
 
     torch.set_num_threads(1)
     model, data, folder, options = sys.argv[1:]
     cfg = config_of(Path(model), Path(data), Path(folder), **json.loads(options))
-    trainer = trainer_of(cfg, "tests.atropos_skyrl.pair:generator")
+    trainer = trainer_of(cfg, "tests.atropos_skyrl_real.pair:generator")
 
     def show(step: int) -> None:
         found = {"step": step, "environments": [each.process.pid for each in pair.environments]}

@@ -1,6 +1,6 @@
 """A million samples from environment workers to SkyRL's tensors, compared by hash; HTTP beside it; memory; no test.
 
-    ATROPOS_PYTHON=.venv/atropos/bin/python PYTHONPATH=src:. .venv/skyrl/bin/python -m tests.atropos_skyrl.stress
+    ATROPOS_PYTHON=.venv/atropos/bin/python PYTHONPATH=src:. .venv/skyrl/bin/python -m tests.atropos_skyrl_real.stress
 
 Four workers, processes of Atropos' interpreter, begin with lists of Python numbers. The groups go through an
 `AtroposGateway` and a `PenstockGenerator` into SkyRL's own validation, post-processing and conversion; every batch of
@@ -36,8 +36,8 @@ import aiohttp
 import numpy as np
 import psutil
 from tests.atropos_real.processes import PYTHON, offline
-from tests.atropos_skyrl.hashes import HASH_BYTES, digest
-from tests.atropos_skyrl.pair import TENSORS, unpadded, write_model, write_prompts
+from tests.atropos_skyrl_real.hashes import HASH_BYTES, digest
+from tests.atropos_skyrl_real.pair import TENSORS, unpadded, write_model, write_prompts
 from tests.skyrl_real.letters import write_model as write_letters
 from tests.skyrl_real.letters import write_prompts as write_letter_prompts
 from tests.skyrl_real.own_engine import InProcess
@@ -105,7 +105,7 @@ def senders(url: str, way: str, groups: int, folder: Path) -> Iterator[list[subp
     for number in range(WORKERS):
         hashes = str(folder / f"hashes_{number}")
         arguments = [url, way, str(groups // WORKERS), str(longest), str(number), hashes]
-        command = [PYTHON, "-m", "tests.atropos_skyrl.stress_sender", *arguments]
+        command = [PYTHON, "-m", "tests.atropos_skyrl_real.stress_sender", *arguments]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=offline()))
     try:
         yield started
@@ -236,7 +236,7 @@ def main() -> None:
         print(PREFIX + json.dumps(found), flush=True)  # noqa: T201 (read below)
         return
     for case in cases:
-        command = [sys.executable, "-m", "tests.atropos_skyrl.stress", "--case", case]
+        command = [sys.executable, "-m", "tests.atropos_skyrl_real.stress", "--case", case]
         ran = subprocess.run(
             command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )

@@ -1,6 +1,6 @@
 """An environment worker of `stress`: sends groups of which no two are the same, and writes a hash of each sample.
 
-    python -m tests.atropos_skyrl.stress_sender URL shm 31250 64 0 hashes
+    python -m tests.atropos_skyrl_real.stress_sender URL shm 31250 64 0 hashes
 
 The arguments are those of `Work`.
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 from benchmarks.atropos_clients import GROUP, as_atropos, by_shm
-from tests.atropos_skyrl.hashes import digest
+from tests.atropos_skyrl_real.hashes import digest
 
 CONCURRENCY = 4
 """Groups that a worker sends at a time."""
