@@ -97,7 +97,7 @@ class StepEnvironment(Protocol):
     """A text game, turn by turn: the signature of `gymnasium` and `gem`. `close()` is called where there is one.
 
     An episode in which the policy has no tokens left is given up between two steps. Where others wait for its end, as
-    in a group that is scored together, `cut()` ends it, and returns the reward that it still gets.
+    in a group that is scored together, `end_cut_episode()` ends it, and returns the reward that it still gets.
     """
 
     def reset(self, *, seed: int | None = None) -> Any:
@@ -414,18 +414,18 @@ class _EpisodeTasks:
                 break
             turns.append(observation)
         else:
-            await self._cut(env, rewards)
+            await self._end_cut(env, rewards)
         if len(turns) > 1 and not isinstance(turns[-1], Completion):
             turns.pop()  # no completion follows it
         return RolloutResult(
             turns=turns, reward=sum(rewards, 0.0), stop_reason=stop_reason, turn_rewards=rewards, meta=said.meta
         )
 
-    async def _cut(self, env: _PooledEnv, rewards: list[float]) -> None:
+    async def _end_cut(self, env: _PooledEnv, rewards: list[float]) -> None:
         """End an episode in which the policy has no tokens left; its reward is that of the last turn."""
-        cut = getattr(env.env, "cut", None)
-        if cut is not None:
-            reward = await env.call(cut, _reward)
+        end = getattr(env.env, "end_cut_episode", None)
+        if end is not None:
+            reward = await env.call(end, _reward)
             if rewards:
                 rewards[-1] += reward
 

@@ -219,7 +219,7 @@ class AtroposStepEnvironment(_StepEnvBase):
         """
         return _stepped(await asyncio.wrap_future(self._step(action)))
 
-    async def cut(self) -> float:
+    async def end_cut_episode(self) -> float:
         """Answer with nothing, as a model without room does, until the environment has scored; return the score.
 
         Raises:
