@@ -79,6 +79,7 @@ def best_and_worst(rows: Sequence[T], count: int, key: Callable[[T], tuple[Any, 
     """
     ranked = sorted(rows, key=lambda row: (-key(row)[0], *key(row)[1:]))
     best = min(count, (len(ranked) + 1) // 2)
-    yield from (("best", rank, row) for rank, row in enumerate(ranked[:best], 1))
-    worst = sorted(ranked[best:], key=key)[:count]
-    yield from (("worst", rank, row) for rank, row in enumerate(worst, 1))
+    for rank, row in enumerate(ranked[:best], 1):
+        yield "best", rank, row
+    for rank, row in enumerate(sorted(ranked[best:], key=key)[:count], 1):
+        yield "worst", rank, row
