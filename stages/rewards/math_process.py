@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -72,24 +73,24 @@ def compare(answers: str | Sequence[str], text: str) -> bool | None:
     readable = [answer for answer in each if answer.strip()]
     if not readable:
         return None
-    return any(_equal(answer, text) for answer in readable)
+    box = box_of(text)
+    found = cache(lambda: [_parsed(formula) for formula in ((with_marks(text),) if box is None else formulas_of(box))])
+    return any(_equal(answer, text, box, found) for answer in readable)
 
 
-def _equal(answer: str, text: str) -> bool:
-    """Return whether `answer` equals the last one of `text`."""
+def _equal(answer: str, text: str, box: str | None, found: Callable[[], list[list[Any]]]) -> bool:
+    """Return whether `answer` equals the last one of `text`, of which `found` returns what math-verify reads."""
     import math_verify  # noqa: PLC0415 (an extra)
 
-    box = box_of(text)
     if (words := words_of(answer)) is not None:
         return words in {letters_of(written) for written in (_last_text(text) if box is None else [box])}
     if box is not None and not (same_brackets(answer, box) and same_units(core_of(answer), core_of(box))):
         return False
     expected = [_parsed(formula) for formula in formulas_of(answer)]
-    found = [_parsed(formula) for formula in ((with_marks(text),) if box is None else formulas_of(box))]
     return any(
         math_verify.verify(each, other, timeout_seconds=None)
         for each in expected
-        for other in found
+        for other in found()
         if not _one_side(each, other)
     )
 
