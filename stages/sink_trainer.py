@@ -320,7 +320,7 @@ class SinkTrainer:
         metrics = current().metrics
         await _in_thread(partial(self._evaluated.record, metrics.evaluations.found), thread)
         metrics.emit(step)  # afterwards: no line is written twice
-        await self._pass_on(partial(self._samples, None, metrics.evaluations.take_samples(), step), step, thread)
+        await self._pass_on_samples(None, metrics.evaluations.take_samples(), step, thread)
 
     def _restore(self, ledger: Ledger) -> None:
         """Restore the ledger if the trainer resumed from a checkpoint."""
@@ -347,7 +347,7 @@ class SinkTrainer:
         found = context.metrics.evaluations.take_samples()
         if self.evaluation is not None:
             await _in_thread(partial(self._evaluated.record, emitted), thread)
-        await self._pass_on(partial(self._samples, batch, found, step), step, thread)
+        await self._pass_on_samples(batch, found, step, thread)
         if self._saves_at(step):  # afterwards: a checkpoint without the metrics of its step would leave a gap
             await self._save(context.ledger, thread)
 
@@ -361,24 +361,19 @@ class SinkTrainer:
             )
         return batch_metrics(batch, step - 1) | dict(metrics)
 
-    def _samples(self, batch: TrainBatch | None, found: Sequence[Sample], step: int) -> list[Sample]:
-        """Return samples of the batch that step `step` has trained, if they are due, and of an evaluation. Blocks."""
-        if self.samples is None:
-            return []
-        trained: list[Sample] = []
-        if batch is not None and self.samples.due(step):
-            try:
-                trained = call_user(self.samples.of, batch, step)
-            except Exception:  # a tokenizer that cannot decode what trains must not end the run
-                log.exception("samples_failed", step=step)
-        return [*trained, *self.samples.of_evaluation(found, step)]
-
-    async def _pass_on(self, make: Callable[[], list[Sample]], step: int, thread: anyio.CapacityLimiter) -> None:
-        """Pass on the samples that are emitted with `step`, if anything takes them."""
+    async def _pass_on_samples(
+        self, batch: TrainBatch | None, found: Sequence[Sample], step: int, thread: anyio.CapacityLimiter
+    ) -> None:
+        """Pass on samples of the batch that `step` has trained, if they are due, and of an evaluation."""
         sinks = current().sample_sinks
-        if self.samples is not None and sinks and (samples := await _in_thread(make, thread)):
-            for sink in sinks:
-                await _in_thread(partial(sink, samples, step), thread)
+        if self.samples is None or not sinks:
+            return
+        trained = batch if self.samples.due(step) else None
+        if trained is None and not found:
+            return
+        samples = await _in_thread(partial(_samples_of, self.samples, trained, found, step), thread)
+        for sink in sinks if samples else ():
+            await _in_thread(partial(sink, samples, step), thread)
 
     def _sampling(self) -> AbstractAsyncContextManager[None]:
         sink = self._weight_sink
@@ -427,6 +422,17 @@ def _ended(ledger: Ledger) -> int:
 def _require(trainer: object, protocol: type, purpose: str, methods: str) -> None:
     if not isinstance(trainer, protocol):
         raise TypeError(f"trainer: expected {methods} for {purpose}, got {type(trainer).__name__}")
+
+
+def _samples_of(samples: Samples, batch: TrainBatch | None, found: Sequence[Sample], step: int) -> list[Sample]:
+    """Return samples of a batch and of an evaluation. Blocks."""
+    trained: list[Sample] = []
+    if batch is not None:
+        try:
+            trained = call_user(samples.of, batch, step)
+        except Exception:  # a tokenizer that cannot decode what trains must not end the run
+            log.exception("samples_failed", step=step)
+    return [*trained, *samples.of_evaluation(found, step)]
 
 
 async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:
