@@ -15,10 +15,8 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from .bounds import LARGEST
 from .errors import InvalidConfig
-
-LARGEST = 2**63 - 1
-"""The largest count: numpy, torch and messages between processes hold 64 bits."""
 
 
 def whole_number(name: str, value: object, *, least: int = 1) -> int:

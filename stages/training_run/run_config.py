@@ -20,8 +20,8 @@ import msgspec
 
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.placement import ABSENCE_TIMEOUT_S, JOIN_URL, PLACEMENT_TIMEOUT_S, Strategy
+from ..._schemas.bounds import LARGEST
 from ..._schemas.config import Config, counterpart_of_value, nearest
-from ..._schemas.numbers import LARGEST
 from ..advantages.formulas import Mode
 from ..advantages.presets import Library
 from ..engines.sampling_params import SamplingParams
