@@ -69,7 +69,7 @@ class PretrainedTokenizer:
         """The token that ends a text, `eos_token`; `end_ids` has all that end a completion."""
         self.start_ids: tuple[int, ...] = _start_ids(self._tokenizer)
         """The tokens that begin a text, such as `<bos>`; none with many tokenizers."""
-        _check_added(path, {**legacy, **config}, self.get_vocab())
+        _check_added(path, {**legacy, **config}, self._tokenizer.token_to_id)
         self.chat_template: Any = _template(path, config)
         """The template that makes a prompt of messages, or several by name; None if there is none."""
         self.special_tokens_map: Mapping[str, str] = _special_tokens(config)
@@ -165,14 +165,14 @@ def _content(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _check_added(path: Path, config: Mapping[str, Any], vocabulary: Mapping[str, int]) -> None:
+def _check_added(path: Path, config: Mapping[str, Any], id_of: Callable[[str], int | None]) -> None:
     """Check that `tokenizer.json` has every token that another file adds: transformers would number it anew."""
     listed = [
         config.get(name) for name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens")
     ]
     values = [each for tokens in listed for each in (tokens.values() if isinstance(tokens, dict) else tokens or ())]
     added = [*map(_content, values), *_config(path / "added_tokens.json")]
-    if absent := [token for token in added if isinstance(token, str) and token not in vocabulary]:
+    if absent := [token for token in added if isinstance(token, str) and id_of(token) is None]:
         raise InvalidConfig(
             f"{path / 'tokenizer.json'}: expected every token that the files beside it add, got none for "
             f"{absent[0]!r}: load the tokenizer by transformers, and save it again"

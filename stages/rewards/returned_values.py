@@ -1,4 +1,4 @@
-"""What a function returned for a group, as a list with a value for each completion, in their order."""
+"""Read the values that a function returned for a group, as a list in the order of its completions."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class ModelServer(Config, frozen=True):
 
 
 class LaunchConfig(Config, frozen=True):
-    """What is launched, in this order, and ended in the reverse one.
+    """The programs that are launched, and ended in the reverse order.
 
     Raises:
         InvalidConfig: a value is out of its range, a name is given twice, or a command is empty.
@@ -46,7 +46,7 @@ class LaunchConfig(Config, frozen=True):
     servers: dict[str, ModelServer] = msgspec.field(default_factory=dict)
     """By their names, as above."""
     gateway: str = "http://127.0.0.1:8000"
-    """Where `penstock gateway` is started; programs find it as ATROPOS_API_URL too."""
+    """The URL at which `penstock gateway` is started; programs find it as ATROPOS_API_URL too."""
     logs: str = "logs"
     """Folder for the output of all but the trainer."""
     ready_timeout_s: float = 600.0

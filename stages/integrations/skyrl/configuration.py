@@ -1,4 +1,4 @@
-"""What SkyRL's configuration asks of a generator, and penstock does not have: refused when the generator is made."""
+"""Refuse, when the generator is made, settings of SkyRL's configuration that penstock does not have."""
 
 from __future__ import annotations
 
