@@ -11,6 +11,7 @@
 #   make test-atropos-skyrl ATROPOS=../atropos SKYRL_PYTHON=python3.12   environments of Atropos and SkyRL's own trainers,
 #                        each with an interpreter of its own; installs what test-atropos and test-skyrl install
 #   make test-atropos-roll ATROPOS=../atropos ROLL=../roll   environments of Atropos, trained by ROLL's pipeline on a CPU
+#   make test-cuda       weights, training, sampling and runs on a GPU of this machine
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
 #   make test-ray        stages on clusters of Ray on this machine; installs Ray first (100 MB)
@@ -46,7 +47,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-vllm test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check docs chaos bench setup clean
+.PHONY: demo test test-all test-cuda test-vllm test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -63,6 +64,9 @@ test-all: $(READY) $(OLDER)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-covered
 	PYTHONPATH=$(OLDER) $(BIN)/python -m pytest tests/pipeline/weights/test_transformers_models.py
+
+test-cuda: $(READY)
+	$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/cuda_real/against_*.py
 
 test-vllm: $(READY) $(VLLM)/ready
 	VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/vllm/against_vllm.py

@@ -34,6 +34,7 @@ TORCH_AT_MODULE_LEVEL = {
     path.relative_to(ROOT).as_posix()
     for pattern in (
         "pipeline/weights/device_memory.py",
+        "pipeline/weights/pinned_memory.py",
         "pipeline/weights/meta_model.py",
         "pipeline/weights/weight_tables.py",
         "pipeline/weights/weight_views.py",

@@ -59,7 +59,14 @@ class TinyModel(nn.Module):
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         width = self.head.in_features // self.heads
-        return KVCache(layers=len(self.attention), batch=batch, heads=self.heads, capacity=capacity, width=width)
+        return KVCache(
+            layers=len(self.attention),
+            batch=batch,
+            heads=self.heads,
+            capacity=capacity,
+            width=width,
+            device=self.head.weight.device,
+        )
 
 
 class ReadModel(TinyModel):

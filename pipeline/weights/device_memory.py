@@ -4,7 +4,7 @@ The driver itself allocates the memory, not torch: a handle of torch's allocator
 users, which SIGKILL leaves behind. This memory has no name and is freed with its owner. Its first page holds the
 publisher's generation, so that a handle that outlived its owner is not mistaken for one of another publisher.
 
-`CudaDriver` has never run: it was written without a GPU. The code above it is tested with another driver.
+The suite tests the code above `CudaDriver` with another driver; `make test-cuda` runs it on a GPU.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from .device_memory import DeviceMemory
+    from .pinned_memory import PinnedMemory
 
 
 class HostMemory:
@@ -36,14 +37,27 @@ class HostMemory:
         """[nbytes] read-only where the mapping is."""
 
     def store(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
-        """Copy `tensor` to byte `start`, with the dtype of `spec`, in C order."""
-        self.bytes[start : start + spec.nbytes] = bytes_of(tensor, spec.dtype)
+        """Copy `tensor` to byte `start`, with the dtype of `spec`, in C order; one on a GPU is there after `flush`."""
+        if isinstance(tensor, np.ndarray) or not tensor.is_cuda:
+            self.bytes[start : start + spec.nbytes] = bytes_of(tensor, spec.dtype)
+        else:
+            self._pinned.store(self.tensor(start, spec.nbytes), tensor, spec)
 
     def flush(self) -> None:
-        """Return when other processes can see everything that was stored: at once."""
+        """Return when other processes can see everything that was stored."""
+        if "_pinned" in self.__dict__:
+            self._pinned.flush()
 
     def close(self) -> None:
-        """Stop sharing. Does nothing: the publisher closes the descriptor."""
+        """Stop sharing: release what was pinned. The publisher closes the descriptor."""
+        if (pinned := self.__dict__.pop("_pinned", None)) is not None:
+            pinned.close()
+
+    @cached_property
+    def _pinned(self) -> PinnedMemory:
+        from .pinned_memory import PinnedMemory  # noqa: PLC0415 (it needs torch, and only a publisher on a GPU needs it)
+
+        return PinnedMemory(self._whole)
 
     def tensor(self, start: int, nbytes: int) -> torch.Tensor:
         """Return bytes as a tensor, not a copy, which keeps the memory alive.

@@ -74,7 +74,7 @@ OTHERS: list[tuple[str, bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "kind"), OTHERS)
+@pytest.mark.parametrize(("name", "content", "kind"), OTHERS, ids=range(len(OTHERS)))
 def test_a_file_of_another_kind_is_refused_by_its_name_with_what_to_do(
     name: str, content: bytes, kind: str, tmp_path: Path
 ) -> None:
