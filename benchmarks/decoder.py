@@ -37,11 +37,11 @@ class _Layer(nn.Module):
         self.up = nn.Linear(size.width, 4 * size.width, bias=False)
         self.down = nn.Linear(4 * size.width, size.width, bias=False)
 
-    def forward(self, x: Tensor, attend: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attend: Attention) -> Tensor:
         rows, tokens, _ = x.shape
         projected: Tensor = self.projected(self.before_attention(x))
         queries, keys, values = projected.view(rows, tokens, 3, self._heads, -1).permute(2, 0, 3, 1, 4)  # [B, H, T, D]
-        seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=attend)
+        seen = attend.over(queries, keys, values)
         x = x + self.attended(seen.transpose(1, 2).flatten(2))
         forwarded: Tensor = self.down(functional.gelu(self.up(self.before_mlp(x))))
         return x + forwarded
@@ -64,15 +64,10 @@ class Decoder(nn.Module):
         if cache is not None:
             raise ValueError("expected no cache: this model only trains")
         x = self.tokens(tokens) + self.positions(positions)
-        mask = attend.mask[:, None]
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, attend)
         logits: Tensor = self.head(self.norm(x))
         return logits
-
-    def products(self) -> list[tuple[int, int]]:
-        """Return (inputs, outputs) of every matrix that each token is multiplied with."""
-        return [(each.in_features, each.out_features) for each in self.modules() if isinstance(each, nn.Linear)]
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """Raise NotImplementedError; see `CausalModel`."""

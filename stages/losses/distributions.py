@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
+from .products import add_product, dtype_of_products, linear, products_of
 from .tiles import ByTiles, Finish
 
 NUMBERS_AT_ONCE = 2**23
@@ -40,7 +40,8 @@ class Distributions:
     """The distributions that tokens were drawn from."""
 
     hidden: Tensor
-    """[T, D] states from which the head predicts each token; or logits [T, V], if there is no `weight`."""
+    """[T, D] states from which the head predicts each token, in the dtype in which weights are multiplied with them; or
+    logits [T, V], if there is no `weight`."""
     weight: Tensor | None = None
     """[V, D] of the head."""
     bias: Tensor | None = None
@@ -78,7 +79,8 @@ class Distributions:
 
     def whole(self) -> Tensor:
         """Return [T, V] log-probabilities, with gradient: as large as a chunk must not be."""
-        return _logprobs(_products(self.hidden, self.weight, self.bias), self.finish, self.temperature)
+        products = self.hidden if self.weight is None else linear(self.hidden, self.weight, self.bias)
+        return _logprobs(products, self.finish, self.temperature)
 
     def chunks(self, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield log-probabilities [C, V] of each chunk, without gradient, and its part of `tokens` [T]."""
@@ -160,8 +162,9 @@ class _ByChunks(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, tempers, *columns)
         ctx.set_materialize_grads(False)
         found: list[list[Tensor]] = [[] for _ in how.functions]
+        head = _Products(hidden, weight, bias)
         for rows in _rows(hidden, how.vocabulary):
-            predicted = how.logprobs(_products(hidden[rows], weight, bias), _of(tempers, rows))
+            predicted = how.logprobs(head(rows), _of(tempers, rows))
             for values, function in zip(found, how.functions, strict=True):
                 values.append(function(predicted, *(column[rows] for column in columns)))
         return tuple(torch.cat(values) for values in found)
@@ -172,10 +175,11 @@ class _ByChunks(torch.autograd.Function):
         hidden, weight, bias, tempers, *columns = ctx.saved_tensors
         given = zip(how.functions, gradients, strict=True)
         wanted = [(function, gradient) for function, gradient in given if gradient is not None]
-        sums = _Gradients(hidden, weight, bias, ctx.needs_input_grad[1:4])
+        head = _Products(hidden, weight, bias)
+        sums = _Gradients(head, weight, bias, ctx.needs_input_grad[1:4])
         for rows in _rows(hidden, how.vocabulary) if wanted else ():
             with torch.enable_grad():
-                products = _products(hidden[rows], weight, bias).detach().requires_grad_()
+                products = head(rows).detach().requires_grad_()
                 predicted = how.logprobs(products, _of(tempers, rows))
                 values = [function(predicted, *(column[rows] for column in columns)) for function, _ in wanted]
                 del predicted
@@ -184,26 +188,41 @@ class _ByChunks(torch.autograd.Function):
         return None, sums.hidden, sums.weight, sums.bias, *[None] * (1 + len(columns))
 
 
+class _Products:
+    """The products of the head, of a chunk at a time, without gradient; a weight of another dtype is cast once."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+        self.hidden, self._bias = hidden, bias
+        self.weight = None if weight is None else weight.to(hidden.dtype)
+        self.dtype = hidden.dtype if weight is None else dtype_of_products(hidden, weight)
+
+    def __call__(self, rows: slice) -> Tensor:
+        """Return [C, V]; or the logits themselves."""
+        hidden = self.hidden[rows]
+        return hidden if self.weight is None else products_of(hidden, self.weight, self._bias, self.dtype)
+
+
 class _Gradients:
     """Sums of the gradients of hidden states and head, over chunks."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, needed: tuple[bool, bool, bool]
+        self, head: _Products, weight: Tensor | None, bias: Tensor | None, needed: tuple[bool, bool, bool]
     ) -> None:
-        self._states, self._matrix = hidden, weight
-        self.hidden = torch.zeros_like(hidden) if needed[0] else None
+        self._states, self._matrix = head.hidden, head.weight
+        self.hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if needed[0] else None
         self.weight = torch.zeros_like(weight, dtype=_wide(weight)) if weight is not None and needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None and needed[2] else None
 
     def add(self, rows: slice, products: Tensor) -> None:
         """Add those of a chunk, of the gradient of its products [C, V]."""
+        factor = products.to(self._states.dtype)
         if self.hidden is not None:
-            self.hidden[rows] = products if self._matrix is None else products @ self._matrix
-        if self.weight is not None:
-            if self.weight.dtype == products.dtype:
-                self.weight.addmm_(products.T, self._states[rows])
+            if self._matrix is None:
+                self.hidden[rows] = factor
             else:
-                self.weight += products.T @ self._states[rows]
+                add_product(self.hidden[rows], factor, self._matrix)
+        if self.weight is not None:
+            add_product(self.weight, factor.T, self._states[rows])
         if self.bias is not None:
             self.bias += products.sum(0)
 
@@ -223,11 +242,6 @@ def _rows(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
 
 def _of(tempers: Tensor | None, rows: slice) -> Tensor | None:
     return None if tempers is None else tempers[rows]
-
-
-def _products(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return [C, V] the products of the head, in the dtype of its weights."""
-    return hidden if weight is None else linear(hidden, weight, bias)
 
 
 def _logprobs(products: Tensor, finish: Finish | None, temperature: float | Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""The attention of an HFModel by torch's `scaled_dot_product_attention`, without a mask of all tokens by all tokens.
+"""The attention of an HFModel by torch's own kernels, without a mask of all tokens by all tokens.
 
 Transformers passes a mask of four dimensions to each layer as it is. Instead of a mask, `sight` makes a small tensor,
-from which each layer makes what it needs: nothing for rows of one sequence, in which causality alone hides keys; else
-the masks of blocks of queries. A layer with a sliding window multiplies blocks of queries only with the keys in their
-reach. The tensor is an argument of the layers, so checkpointed activations, FSDP2 and torch.compile treat it as any
-other.
+from which each layer makes what it needs: nothing for rows of one sequence, in which causality alone hides keys; the
+starts of sequences for `varlen`, where the device has that kernel; else the masks of blocks of queries. A layer with a
+sliding window multiplies blocks of queries only with the keys in their reach. The tensor is an argument of the layers,
+so checkpointed activations, FSDP2 and torch.compile treat it as any other.
 
 Axes: B rows, H heads, T tokens of this call, K keys of a layer, D width of a head. The keys are those of the cache, of
 which a layer with a sliding window may keep only the last ones, then the T of this call.
@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..training.attention import Attention
+from ..training.autocast import autocast_on
+from ..training.varlen import any_length, computes, is_for, sequences_of, varlen
 
 NAME = "penstock_sdpa"
 """Name of this attention in transformers."""
@@ -118,8 +120,9 @@ def window_of(module: Any) -> int | None:
 def sight(attend: Attention, dtype: torch.dtype, window: int | None) -> Tensor:
     """Return what the layers need to know of `attend`, as a tensor of four dimensions.
 
-    One of: [B, 1, 1, 0] int64 if causality alone hides keys; [B, 1, 1, K] int64, the sequence of each key; a small mask
-    [B, 1, T, K] `dtype` to add to scores, which all layers share.
+    One of: [B, 1, 1, 0] int64 if causality alone hides keys; [1, 1, 1, number + 1] int32, the starts of sequences where
+    `varlen` computes; [B, 1, 1, K] int64, the sequence of each key; a small mask [B, 1, T, K] `dtype` to add to scores,
+    which all layers share.
 
     Args:
         attend: the keys that each token may see.
@@ -130,7 +133,10 @@ def sight(attend: Attention, dtype: torch.dtype, window: int | None) -> Tensor:
     rows, keys = sequences.shape
     if attend.one_sequence:
         return sequences[:, None, None, :0]
-    if rows * tokens * keys > LARGEST_MASK or (window is not None and window < keys and tokens > 1):
+    windowed = window is not None and window < keys
+    if attend.cu_seqlens is not None and not windowed and is_for(sequences.device, dtype):
+        return attend.cu_seqlens.view(1, 1, 1, -1)
+    if rows * tokens * keys > LARGEST_MASK or (windowed and tokens > 1):
         return sequences[:, None, None]
     zeros = torch.zeros(rows, 1, tokens, keys, dtype=dtype, device=sequences.device)
     return zeros.masked_fill_(~attend.mask[:, None], -torch.inf)
@@ -159,9 +165,15 @@ def attention(  # noqa: PLR0917 (transformers' own signature)
         sliding_window: number of keys that a token sees, itself included; None for all.
         options: see transformers.
     """
-    call, heads = partial(forward, module, **options), Heads(query, key, value)
+    call: Forward = partial(_called, forward, module, **options)
+    heads = Heads(query, key, value)
     if attention_mask is None or attention_mask.dtype == torch.bool:
         return call(*heads, attention_mask)
+    if attention_mask.dtype == torch.int32:
+        if computes(*heads, options.get("dropout", 0.0)):
+            dtype, scale = autocast_on(query.device) or query.dtype, options.get("scaling")
+            return varlen(*heads, attention_mask.flatten(), dtype=dtype, scale=scale), None
+        attention_mask = sequences_of(attention_mask.flatten(), len(query), key.shape[2])[:, None, None]
     tokens, keys = query.shape[2], key.shape[2]
     seen = attention_mask[..., -keys:]
     window = sliding_window if sliding_window is not None and sliding_window < keys else None
@@ -172,6 +184,11 @@ def attention(  # noqa: PLR0917 (transformers' own signature)
     if window is not None and tokens == keys and tokens > 2 * window + SMALLEST_BLOCK:
         return _by_windows(call, heads, seen, window), None
     return _by_blocks(call, heads, seen, window), None
+
+
+def _called(forward: Forward, module: Any, query: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
+    with any_length(query.device):
+        return forward(module, query, *arguments, **options)
 
 
 def _by_blocks(call: Forward, heads: Heads, seen: Tensor, window: int | None) -> Tensor:

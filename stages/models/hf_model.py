@@ -29,8 +29,10 @@ from ..._pipeline.util.user_code import raised_text
 from ..engines.end_tokens import CONFIG, GENERATION, generation_ends
 from ..engines.engine_publisher import PublishedWeights
 from ..engines.json_object import json_object
+from ..losses.products import dtype_of_inputs, linear
 from ..losses.tiles import Finish
 from ..training.attention import Attention
+from ..training.autocast import autocast_on
 from ..training.causal_model import CausalModel, Read
 from ..training.torch_sharding import device_of
 from ..training.torch_weights_file import read_weights
@@ -226,8 +228,7 @@ class HFModel(nn.Module):
     def _compute_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of queries."""
         own: torch.dtype = next(self.module.parameters()).dtype
-        kind = device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else own
+        return autocast_on(device) or own
 
     def new_cache(self, batch: int, capacity: int) -> HFCache:  # noqa: ARG002 (it grows as it is filled)
         """Return an empty cache; see `CausalModel`."""
@@ -424,9 +425,10 @@ class _Unadapted:
 
 
 def _compute_head_in_own_dtype(head: nn.Module) -> None:
-    """Have `head` compute in the dtype of its weights, also under autocast, or pass itself to a function.
+    """Have `head` return logits in the dtype of its weights, also under autocast, or pass itself to a function.
 
-    In bfloat16 its logits have three significant digits, and every ratio of probabilities is wrong by percents.
+    In bfloat16 its logits have three significant digits, and every ratio of probabilities is wrong by percents. Its
+    inputs may be bfloat16 where a device sums them in float32; see `dtype_of_inputs`.
     """
     head.forward = MethodType(_head, head)
 
@@ -434,7 +436,10 @@ def _compute_head_in_own_dtype(head: nn.Module) -> None:
 def _head(head: Any, hidden: Tensor, finish: Finish | None = None, read: Read | None = None) -> Any:
     if read is not None:  # inside a call of the head, which gathers its weights if they are sharded
         return read(hidden, head.weight, head.bias, finish)
+    dtype = dtype_of_inputs(head.weight, autocast_on(hidden.device))
     with torch.autocast(hidden.device.type, enabled=False):
+        if type(head) is nn.Linear:
+            return linear(hidden.to(dtype), head.weight, head.bias)
         return type(head).forward(head, hidden.to(head.weight.dtype))
 
 

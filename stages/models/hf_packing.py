@@ -106,7 +106,9 @@ def _logits(model: Packs, first: Tensor, second: Tensor) -> Tensor:
     """Return the logits [2 L, V] of a row of two sequences [L]."""
     positions = torch.arange(LENGTH, device=first.device).repeat(2)[None]
     sequences = torch.arange(2, device=first.device).repeat_interleave(LENGTH)[None]
-    logits: Tensor = model(torch.cat([first, second])[None], positions=positions, attend=Attention.packed(sequences))[0]
+    starts = LENGTH * torch.arange(3, dtype=torch.int32, device=first.device)
+    attend = Attention.packed(sequences, cu_seqlens=starts)
+    logits: Tensor = model(torch.cat([first, second])[None], positions=positions, attend=attend)[0]
     return logits.nan_to_num()  # logits that are not finite are an error where tokens are drawn, and where they train
 
 

@@ -25,3 +25,8 @@ def computing_in(dtype: torch.dtype | None, device: torch.device) -> torch.autoc
     Enter it for each call: torch keeps cast weights until its end, and a sampler's change between two calls.
     """
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+
+def autocast_on(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of the autocast around the caller; None without one."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

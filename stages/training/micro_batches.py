@@ -62,6 +62,8 @@ class MicroBatch(NamedTuple):
     """[R, W] int64, position of each token within its sequence; they continue over the padding behind it."""
     sequences: Tensor
     """[R, W] int64, the sequence of each token; −1 where there is none."""
+    cu_seqlens: Tensor
+    """[K + 1] int32, the start in R · W of each sequence, and of the tokens behind them in a row; the last is R · W."""
     predicted_at: Tensor
     """[T] int64, index in R · W of the logits that predict each token that trains."""
     targets: Tensor
@@ -101,7 +103,8 @@ def empty_micro_batch(sequences: Sequences, device: torch.device) -> MicroBatch:
     none = torch.zeros(0, dtype=torch.int64, device=device)
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     one = torch.full_like(zero, int(sequences.tokens[0]) if len(sequences.tokens) else 1)
-    return MicroBatch(one, zero, zero, predicted_at=none, targets=none, lengths=none, columns={})
+    starts = torch.arange(2, dtype=torch.int32, device=device)
+    return MicroBatch(one, zero, zero, starts, predicted_at=none, targets=none, lengths=none, columns={})
 
 
 def lay_out(lengths: list[int], max_tokens: int | None) -> list[Rows]:
@@ -178,6 +181,9 @@ def _laid_out(
         tokens=torch.where(owners < 0, tokens[:, :1], tokens),
         positions=torch.from_numpy(positions).view(len(rows), width).to(device),
         sequences=owners,
+        cu_seqlens=torch.from_numpy(np.unique([*starts, *(starts + many), len(everywhere)]).astype(np.int32)).to(
+            device
+        ),
         predicted_at=torch.from_numpy(at[trains] - 1).to(device),
         targets=column(sequences.tokens).long(),
         lengths=torch.from_numpy(np.bincount(owner[trains], minlength=len(order))).to(device),

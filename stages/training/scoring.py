@@ -22,9 +22,10 @@ from ..._schemas import Array, InvalidRecord, TrajectoryGroup
 from ..._schemas.batch import PackedGroup
 from ..engines.sampling_params import TEMPERATURES
 from ..losses.distributions import Distributions
+from ..losses.products import dtype_of_inputs
 from ..losses.tiles import Finish
 from .attention import Attention
-from .autocast import computing_in
+from .autocast import autocast_on, computing_in
 from .causal_model import CausalModel, check_packing, positions_in
 from .micro_batches import MicroBatch, Packed, Sequences, micro_batches
 
@@ -69,8 +70,9 @@ class Reader(Generic[R]):
         wanted = hidden.flatten(0, 1).index_select(0, self._part.predicted_at)
         own = self._part.columns.get(TEMPERATURE)
         temperature = self._temperature if own is None else own[:, None]
+        around = autocast_on(hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            states = wanted if weight is None else wanted.to(weight.dtype)
+            states = wanted if weight is None else wanted.to(dtype_of_inputs(weight, around))
             return self._use(Distributions(states, weight, bias, finish, temperature))
 
 
@@ -105,7 +107,8 @@ def read_distributions(
         autocast: dtype in which the model computes where that is safe; None for the dtype of the model.
     """
     reader = Reader(part, use, temperature)
-    attend = Attention.packed(part.sequences, one_sequence=len(part.lengths) == len(part.tokens))
+    alone = len(part.lengths) == len(part.tokens)
+    attend = Attention.packed(part.sequences, one_sequence=alone, cu_seqlens=part.cu_seqlens)
     call = partial(model, part.tokens, positions=part.positions, attend=attend)
     with computing_in(autocast, part.tokens.device):
         found = call(read=reader) if passes_hidden else call()

@@ -11,8 +11,9 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -45,10 +46,11 @@ from ..losses.metrics import Mean, Metric, check_used, merge
 from ..losses.policy import PPOClip
 from ..losses.scored import Scored
 from ..losses.terms import Loss, LossValue
+from .activation_memory import suitable_tokens
 from .autocast import check_autocast, computing_in
 from .causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
 from .loss_scale import LossScale
-from .micro_batches import MicroBatch, empty_micro_batch, micro_batches
+from .micro_batches import MicroBatch, Packed, empty_micro_batch, micro_batches
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .scoring import TEMPERATURE, check_lengths, check_temperature, own_temperatures, read_distributions, reads
 from .step_clock import StepClock
@@ -61,10 +63,6 @@ R = TypeVar("R")
 
 OPTIMIZER, STATE = "optimizer.pt", "state.json"
 """The files of a checkpoint besides weights, the model's own, and the tokenizer's."""
-
-MICRO_BATCH_TOKENS = 3072
-"""Tokens of a micro-batch. On one core a step on 12,000 tokens took 4.4 s and 0.7 GB with it, and 6.1 s and 1.8 GB as a
-whole. Smaller ones are slower where the vocabulary is large, because each adds up a gradient of its matrix."""
 
 SCORED_COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_ids", "teacher_logprobs")
 """Columns of a batch that a loss receives, where present."""
@@ -96,8 +94,9 @@ class TorchTrainer:
         schedule: makes the schedule of its learning rate, a function of the number of steps; None for a constant rate.
         loss: the loss; see `losses`.
         max_grad_norm: bound on the norm of the gradient, which is scaled down to it; None for no bound.
-        micro_batch_tokens: tokens of a micro-batch, padding included; a longer sequence is in one of one row. None
-            for the whole batch at once. Loss and gradients are the same up to rounding.
+        micro_batch_tokens: tokens of a micro-batch, padding included; a longer sequence is in one of one row. `auto`
+            for 3,072 on a CPU, and on a CUDA device 16,384, or less if its memory holds less before the first step.
+            None for the whole batch at once. Loss and gradients are the same up to rounding.
         temperature: temperature of the policy's sampling; logits are divided by it, so that ratios to
             behavior_logprobs are 1 on policy. A group may have its own for each sequence, `meta["temperatures"]`, by
             repetition id.
@@ -130,7 +129,7 @@ class TorchTrainer:
         schedule: ScheduleRecipe | None = None,
         loss: Loss = PPOClip(),  # noqa: B008 (a frozen value)
         max_grad_norm: float | None = 1.0,
-        micro_batch_tokens: int | None = MICRO_BATCH_TOKENS,
+        micro_batch_tokens: int | Literal["auto"] | None = "auto",
         temperature: float = 1.0,
         updates: int = 1,
         reference: CausalModel | None = None,
@@ -159,7 +158,9 @@ class TorchTrainer:
         self._adaptive_kl = adaptive_kl_of(loss)
         self._max_grad_norm = math.inf if max_grad_norm is None else finite_number("max_grad_norm", max_grad_norm)
         self._micro_batch_tokens = (
-            None if micro_batch_tokens is None else whole_number("micro_batch_tokens", micro_batch_tokens)
+            micro_batch_tokens
+            if micro_batch_tokens is None or micro_batch_tokens == "auto"
+            else whole_number("micro_batch_tokens", micro_batch_tokens)
         )
         self._temperature = finite_number("temperature", temperature)
         self._updates = whole_number("updates", updates)
@@ -240,6 +241,12 @@ class TorchTrainer:
         self._check_packing()
         self._model.train()
         columns = _columns(batch, self._temperature)
+        if self._micro_batch_tokens == "auto":
+            has_moments = bool(self._optimizer.optimizer.state)
+            forward, longest = partial(self._forward_of, batch), int(batch.lengths().max())
+            self._micro_batch_tokens = suitable_tokens(
+                self._device, self._parameters, forward, longest, has_moments=has_moments
+            )
         parts: list[MicroBatch | None] = [*micro_batches(batch, columns, self._micro_batch_tokens, self._device)]
         if self.ranks is not None:
             parts += [None] * (self.ranks.maximum(len(parts)) - len(parts))
@@ -268,6 +275,13 @@ class TorchTrainer:
         with computing_in(self._autocast, self._device):
             check_packing(bare(self._model))
             check_packing(self._reference)
+
+    def _forward_of(self, batch: TrainBatch, tokens: int) -> Tensor:
+        """Return a result of the model for a row of `tokens` tokens of `batch`."""
+        ids = np.resize(batch.tokens, tokens)
+        row = Packed(ids, np.array([0, tokens]), np.arange(tokens) > 0)
+        (part,) = micro_batches(row, {}, None, self._device)
+        return self._read(bare(self._model), part, lambda found: found.logprobs_of(part.targets))
 
     def _check_reference(self) -> None:
         if self._reference is None:

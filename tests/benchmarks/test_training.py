@@ -14,7 +14,7 @@ SIZE = Size(vocabulary=32, layers=1, width=16, heads=2, longest=8)
 
 
 def test_the_roofline_counts_every_matrix_of_the_model() -> None:
-    assert sorted(Decoder(SIZE).products()) == [(16, 16), (16, 32), (16, 48), (16, 64), (64, 16)]
+    assert sorted(training.products(Decoder(SIZE))) == [(16, 16), (16, 32), (16, 48), (16, 64), (64, 16)]
 
 
 def test_a_batch_holds_whole_groups_and_trains_all_but_first_tokens() -> None:
@@ -26,7 +26,7 @@ def test_a_batch_holds_whole_groups_and_trains_all_but_first_tokens() -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_steps_are_counted_beside_what_the_products_take() -> None:
-    options = argparse.Namespace(device="cpu", micro_batch_tokens=64, seconds=0.05)
+    options = argparse.Namespace(device="cpu", shape=None, lora=0, micro_batch_tokens=64, seconds=0.05)
 
     result = training.steps(training.Way("float32", torch.float32, None), SIZE, training.make_batch(SIZE, 128), options)
 

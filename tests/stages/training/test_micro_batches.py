@@ -64,6 +64,18 @@ def test_positions_continue_over_the_padding_so_that_a_row_of_one_sequence_needs
     assert laid.positions.tolist() == [[*range(7)]] * 2
 
 
+@given(LENGTHS, st.integers(1, 40) | st.none())
+def test_starts_are_where_the_sequence_of_a_token_is_another_than_that_before_or_a_row_begins(
+    lengths: list[int], budget: int | None
+) -> None:
+    for part in micro_batches(made(lengths), {}, budget, CPU) if lengths else ():
+        width = part.tokens.shape[1]
+        flat = part.sequences.flatten().tolist()
+        expected = [at for at in range(len(flat)) if at % width == 0 or flat[at] != flat[at - 1]]
+        assert part.cu_seqlens.dtype == torch.int32
+        assert part.cu_seqlens.tolist() == [*expected, len(flat)]
+
+
 @pytest.mark.parametrize("budget", [None, 1, 16, 24])
 def test_every_token_is_where_the_model_and_the_loss_look_for_it(budget: int | None) -> None:
     packed = made([3, 9, 1, 4, 2, 2])
