@@ -17,6 +17,7 @@ KeyClass: TypeAlias = Literal["applied", "free", "refused"]
 
 APPLIED = """
 model.precision
+model.base_dtype
 model.lora.dropout
 data.max_prompt_tokens
 algorithm.clip

@@ -49,6 +49,8 @@ Schedule: TypeAlias = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
 ]
 
+BaseDtype: TypeAlias = Literal["float32", "bfloat16"]
+
 ServerKind: TypeAlias = Literal["vllm", "sglang"]
 
 
@@ -60,6 +62,9 @@ class ModelConfig(Config, frozen=True):
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """bfloat16, float16: the model computes in it where that is safe, in samplers too; parameters, loss and optimizer
     stay float32. In float16 the loss is scaled."""
+    base_dtype: BaseDtype | None = None
+    """dtype of weights that do not train: the base of adapters, the reference, and the torch engine's; null for
+    bfloat16 on a CUDA device, and float32 elsewhere and with float16."""
     attention: Text = "sdpa"
     """Kernel of the attention, by transformers' name."""
     gradient_checkpointing: bool = False
@@ -121,8 +126,9 @@ class OptimizerConfig(Config, frozen=True):
     """Decay of matrices; norms and biases do not decay."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     max_grad_norm: Positive | None = 1.0
-    micro_batch_tokens: Count | None = 3072
-    """Tokens that the model computes at once, padding included; null for the whole batch."""
+    micro_batch_tokens: Count | Literal["auto"] | None = "auto"
+    """Tokens that the model computes at once, padding included: auto for 3,072 on a processor, and on a CUDA device
+    16,384, or less where its memory is small; null for the whole batch."""
 
 
 class ReferenceConfig(Config, frozen=True):

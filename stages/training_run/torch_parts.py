@@ -56,12 +56,15 @@ from ..training.causal_model import CausalModel
 from ..training.optimizers import ReferenceUpdates, adamw
 from ..training.torch_trainer import TorchTrainer
 from ..truncation_mask import TruncationMask
+from .dtypes import base_dtype, reference_dtype, sampled_dtype
 from .paths import with_paths
 from .run_config import AlgorithmConfig, EvaluationConfig, PlacementConfig, RunConfig
 
 log = get_logger("penstock.models")
 
 AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 CONCURRENCY = 256
 """Rollouts at once in a sampling process, or more where a step without lag needs them."""
@@ -213,7 +216,7 @@ class RunParts:
                 tokenizer=self.tokenizer,
             )
         return TorchPolicy(
-            partial(_sampled_model, config, self.folder),
+            partial(_sampled_model, config, self.folder, self._sampled_dtype),
             eos_id=self.tokenizer.eos_id,
             weights=weights,
             seed=config.seed,
@@ -241,16 +244,28 @@ class RunParts:
         """Return the dtype in which the model computes, where it samples and where it trains."""
         return AUTOCAST[self.config.model.precision]
 
+    @property
+    def _sampled_dtype(self) -> torch.dtype:
+        return DTYPES[sampled_dtype(self.config, device_of(self.config).type)]
+
+    @property
+    def published_as(self) -> dict[str, str]:
+        """Return the dtypes that the torch engine receives as another one; adapters are float32 everywhere."""
+        narrow = self.config.model.lora is None and self._sampled_dtype == torch.bfloat16
+        return {"float32": "bfloat16"} if narrow else {}
+
     def model(self) -> HFModel:
         """Return the model with its weights, on the device that trains."""
-        model = self.config.model
-        return HFModel.from_pretrained(
+        model, device = self.config.model, device_of(self.config)
+        loaded = HFModel.from_pretrained(
             self.folder,
             attention=model.attention,
             gradient_checkpointing=model.gradient_checkpointing,
-            device=device_of(self.config),
             lora=model.lora,
         )
+        if model.lora is not None:
+            _narrow(loaded, DTYPES[base_dtype(self.config, device.type)])
+        return loaded.to(device)
 
     def empty_model(self) -> HFModel:
         """Return the model without weights, to look at."""
@@ -296,8 +311,10 @@ class RunParts:
             return None
         if self.config.model.lora is not None:
             return model.reference()
-        attention = self.config.model.attention
-        return HFModel.from_pretrained(self.folder, attention=attention, device=device_of(self.config))
+        attention, device = self.config.model.attention, device_of(self.config)
+        loaded = HFModel.from_pretrained(self.folder, attention=attention).requires_grad_(requires_grad=False)
+        _narrow(loaded, DTYPES[reference_dtype(self.config, device.type)])
+        return loaded.to(device)
 
     def trainer(self, model: HFModel, reference: CausalModel | None) -> TorchTrainer:
         """Return the trainer of `model`."""
@@ -495,10 +512,19 @@ def _check_device(key: str, name: str) -> None:
         ) from None
 
 
-def _sampled_model(config: RunConfig, folder: str) -> HFModel:
+def _sampled_model(config: RunConfig, folder: str, dtype: torch.dtype) -> HFModel:
     """Make the model that samples, in its process: without weights, which are published, or with adapters alone."""
     attention, lora = config.model.attention, config.model.lora
     device = config.placement.sampler_device or device_of(config)
     if lora is None and str(device) == "cpu":
-        return HFModel.empty(folder, attention=attention)
-    return HFModel.from_pretrained(folder, attention=attention, device=device, lora=lora)
+        return HFModel.empty(folder, dtype=dtype, attention=attention)
+    loaded = HFModel.from_pretrained(folder, attention=attention, lora=lora)
+    _narrow(loaded if lora is not None else loaded.requires_grad_(requires_grad=False), dtype)
+    return loaded.to(device)
+
+
+def _narrow(model: HFModel, dtype: torch.dtype) -> None:
+    """Cast the parameters of `model` that do not train; its tables stay those of the model that publishes."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)

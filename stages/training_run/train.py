@@ -236,7 +236,7 @@ async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Po
         if config.server is None:
             from ..._pipeline.weights.weight_publisher import WeightPublisher  # noqa: PLC0415 (needs torch)
 
-            publisher = await stack.enter_async_context(WeightPublisher(model))
+            publisher = await stack.enter_async_context(WeightPublisher(model, cast=parts.published_as))
             yield parts.policy(await _served(publisher, config.placement, stack)), publisher
             return
         from ..engines.torch_weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)

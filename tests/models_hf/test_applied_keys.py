@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,16 @@ def precision(run: Continued) -> Any:
     return policy.autocast, option("autocast")(run)
 
 
+def base(run: Continued) -> Any:
+    policy = run.source.policy
+    assert isinstance(policy, TorchPolicy)
+    assert isinstance(policy.make_model, partial)
+    return policy.make_model.args[-1]
+
+
 EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
     "model.precision": ("bfloat16", precision, (torch.bfloat16, "torch.bfloat16")),
+    "model.base_dtype": ("bfloat16", base, torch.bfloat16),
     "model.lora.dropout": (0.5, dropout, 0.5),
     "data.max_prompt_tokens": (99, lambda run: prompts(run).max_prompt_tokens, 99),
     "algorithm.clip": ([0.1, 0.3], lambda run: "0.1" in option("loss")(run) and "0.3" in option("loss")(run), True),

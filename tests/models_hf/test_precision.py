@@ -108,6 +108,64 @@ async def test_a_configured_run_samples_in_its_precision_with_the_weights_of_its
     assert (seen.layers, seen.head) == ({getattr(torch, precision)}, {torch.float32})
 
 
+async def test_a_configured_run_publishes_what_does_not_train_in_its_base_dtype(model_folder: ModelFolder) -> None:
+    values: dict[str, Any] = {"model": {"path": str(model_folder("qwen2")), "base_dtype": "bfloat16"}}
+    rest: dict[str, Any] = {"data": {"path": "rows.jsonl"}, "reward": {}, "algorithm": {"kl": 0.1}}
+    parts = await to_thread.run_sync(RunParts, load_run_config(values | rest))
+    model = await to_thread.run_sync(parts.model)
+    reference = await to_thread.run_sync(parts.reference, model)
+    assert reference is not None
+    made: list[HFModel] = []
+
+    async with WeightPublisher(model, cast=parts.published_as) as publisher:
+        await publisher.publish(model.state_dict(), 0)
+        policy = parts.policy(publisher.url)
+        assert isinstance(policy, TorchPolicy)
+        make = policy.make_model
+        packed = batch_of(await sampled(replace(policy, make_model=lambda: _kept(made, make()))))
+
+    trained = parts.trainer(model, reference).step(packed)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert {each.dtype for each in [*reference.parameters(), *made[0].parameters()]} == {torch.bfloat16}
+    assert 0 < trained["kl"] < 1e-3
+
+
+async def test_a_model_with_tables_samples_in_bfloat16_with_those_of_its_trainer(model_folder: ModelFolder) -> None:
+    model: dict[str, Any] = {"path": str(model_folder("gemma 3")), "base_dtype": "bfloat16"}
+    placement = {"sampler_device": "cpu:0"}  # a device of its own, to which weights are copied
+    values = {"model": model, "data": {"path": "rows.jsonl"}, "reward": {}, "placement": placement}
+    parts = await to_thread.run_sync(RunParts, load_run_config(values))
+    trains = await to_thread.run_sync(parts.model)
+
+    async with WeightPublisher(trains, cast=parts.published_as) as publisher:
+        await publisher.publish(trains.state_dict(), 0)
+        policy = parts.policy(publisher.url)
+        assert isinstance(policy, TorchPolicy)
+        completions = await sampled(policy)
+
+    assert len(completions) == COMPLETIONS
+
+
+def _kept(made: list[HFModel], model: Any) -> HFModel:
+    made.append(model)
+    return made[0]
+
+
+async def test_the_base_of_adapters_has_the_base_dtype_and_the_adapters_are_float32(model_folder: ModelFolder) -> None:
+    model: dict[str, Any] = {"path": str(model_folder("qwen2")), "base_dtype": "bfloat16", "lora": {"rank": 2}}
+    values = {"model": model, "data": {"path": "rows.jsonl"}, "reward": {}}
+    parts = await to_thread.run_sync(RunParts, load_run_config(values))
+
+    trains = await to_thread.run_sync(parts.model)
+    policy = parts.policy(None)
+    assert isinstance(policy, TorchPolicy)
+    for each in (trains, await to_thread.run_sync(policy.make_model)):
+        assert isinstance(each, HFModel)
+        assert {one.dtype for one in each.parameters() if one.requires_grad} == {torch.float32}
+        assert {one.dtype for one in each.parameters() if not one.requires_grad} == {torch.bfloat16}
+    assert parts.published_as == {}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 async def test_samples_of_the_same_dtype_are_the_nearest_to_the_log_probabilities_of_a_trainer(
     dtype: torch.dtype, model_folder: ModelFolder

@@ -76,6 +76,7 @@ ONE_PATH: dict[str, Any] = {"data": {"path": "a.jsonl", "evaluation": 4}}
 CHANGED: dict[str, Any] = {
     "model.path": "elsewhere",
     "model.precision": "bfloat16",
+    "model.base_dtype": "bfloat16",
     "model.attention": "eager",
     "model.gradient_checkpointing": True,
     "model.compile": True,
