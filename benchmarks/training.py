@@ -165,7 +165,7 @@ def without_kernels() -> Iterator[None]:
     """Compute within the body as on a device without kernels for packed rows, and with a head in float32."""
     with (
         patch("penstock._stages.losses.products.sums_in_float32", lambda _: False),
-        patch("penstock._stages.training.varlen._kernel_on", lambda _: None),
+        patch("penstock._stages.contracts.varlen._kernel_on", lambda _: None),
     ):
         yield
 

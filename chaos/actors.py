@@ -35,7 +35,7 @@ from penstock import (
     processes,
     source,
 )
-from penstock._pipeline.processes.worker import die_with
+from penstock._pipeline.workers.worker import die_with
 from penstock.accounting import CommittedPrompts
 from penstock.channels import ChannelKey, connect_with_replay
 from penstock.training import latest_checkpoint, write_checkpoint

@@ -1,10 +1,20 @@
-"""Stages, one in each file, and the folders that they use.
+"""Stages and their parts, in folders of which each imports only those before it.
 
-advantages/    formulas and presets of the normalizer
-engines/       policies, and the engines that generate for them
-rewards/       shaping, and reward functions of the user
-teachers/      teachers for the stage `Teacher`
+contracts/     protocols and values that the others share
+tokenizers/    texts to tokens and back, chat templates
+http/          requests to servers: retries, bounded answers, streams
+data/          prompts by number: rows, in a seeded order, split and mixed
 losses/        losses that a trainer minimises
+advantages/    AdvantageNormalizer, KLReward, TruncationMask; formulas and presets
+models/        models in folders as transformers saves them; micro-batches and scoring
+rewards/       RewardBridge: shaping, and reward functions of the user
+engines/       engines that generate for policies: in torch, or at an inference server
+teachers/      Teacher, and where its log-probabilities come from
+sampling/      SourceEnv and GroupAssembler: environments, bounds on lag, evaluation, samples
+batching/      Batcher
+senders/       groups that other processes send, and their journal
 training/      the torch trainer, on one rank and on several
+sink/          SinkTrainer: steps, evaluations, the best checkpoint
+training_run/  runs that a configuration describes
 integrations/  one package for each foreign framework
 """

@@ -48,7 +48,7 @@ def as_on_cuda() -> Iterator[Counter[str]]:
 
     with (
         patch("penstock._stages.losses.products.sums_in_float32", lambda _: True),
-        patch("penstock._stages.training.varlen._kernel_on", lambda _: varlen_attn),
+        patch("penstock._stages.contracts.varlen._kernel_on", lambda _: varlen_attn),
         patch("torch.mm", mm),
         patch("torch.addmm", addmm),
     ):

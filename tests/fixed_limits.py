@@ -15,7 +15,7 @@ MODULES = {
     "CANCELLED_RESUME_TIMEOUT_S": ["_stages.engines.http_engine"],
     "CANCEL_TIMEOUT_S": ["_pipeline.weights.engine_sync"],
     "CHECK_INTERVAL_S": ["_pipeline.channels.tcp_acceptor", "_pipeline.weights.weight_server"],
-    "CHECK_S": ["_pipeline.processes.loop_watch"],
+    "CHECK_S": ["_pipeline.workers.loop_watch"],
     "CLOSE_TIMEOUT_S": ["_pipeline.channels.remote_sender"],
     "HANDSHAKE_S": [
         "_pipeline.channels.shm_acceptor",
@@ -26,13 +26,13 @@ MODULES = {
     "MAX_HANDSHAKES": ["_pipeline.channels.tcp_acceptor", "_pipeline.weights.weight_server"],
     "MOST_REQUESTS": ["_pipeline.weights.weight_server"],
     "MOST_UNREAD_BYTES": ["_pipeline.weights.weight_server"],
-    "NAMED_S": ["_pipeline.processes.loop_watch"],
-    "POLL_S": ["_stages.engines.torch_folder_subscriber"],
+    "NAMED_S": ["_pipeline.workers.loop_watch"],
+    "POLL_S": ["_pipeline.weights.folder_subscriber"],
     "POLLS": ["_stages.integrations.atropos.client"],
     "RECONNECT_TIMEOUT_S": ["_pipeline.weights.weight_mirror", "_pipeline.weights.weight_subscriber"],
     "SLEEP_TIMEOUT_S": ["_pipeline.weights.engine_sync"],
     "STEP_POLL_S": ["_stages.integrations.atropos.server.gateway"],
-    "WORKER_HEARTBEAT_TIMEOUT_S": ["_pipeline.processes.workers"],
+    "WORKER_HEARTBEAT_TIMEOUT_S": ["_pipeline.workers.workers"],
 }
 """The modules that use each limit."""
 

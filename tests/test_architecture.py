@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/architecture.md").read_text()
-PROTOCOL = "stages/engines/policies.py"
+PROTOCOL = "stages/contracts/policies.py"
 """Has no code that runs: the engine of the script implements it."""
 
 TOTALS = {

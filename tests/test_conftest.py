@@ -34,7 +34,7 @@ def warn_from(module: str, category: type[Warning]) -> None:
     exec(code, {"__name__": module, "category": category})  # noqa: S102 (code that claims to be another's)
 
 
-@pytest.mark.parametrize("module", ["penstock.channels", "tests.stages.test_batcher", "benchmarks.soak"])
+@pytest.mark.parametrize("module", ["penstock.channels", "tests.stages.batching.test_batcher", "benchmarks.soak"])
 def test_a_warning_of_this_project_fails_a_test(module: str) -> None:
     with pytest.raises(RuntimeWarning, match="slow"):
         warn_from(module, RuntimeWarning)

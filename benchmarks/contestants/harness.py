@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from penstock import TrajectoryGroup
-from penstock._pipeline.processes.worker import die_with
+from penstock._pipeline.workers.worker import die_with
 
 from ..records import COLUMNS, ROW, Checker, Packing, Plain, as_bytes, make_groups, plain
 

@@ -1,6 +1,6 @@
 """The policy: a small decoder-only transformer. Two layers, 64 wide, some 100,000 parameters.
 
-Knows no task and no training. `penstock._stages.training.causal_model` defines the interface for sampling and training.
+Knows no task and no training. `CausalModel` of `penstock.torch` is the interface for sampling and training.
 
 Axes: B rows, T tokens of this call, C keys visible, H heads, D width of a head, W width of the model.
 """

@@ -27,9 +27,9 @@ from ..graph.stage_node import StageNode
 from ..trackers.jsonl import Jsonl
 from ..trackers.tracker import RunInfo
 from ..util.atomic_file import remove_unfinished
+from ..util.checkpoint import latest_checkpoint, settle_checkpoints, step_of
 from ..util.lock_file import LockFile, is_locked
 from ..util.os_errors import explaining_os_errors
-from .checkpoint import latest_checkpoint, settle_checkpoints, step_of
 from .run_changes import RunPart
 
 CHECKPOINTS = "checkpoints"

@@ -29,14 +29,14 @@ from ..graph.stage import Sink, Source, Stage
 from ..graph.stage_info import StageInfo, info_of
 from ..graph.stage_node import StageNode, name_of, named, sent_along
 from ..graph.statistics import PipelineStatistics, Report
-from ..processes.loop_watch import checked_in_thread
-from ..processes.worker_stage import refuse_while_importing_main
 from ..trackers.background import require_trackers, tracking
 from ..trackers.tracker import RunInfo, Tracker
 from ..util.blocking import enter_in_thread
 from ..util.printing import print_line
 from ..util.user_code import call_user
 from ..view.watching import View, refuse_unknown_view, watching
+from ..workers.loop_watch import checked_in_thread
+from ..workers.worker_stage import refuse_while_importing_main
 from .outcome import check_outcome, stop_message
 from .run import Run
 from .stop_signals import STOP_TIMEOUT_S, StopRequest, stop_request

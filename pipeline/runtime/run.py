@@ -31,10 +31,10 @@ from ..graph.placement import Here, Joining, Remote
 from ..graph.stage_info import info_of
 from ..graph.stage_node import StageNode
 from ..graph.statistics import PipelineStatistics, StageState, StageStatistics
-from ..processes.worker_accounting import RUN_ENDED, RUN_FAILED
-from ..processes.workers import Workers
 from ..util.exception_groups import all_of, single_exception, unwrap_single
 from ..util.user_code import await_user, raised_text
+from ..workers.worker_accounting import RUN_ENDED, RUN_FAILED
+from ..workers.workers import Workers
 from .outcome import END_OF_STREAM
 
 log = get_logger("penstock.pipeline")

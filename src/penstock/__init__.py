@@ -17,17 +17,17 @@ from ._pipeline.graph.statistics import Report
 from ._pipeline.runtime.flow import Flow, Pipeline, source
 from ._pipeline.util.host_lock import host_lock
 from ._schemas import GroupId, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId
-from ._stages.advantage_normalizer import AdvantageNormalizer
-from ._stages.batcher import Batcher
-from ._stages.group_assembler import GroupAssembler
-from ._stages.journal import Journal
-from ._stages.kl_reward import KLReward
-from ._stages.reward_bridge import RewardBridge
-from ._stages.sink_trainer import SinkTrainer
-from ._stages.source_channel import SourceChannel
-from ._stages.source_env import SourceEnv
-from ._stages.teacher import Teacher
-from ._stages.truncation_mask import TruncationMask
+from ._stages.advantages.advantage_normalizer import AdvantageNormalizer
+from ._stages.advantages.kl_reward import KLReward
+from ._stages.advantages.truncation_mask import TruncationMask
+from ._stages.batching.batcher import Batcher
+from ._stages.rewards.reward_bridge import RewardBridge
+from ._stages.sampling.group_assembler import GroupAssembler
+from ._stages.sampling.source_env import SourceEnv
+from ._stages.senders.journal import Journal
+from ._stages.senders.source_channel import SourceChannel
+from ._stages.sink.sink_trainer import SinkTrainer
+from ._stages.teachers.teacher import Teacher
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ._stages.chat.chat_format import ChatFormat
+from ._stages.tokenizers.chat_format import ChatFormat
 
 __all__ = ["ChatFormat"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._stages.environments import (
+from ._stages.sampling.environments import (
     Environment,
     EnvironmentFailed,
     OutsideEnvironment,

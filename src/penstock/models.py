@@ -5,8 +5,8 @@ from __future__ import annotations
 from ._pipeline.util.extras import extra
 
 with extra("train", "penstock.models"):
-    from ._stages.models.export import export
     from ._stages.models.hf_model import HFModel, MergedWeights
     from ._stages.models.lora_config import LoRA
+    from ._stages.training.export import export
 
 __all__ = ["HFModel", "LoRA", "MergedWeights", "export"]

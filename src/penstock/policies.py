@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from ._schemas import TokenizerIdentity, check_tokenizers, tokenizer_identity
-from ._stages.engines.engine_publisher import EnginePublisher
+from ._stages.contracts.engine_publisher import EnginePublisher
+from ._stages.contracts.policies import (
+    Completion,
+    Engine,
+    GenerationIsOutside,
+    NoOpEngine,
+    NoOpPolicy,
+    Policy,
+    Tokenizer,
+)
+from ._stages.contracts.sampling_params import SamplingParams
 from ._stages.engines.http_policy import HttpPolicy
-from ._stages.engines.policies import Completion, Engine, GenerationIsOutside, NoOpEngine, NoOpPolicy, Policy, Tokenizer
-from ._stages.engines.pretrained_tokenizer import PretrainedTokenizer
-from ._stages.engines.retry import Backoff
-from ._stages.engines.sampling_params import SamplingParams
+from ._stages.http.retry import Backoff
+from ._stages.tokenizers.pretrained_tokenizer import PretrainedTokenizer
 
 __all__ = [
     "Backoff",

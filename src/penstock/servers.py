@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ._pipeline.processes.outside_server import OutsideServer, Probe, RunningServer, http_ready, tcp_ready
+from ._pipeline.servers.outside_server import OutsideServer, Probe, RunningServer, http_ready, tcp_ready
 
 __all__ = ["OutsideServer", "Probe", "RunningServer", "http_ready", "tcp_ready"]

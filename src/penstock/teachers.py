@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ._stages.teacher import TeacherEngine, TeacherPolicy
-from ._stages.teachers.candidates import TeacherCandidates
+from ._stages.contracts.candidates import TeacherCandidates
 from ._stages.teachers.http_teacher import HttpTeacher
+from ._stages.teachers.teacher import TeacherEngine, TeacherPolicy
 
 __all__ = ["HttpTeacher", "TeacherCandidates", "TeacherEngine", "TeacherPolicy"]

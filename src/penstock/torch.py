@@ -5,12 +5,10 @@ from __future__ import annotations
 from ._pipeline.util.extras import extra
 
 with extra("torch", "penstock.torch"):
-    from ._stages.engines.torch_folder_subscriber import FolderSubscriber
-    from ._stages.engines.torch_policy import TorchPolicy
-    from ._stages.engines.torch_weight_folder import WeightFolder
-    from ._stages.teachers.torch_teacher import TorchTeacher
-    from ._stages.training.attention import Attention
-    from ._stages.training.causal_model import (
+    from ._pipeline.weights.folder_subscriber import FolderSubscriber
+    from ._pipeline.weights.weight_folder import WeightFolder
+    from ._stages.contracts.attention import Attention
+    from ._stages.contracts.causal_model import (
         Cache,
         CausalModel,
         HasPositions,
@@ -20,6 +18,8 @@ with extra("torch", "penstock.torch"):
         Read,
         positions_of,
     )
+    from ._stages.engines.torch_policy import TorchPolicy
+    from ._stages.teachers.torch_teacher import TorchTeacher
     from ._stages.training.optimizers import ReferenceUpdates, adamw
     from ._stages.training.torch_ranked_trainer import RankedTrainer
     from ._stages.training.torch_reference import TorchReference

@@ -7,6 +7,6 @@ from ._pipeline.trackers.jsonl import Jsonl
 from ._pipeline.trackers.tensorboard import TensorBoard
 from ._pipeline.trackers.tracker import RunInfo, Tracker
 from ._pipeline.trackers.wandb import WandB
-from ._stages.samples.samples import Samples
+from ._stages.sampling.samples import Samples
 
 __all__ = ["Jsonl", "RunInfo", "Sample", "Samples", "TensorBoard", "Tracker", "WandB"]

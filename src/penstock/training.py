@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ._pipeline.durability.checkpoint import latest_checkpoint, verify_checkpoint, write_checkpoint
 from ._pipeline.durability.resumption import ResumePoint, Stateful
-from ._stages.evaluation.evaluation import Evaluation
-from ._stages.sink_trainer import Checkpointed, Resumable, Trainer, WeightedTrainer
+from ._pipeline.util.checkpoint import latest_checkpoint, verify_checkpoint, write_checkpoint
+from ._stages.sampling.evaluation import Evaluation
+from ._stages.sink.sink_trainer import Checkpointed, Resumable, Trainer, WeightedTrainer
 
 __all__ = [
     "Checkpointed",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._schemas.noise import rounding
-from ..group_stack import GroupStack
+from ..contracts.group_stack import GroupStack
 from .formulas import Groups, Mode, RunningStatistics, dr_grpo, grpo, maxrl, opo, rloo, whitened
 from .presets import Preset
 from .returns import Steps, discounted_sums, generalized_advantages, last_places

@@ -17,8 +17,8 @@ import numpy as np
 from ..._pipeline.errors import InvalidConfig
 from ..._schemas.numbers import finite_number
 from ..._schemas.tokenizer import check_tokenizers
+from ..contracts.prompts import Prompt
 from .prompt_dataset import PromptDataset, PromptSet
-from .prompts import Prompt
 
 MOST_PLACES = 1000
 """Places of a block, at most; weights are rounded to it."""

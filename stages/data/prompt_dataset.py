@@ -16,9 +16,9 @@ from typing import Any, Protocol, get_args
 
 from ..._pipeline.errors import InvalidConfig, InvalidData
 from ..._schemas.numbers import normalize_counts, normalize_numbers
-from ..chat.messages import Message, are_messages, asked
+from ..contracts.prompts import Prompt
+from ..tokenizers.messages import Message, are_messages, asked
 from .prompt_order import Shuffled, Split, split_rows
-from .prompts import Prompt
 from .row_digests import digest_of
 from .rows import Rows, Source, open_rows
 

@@ -22,21 +22,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._pipeline.accounting.telemetry import get_logger
-from ..._pipeline.durability.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from ..._pipeline.errors import EngineRefused, PenstockError, ProtocolMismatch
 from ..._pipeline.graph.context import Worker, current
+from ..._pipeline.util.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.weights.shielded import shielded
-from .bounded_response import RequestFailed, bytes_of
-from .completion_stream import Events, StreamedCompletion
-from .gate import GenerationGate, Reason
+from ..._pipeline.weights.weight_files import check_weight_files
+from ..contracts.policies import Completion, check_prompts
+from ..contracts.sampling_params import SamplingParams
+from ..http.bounded_response import RequestFailed, bytes_of
+from ..http.completion_stream import Events, StreamedCompletion
+from ..http.gate import GenerationGate, Reason
+from ..http.retry import jitter
+from ..http.server_client import RETRYABLE, ServerClient, open_client
 from .http_policy import HttpPolicy
 from .inference_servers import PROBES, SERVERS, KnownServer, ServerCall
-from .policies import Completion, check_prompts
-from .retry import jitter
-from .sampling_params import SamplingParams
-from .server_client import RETRYABLE, ServerClient, open_client
-from .weight_files import check_weight_files
 
 log = get_logger("penstock.http_policy")
 

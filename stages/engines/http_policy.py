@@ -15,9 +15,9 @@ from ..._pipeline.graph.context import Worker
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import check_url
 from ..._schemas.numbers import normalize_counts, normalize_numbers
+from ..contracts.policies import Engine
+from ..http.retry import Backoff
 from .inference_servers import SERVERS, KnownServer, Server
-from .policies import Engine
-from .retry import Backoff
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

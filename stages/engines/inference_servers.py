@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..._schemas.errors import InvalidConfig
-from .sampling_params import SamplingParams
+from ..contracts.sampling_params import SamplingParams
 
 KnownServer: TypeAlias = Literal["vllm", "sglang", "openai"]
 """A kind of server; `openai` is any other with OpenAI's completions."""

@@ -28,15 +28,15 @@ from torch import Tensor
 from ..._pipeline.errors import EngineRefused, InvalidConfig, PeerLost
 from ..._pipeline.graph.context import current
 from ..._pipeline.util.quiescence import others_blocked
+from ..._pipeline.weights.folder_subscriber import Subscriber, subscriber
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..._pipeline.weights.weights import NO_VERSION
 from ..._schemas import StopReason
-from ..training.causal_model import CausalModel, HasVocabulary, positions_in
-from .gate import GenerationGate
-from .policies import Completion, Tokenizer, check_positions, check_prompts
-from .sampling_params import SamplingParams, as_seed
-from .stop_strings import StopStrings
-from .torch_folder_subscriber import Subscriber, subscriber
+from ..contracts.causal_model import CausalModel, HasVocabulary, positions_in
+from ..contracts.policies import Completion, Tokenizer, check_positions, check_prompts
+from ..contracts.sampling_params import SamplingParams, as_seed
+from ..http.gate import GenerationGate
+from ..tokenizers.stop_strings import StopStrings
 from .torch_rows import SampledRow, SamplingRequest
 from .torch_sampling import SamplingBatch
 

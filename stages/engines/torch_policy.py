@@ -18,11 +18,11 @@ from ..._pipeline.graph.context import Worker
 from ..._pipeline.util.user_code import call_user
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..._schemas.numbers import normalize_counts
-from ..training.autocast import check_autocast
-from ..training.causal_model import CausalModel
-from .end_tokens import HasEndTokens
-from .policies import Engine, Tokenizer
-from .sampling_params import as_seed
+from ..contracts.autocast import check_autocast
+from ..contracts.causal_model import CausalModel
+from ..contracts.policies import Engine, Tokenizer
+from ..contracts.sampling_params import as_seed
+from ..tokenizers.end_tokens import HasEndTokens
 from .torch_engine import TorchEngine
 
 WeightUpdates: TypeAlias = Literal["between_batches", "in_flight"]

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .sampling_params import SamplingParams
-from .stop_strings import StopStrings
+from ..contracts.sampling_params import SamplingParams
+from ..tokenizers.stop_strings import StopStrings
 from .torch_draw import uniforms
 
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..._pipeline.errors import LogitsNotFinite
-from ..training.attention import Attention
-from ..training.autocast import computing_in
-from ..training.causal_model import Cache, CausalModel, JoinableCache, positions_of
+from ..contracts.attention import Attention
+from ..contracts.autocast import computing_in
+from ..contracts.causal_model import Cache, CausalModel, JoinableCache, positions_of
 from .torch_draw import InverseDraw, draw_by_noise
 from .torch_rows import SampledRow
 from .torch_truncation import Restrictions

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .sampling_params import SamplingParams
+from ..contracts.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

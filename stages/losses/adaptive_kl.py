@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from ..._pipeline.errors import InvalidConfig
 from ..._schemas.numbers import whole_number
-from ..kl_estimate import KLEstimator
+from ..contracts.kl_estimate import KLEstimator
 from .kl import KL
 from .metrics import Mean
 from .scored import Scored

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kl_estimate import kl_estimate
+from ..contracts.kl_estimate import kl_estimate
 from .metrics import Mean, Metric, weights_metrics
 from .scored import Scored
 

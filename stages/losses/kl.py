@@ -13,7 +13,7 @@ from typing import ClassVar, get_args
 import torch
 
 from ..._pipeline.errors import InvalidConfig
-from ..kl_estimate import KLEstimator, kl_estimate
+from ..contracts.kl_estimate import KLEstimator, kl_estimate
 from .scored import Scored
 from .terms import PerToken, Term
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..._schemas import InvalidRecord
-from ..kl_estimate import LOG_RATIO_BOUND
+from ..contracts.kl_estimate import LOG_RATIO_BOUND
 from .distributions import Distributions
 
 OldPolicy: TypeAlias = Literal["behavior", "proximal"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.util.extras import extra
-from ..engines.json_object import json_object
+from ..tokenizers.json_object import json_object
 from .lora_config import LoRA
 from .model_files import ADAPTER_CONFIG
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..training.attention import Attention
-from ..training.autocast import autocast_on
-from ..training.varlen import any_length, computes, is_for, sequences_of, varlen
+from ..contracts.attention import Attention
+from ..contracts.autocast import autocast_on
+from ..contracts.varlen import any_length, computes, is_for, sequences_of, varlen
 
 NAME = "penstock_sdpa"
 """Name of this attention in transformers."""

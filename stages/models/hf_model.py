@@ -23,19 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from ..._pipeline.accounting.telemetry import get_logger
-from ..._pipeline.durability.checkpoint import WEIGHTS
 from ..._pipeline.errors import InvalidConfig, PenstockError
+from ..._pipeline.util.checkpoint import WEIGHTS
 from ..._pipeline.util.user_code import raised_text
-from ..engines.end_tokens import CONFIG, GENERATION, generation_ends
-from ..engines.engine_publisher import PublishedWeights
-from ..engines.json_object import json_object
+from ..contracts.attention import Attention
+from ..contracts.autocast import autocast_on
+from ..contracts.causal_model import CausalModel, Read
+from ..contracts.engine_publisher import PublishedWeights
 from ..losses.products import dtype_of_inputs, linear
 from ..losses.tiles import Finish
-from ..training.attention import Attention
-from ..training.autocast import autocast_on
-from ..training.causal_model import CausalModel, Read
-from ..training.torch_sharding import device_of
-from ..training.torch_weights_file import read_weights
+from ..tokenizers.end_tokens import CONFIG, GENERATION, generation_ends
+from ..tokenizers.json_object import json_object
 from . import hf_attention, hf_packing
 from . import lora as adapters_of
 from .adapter_config import lora_of
@@ -44,6 +42,8 @@ from .lora_config import LoRA
 from .model_files import ADAPTER_CONFIG, check_configurations, check_model_files
 from .model_identity import model_identity
 from .positions import table_positions, trained_positions
+from .torch_sharding import device_of
+from .torch_weights_file import read_weights
 from .transformers_import import import_transformers, quiet_transformers
 
 log = get_logger("penstock.models")

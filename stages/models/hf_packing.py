@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._pipeline.errors import InvalidConfig
-from ..training.attention import Attention
+from ..contracts.attention import Attention
 
 ATTENTION_LAYERS = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
 """Types of layers, by the names of transformers 4 and 5, in which the mask alone says what a token sees.

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ..._pipeline.durability.checkpoint import WEIGHTS, verify_if_listed
 from ..._pipeline.errors import InvalidConfig
-from ..engines.end_tokens import CONFIG, GENERATION
-from ..engines.json_object import json_object
+from ..._pipeline.util.checkpoint import WEIGHTS, verify_if_listed
+from ..tokenizers.end_tokens import CONFIG, GENERATION
+from ..tokenizers.json_object import json_object
 
 ADAPTER_CONFIG = "adapter_config.json"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from ..engines.pretrained_tokenizer import FILES, TEMPLATES
+from ..tokenizers.pretrained_tokenizer import FILES, TEMPLATES
 
 SMALL = ("config.json", *FILES)
 """The files that are read as a whole, besides templates by name."""

@@ -21,20 +21,20 @@ import msgspec
 
 from ..._pipeline.errors import InvalidConfig, MissingColumn, ProtocolMismatch, UnreadableScore
 from ..._pipeline.graph.context import current
-from ..._pipeline.processes.call_process import Callee, CallProcesses
 from ..._pipeline.util.extras import extra
+from ..._pipeline.workers.call_process import Callee, CallProcesses
 from ..._schemas.config import check_url, nearest
 from ..._schemas.numbers import normalize_counts
-from ..engines.bounded_response import bytes_of
-from ..engines.retry import Backoff, jitter
-from ..threads import Threads
+from ..contracts.threads import Threads
+from ..http.bounded_response import bytes_of
+from ..http.retry import Backoff, jitter
 from . import pattern_process
 from .pattern_process import Found, last_match
 from .reward_functions import RewardComponent
 from .reward_input import Messages, RewardInput
 
 if TYPE_CHECKING:
-    from ..engines.server_client import ServerClient
+    from ..http.server_client import ServerClient
 
 PATH = "/v1/chat/completions"
 
@@ -113,7 +113,7 @@ class Judge(RewardComponent):
             MissingExtra: aiohttp is not installed.
         """
         with extra("http", "Judge"):
-            from ..engines.server_client import open_client  # noqa: PLC0415 (describing a judge does not need aiohttp)
+            from ..http.server_client import open_client  # noqa: PLC0415 (describing a judge does not need aiohttp)
         draw = jitter(current().worker)
         async with open_client(
             self.url, self.api_key, self.backoff, request_timeout_s=self.reward_timeout_s, draw=draw

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ..._pipeline.processes.reply_loop import reply_to
+from ..._pipeline.workers.reply_loop import reply_to
 from .answer_forms import WHOLE, box_of, core_of, formulas_of, letters_of, same_brackets, with_marks, words_of
 from .answer_units import same_units
 

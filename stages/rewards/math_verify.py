@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from ..._pipeline.errors import InvalidData, MissingColumn
-from ..._pipeline.processes.call_process import Callee, CallProcesses
 from ..._pipeline.util.extras import extra
+from ..._pipeline.workers.call_process import Callee, CallProcesses
 from ..._schemas.config import nearest
 from . import math_process
 from .math_process import Reply

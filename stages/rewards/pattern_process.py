@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from ..._pipeline.processes.reply_loop import reply_to
+from ..._pipeline.workers.reply_loop import reply_to
 
 LONGEST_NUMBER = 1000
 """Characters."""

@@ -23,7 +23,7 @@ from ..._pipeline.errors import MissingColumn, RewardFunctionFailed
 from ..._pipeline.graph.context import current
 from ..._pipeline.util.repeated_errors import RepeatedErrors
 from ..._pipeline.util.user_code import await_user, raised_text
-from ..threads import Threads
+from ..contracts.threads import Threads
 from .returned_values import listed
 from .reward_functions import RewardComponent
 from .reward_input import RewardInput

@@ -15,9 +15,9 @@ from ..._pipeline.errors import InvalidConfig, InvalidData, MissingColumn
 from ..._pipeline.util.raised_places import located_text
 from ..._pipeline.util.user_code import open_user
 from ..._schemas import TrajectoryGroup
-from ..data.prompts import Prompt
-from ..engines.policies import Tokenizer
-from ..engines.start_tokens import prompt_ids
+from ..contracts.policies import Tokenizer
+from ..contracts.prompts import Prompt
+from ..tokenizers.start_tokens import prompt_ids
 from .reward_calls import Calls
 from .reward_functions import RewardComponent, RewardFunction
 from .reward_input import RewardInput

@@ -19,13 +19,13 @@ from ..._pipeline.errors import ProtocolMismatch
 from ..._pipeline.graph.context import Worker
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import check_url
-from ..engines.bounded_response import bytes_of, parsed
-from ..engines.retry import Backoff, jitter
-from ..teacher import TeacherEngine
-from .candidates import TeacherCandidates
+from ..contracts.candidates import TeacherCandidates
+from ..http.bounded_response import bytes_of, parsed
+from ..http.retry import Backoff, jitter
+from .teacher import TeacherEngine
 
 if TYPE_CHECKING:
-    from ..engines.server_client import ServerClient
+    from ..http.server_client import ServerClient
 
 PATH = "/v1/completions"
 
@@ -81,7 +81,7 @@ class HttpTeacher:
         """
         with extra("http", "HttpTeacher"):
             from ..engines.http_engine import check_model  # noqa: PLC0415 (describing a teacher does not need aiohttp)
-            from ..engines.server_client import open_client  # noqa: PLC0415
+            from ..http.server_client import open_client  # noqa: PLC0415
         opened = open_client(
             self.url, self.api_key, AT_START, request_timeout_s=AT_START_TIMEOUT_S, draw=jitter(worker)
         )

@@ -21,12 +21,12 @@ from torch import Tensor
 from ..._pipeline.graph.context import Worker
 from ..._pipeline.util.user_code import call_user
 from ..._schemas.numbers import normalize_counts
+from ..contracts.candidates import TeacherCandidates
+from ..contracts.causal_model import CausalModel
 from ..losses.distributions import Distributions, logprobs_of
-from ..teacher import TeacherEngine
-from ..training.causal_model import CausalModel
-from ..training.micro_batches import Packed
-from ..training.scoring import scored_tokens
-from .candidates import TeacherCandidates
+from ..models.micro_batches import Packed
+from ..models.scoring import scored_tokens
+from .teacher import TeacherEngine
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.weights.weight_specs import specs_of
 from ..._schemas.numbers import finite_number, normalize_counts
-from .causal_model import CausalModel
+from ..contracts.causal_model import CausalModel
 
 FUSED = {"cpu", "cuda"}
 """Devices where `adamw` updates a parameter by one kernel: nine times as fast on a CPU with a matrix of 78 million

@@ -14,8 +14,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..._pipeline.accounting.telemetry import get_logger
+from ..models.torch_sharding import gathered, spread_optimizer
 from .optimizers import OptimizerRecipe, ScheduleRecipe
-from .torch_sharding import gathered, spread_optimizer
 
 log = get_logger("penstock.torch_trainer")
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from ..._pipeline.durability.checkpoint import verify_checkpoint
 from ..._pipeline.durability.resumption import Stateful
 from ..._pipeline.durability.run_changes import StageFacts
 from ..._pipeline.errors import PeerLost
+from ..._pipeline.util.checkpoint import verify_checkpoint
 from ..._pipeline.util.exception_groups import single_exception
 from ..._pipeline.util.signals import STOP_SIGNALS
 from ..._pipeline.util.user_code import call_user

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._pipeline.errors import PeerLost
-from ..._pipeline.processes.worker import die_with
+from ..._pipeline.workers.worker import die_with
 from ..losses.metrics import EffectiveSamples, Extreme, Mean, Metric, TokensUsed, merge
 
 HEARTBEAT_S = 0.25

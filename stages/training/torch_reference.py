@@ -20,10 +20,10 @@ from ..._pipeline.util.user_code import call_user
 from ..._schemas import TrajectoryGroup
 from ..._schemas.columns import freeze
 from ..._schemas.numbers import normalize_counts, normalize_numbers
+from ..contracts.causal_model import CausalModel
 from ..losses.distributions import Distributions
-from .causal_model import CausalModel
-from .micro_batches import Packed
-from .scoring import check_temperature, own_temperatures, scored_tokens
+from ..models.micro_batches import Packed
+from ..models.scoring import check_temperature, own_temperatures, scored_tokens
 
 
 @dataclass(frozen=True, slots=True)

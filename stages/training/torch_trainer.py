@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ..._pipeline.accounting.committed_prompts import CommittedPrompts, CommittedState
-from ..._pipeline.durability.checkpoint import WEIGHTS, verify_checkpoint, write_checkpoint
 from ..._pipeline.durability.resumption import Stateful
 from ..._pipeline.durability.run_changes import StageFacts, text_of
 from ..._pipeline.graph.stage_info import NeedsColumns
+from ..._pipeline.util.checkpoint import WEIGHTS, verify_checkpoint, write_checkpoint
 from ..._pipeline.weights.weight_specs import check_weights, specs_of
 from ..._schemas import (
     Array,
@@ -37,7 +37,8 @@ from ..._schemas import (
     tokenizer_identity,
 )
 from ..._schemas.numbers import finite_number, whole_number
-from ..engines.pretrained_tokenizer import PretrainedTokenizer, copy_tokenizer
+from ..contracts.autocast import check_autocast, computing_in
+from ..contracts.causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
 from ..losses.adaptive_kl import adaptive_kl_of
 from ..losses.diagnostics import diagnostics
 from ..losses.distillation import TOKENS_USED
@@ -46,18 +47,17 @@ from ..losses.metrics import Mean, Metric, check_used, merge
 from ..losses.policy import PPOClip
 from ..losses.scored import Scored
 from ..losses.terms import Loss, LossValue
+from ..models.micro_batches import MicroBatch, Packed, empty_micro_batch, micro_batches
+from ..models.scoring import TEMPERATURE, check_lengths, check_temperature, own_temperatures, read_distributions, reads
+from ..models.torch_sharding import Trainable, accumulating, bare, device_of, gathered, is_shared, spread
+from ..models.torch_weights_file import read_weights, write_weights
+from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer, copy_tokenizer
 from .activation_memory import suitable_tokens
-from .autocast import check_autocast, computing_in
-from .causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
 from .loss_scale import LossScale
-from .micro_batches import MicroBatch, Packed, empty_micro_batch, micro_batches
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
-from .scoring import TEMPERATURE, check_lengths, check_temperature, own_temperatures, read_distributions, reads
 from .step_clock import StepClock
 from .torch_optimizer import GivenOptimizer
 from .torch_ranks import Ranks
-from .torch_sharding import Trainable, accumulating, bare, device_of, gathered, is_shared, spread
-from .torch_weights_file import read_weights, write_weights
 
 R = TypeVar("R")
 

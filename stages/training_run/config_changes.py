@@ -10,9 +10,9 @@ from typing import Any
 
 from msgspec import structs
 
-from ..._pipeline.durability.checkpoint import latest_checkpoint, step_of
 from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.durability.run_changes import changes_between, config_before, plain, refuse, without_facts
+from ..._pipeline.util.checkpoint import latest_checkpoint, step_of
 from .key_classes import class_of, is_of_a_mapping
 from .run_config import RunConfig
 

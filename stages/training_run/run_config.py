@@ -24,7 +24,7 @@ from ..._schemas.bounds import LARGEST
 from ..._schemas.config import Config, counterpart_of_value, nearest
 from ..advantages.formulas import Mode
 from ..advantages.presets import Library
-from ..engines.sampling_params import SamplingParams
+from ..contracts.sampling_params import SamplingParams
 from ..models.lora_config import LoRA
 from ..rewards.reward_shaping import RewardConfig
 from .other_names import OTHER_NAMES

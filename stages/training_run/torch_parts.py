@@ -25,21 +25,19 @@ from ..._pipeline.util.extras import extra
 from ..._pipeline.util.hub import dataset_path, model_folder
 from ..._pipeline.util.named_objects import call_object, import_object
 from ..._pipeline.weights.weight_address import WeightAddress
-from ..advantage_normalizer import GATHERING, AdvantageNormalizer
-from ..batcher import Batcher
-from ..chat.chat_format import ChatFormat
+from ..advantages.advantage_normalizer import GATHERING, AdvantageNormalizer
+from ..advantages.truncation_mask import TruncationMask
+from ..batching.batcher import Batcher
+from ..contracts.causal_model import CausalModel
+from ..contracts.policies import Policy
+from ..contracts.prompts import Prompt
+from ..contracts.sampling_params import SamplingParams
 from ..data.mixture import MixedPrompts, Mixture
 from ..data.parquet_shards import sets_among
 from ..data.prompt_dataset import LOOKED_AT, PromptDataset, PromptSet
 from ..data.prompt_order import Split
-from ..data.prompts import Prompt
-from ..engines.end_tokens import check_end_of_turn
 from ..engines.http_policy import HttpPolicy
-from ..engines.policies import Policy
-from ..engines.pretrained_tokenizer import PretrainedTokenizer
-from ..engines.sampling_params import SamplingParams
 from ..engines.torch_policy import TorchPolicy
-from ..evaluation.evaluation import Evaluation
 from ..losses.adaptive_kl import AdaptiveKL
 from ..losses.entropy import Entropy
 from ..losses.kl import KL
@@ -47,15 +45,17 @@ from ..losses.policy import CISPO, DPPO, GSPO, SAPO, AdvantageWeighted, PPOClip
 from ..losses.terms import Aggregated, Loss, LossTerm, Term
 from ..models.hf_model import HFModel
 from ..models.lora import insert
-from ..reward_bridge import RewardBridge
+from ..rewards.reward_bridge import RewardBridge
 from ..rewards.reward_trial import try_functions
-from ..samples.samples import Samples
-from ..sink_trainer import SinkTrainer, Trainer, WeightSink
-from ..source_env import SourceEnv
-from ..training.causal_model import CausalModel
+from ..sampling.evaluation import Evaluation
+from ..sampling.samples import Samples
+from ..sampling.source_env import SourceEnv
+from ..sink.sink_trainer import SinkTrainer, Trainer, WeightSink
+from ..tokenizers.chat_format import ChatFormat
+from ..tokenizers.end_tokens import check_end_of_turn
+from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer
 from ..training.optimizers import ReferenceUpdates, adamw
 from ..training.torch_trainer import TorchTrainer
-from ..truncation_mask import TruncationMask
 from .dtypes import base_dtype, reference_dtype, sampled_dtype
 from .paths import with_paths
 from .run_config import AlgorithmConfig, EvaluationConfig, PlacementConfig, RunConfig

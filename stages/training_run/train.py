@@ -31,14 +31,12 @@ from ..._pipeline.accounting.evaluations import STEP, Evaluations
 from ..._pipeline.accounting.telemetry import Metrics
 from ..._pipeline.channels.keys import SECRET_BYTES, ChannelKey
 from ..._pipeline.channels.tcp_address import bracketed
-from ..._pipeline.durability.checkpoint import checkpoint_of
 from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.errors import PenstockError
 from ..._pipeline.graph.context import Worker
 from ..._pipeline.graph.statistics import Report
-from ..._pipeline.processes.join import Program, key_of
-from ..._pipeline.processes.ray_worker import node_address
 from ..._pipeline.runtime.stop_signals import stoppable
+from ..._pipeline.util.checkpoint import checkpoint_of
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.host_lock import host_lock
 from ..._pipeline.util.json_file import read_json_or_set_aside, write_json
@@ -46,12 +44,14 @@ from ..._pipeline.util.named_objects import call_object, import_object
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..._pipeline.view.watching import View, refuse_unknown_view, say
 from ..._pipeline.weights.weight_address import WeightAddress
-from ..engines.end_tokens import named
-from ..engines.engine_publisher import EnginePublisher
-from ..engines.policies import Policy
-from ..engines.start_tokens import prompt_ids
-from ..sink_trainer import WeightSink
-from ..training.best_checkpoint import best_checkpoint
+from ..._pipeline.workers.join import Program, key_of
+from ..._pipeline.workers.ray_worker import node_address
+from ..contracts.engine_publisher import EnginePublisher
+from ..contracts.policies import Policy
+from ..sink.best_checkpoint import best_checkpoint
+from ..sink.sink_trainer import WeightSink
+from ..tokenizers.end_tokens import named
+from ..tokenizers.start_tokens import prompt_ids
 from .config_changes import refuse_changes, values_of
 from .run_config import PlacementConfig, RunConfig
 
@@ -239,7 +239,7 @@ async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Po
             publisher = await stack.enter_async_context(WeightPublisher(model, cast=parts.published_as))
             yield parts.policy(await _served(publisher, config.placement, stack)), publisher
             return
-        from ..engines.torch_weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)
+        from ..._pipeline.weights.weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)
         from ..models.hf_model import MergedWeights  # noqa: PLC0415 (needs torch)
 
         policy = parts.policy(None)

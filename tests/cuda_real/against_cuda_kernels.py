@@ -23,9 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 from penstock import TrainBatch, TrajectoryGroup, Worker
 from penstock._stages.losses.distributions import Distributions, entropy_of, logprobs_of
 from penstock._stages.losses.products import dtype_of_inputs
+from penstock._stages.models.micro_batches import micro_batches
+from penstock._stages.models.scoring import read_distributions
 from penstock._stages.training.activation_memory import bytes_of_a_token
-from penstock._stages.training.micro_batches import micro_batches
-from penstock._stages.training.scoring import read_distributions
 from penstock.losses import KL, AdvantageWeighted
 from penstock.models import HFModel, LoRA
 from penstock.policies import Completion, SamplingParams

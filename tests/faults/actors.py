@@ -34,7 +34,7 @@ from penstock._pipeline.channels.remote_sender import SenderConnection
 from penstock._pipeline.channels.segment import SegmentWriter
 from penstock._pipeline.channels.shm import SlotReader
 from penstock._pipeline.channels.zmq_context import zmq_context
-from penstock._pipeline.processes.worker_process import WorkerProcess
+from penstock._pipeline.workers.worker_process import WorkerProcess
 from penstock._schemas.control import Close, Closed
 from penstock.accounting import Ledger
 from penstock.errors import RunStopped

@@ -17,8 +17,8 @@ from penstock._pipeline.channels import shm
 from penstock._pipeline.channels.segment import SegmentWriter
 from penstock._pipeline.channels.shm import SlotReader
 from penstock._pipeline.channels.socket_directory import sweep, sweep_after
-from penstock._pipeline.processes import worker_process
-from penstock._pipeline.processes.worker_accounting import WorkerAccounting
+from penstock._pipeline.workers import worker_process
+from penstock._pipeline.workers.worker_accounting import WorkerAccounting
 from penstock.channels import RemoteReceiver
 
 __all__ = ["MUTANTS", "mutate"]

@@ -12,7 +12,7 @@ import msgspec
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
-from penstock._pipeline.processes.worker_messages import (
+from penstock._pipeline.workers.worker_messages import (
     Assigned,
     Connected,
     Finished,

@@ -8,7 +8,7 @@ import pytest
 from tests.hostile.members import DIGEST, Member, member
 from tests.hostile.test_joined_members import finish, prompts, running
 
-from penstock._pipeline.processes.worker_messages import (
+from penstock._pipeline.workers.worker_messages import (
     Connected,
     Dies,
     Failed,

@@ -21,7 +21,7 @@ from tests.failsafe import FAILSAFE_S
 from tests.hostile.members import GROUP_SIZE, Member, member, numbered
 from tests.ports import free_port
 
-from penstock._pipeline.processes.worker_messages import Finished, Wants
+from penstock._pipeline.workers.worker_messages import Finished, Wants
 from penstock.accounting import EndState
 from penstock.channels import ChannelKey
 from penstock.errors import NobodyListens, PeerClosed, PeerLost

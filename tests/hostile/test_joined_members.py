@@ -21,7 +21,7 @@ from tests.processes.worker_stages import Sample
 from penstock import Pipeline, SourceEnv, joining, source
 from penstock._pipeline.accounting.evaluations import EvaluationPart
 from penstock._pipeline.accounting.telemetry import Observations
-from penstock._pipeline.processes.worker_messages import (
+from penstock._pipeline.workers.worker_messages import (
     Connected,
     Ending,
     Finished,

@@ -22,8 +22,8 @@ from penstock import TrajectoryGroup, TrajectoryId
 from penstock._pipeline.accounting.shared_counters import UNREPORTED, EndState, SharedCounters
 from penstock._pipeline.channels.peer import Peer
 from penstock._pipeline.graph.edge import EdgeCounter
-from penstock._pipeline.processes.worker_accounting import WorkerAccounting
-from penstock._pipeline.processes.worker_messages import Ending, WorkerEndState, WorkerReport
+from penstock._pipeline.workers.worker_accounting import WorkerAccounting
+from penstock._pipeline.workers.worker_messages import Ending, WorkerEndState, WorkerReport
 from penstock._schemas.control import PROTOCOL_VERSION, Connect
 from penstock.accounting import Ledger, Metrics
 from penstock.errors import PeerLost

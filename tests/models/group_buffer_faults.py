@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock import GroupId, TrajectoryGroup
 from penstock._pipeline.accounting.repetition_sets import mask_of
-from penstock._stages.group_buffer import Flush, GroupBuffer, Why
+from penstock._stages.sampling.group_buffer import Flush, GroupBuffer, Why
 
 __all__ = [
     "BeginsAnew",

@@ -19,7 +19,7 @@ from tests.models.machine import is_broken
 
 from penstock import TrajectoryGroup
 from penstock._pipeline.accounting.repetition_sets import iter_bits
-from penstock._stages.group_buffer import Flush, GroupBuffer, Why
+from penstock._stages.sampling.group_buffer import Flush, GroupBuffer, Why
 from penstock.testing import group
 
 __all__ = ["ASSEMBLY_RULES", "AssemblyMachine"]

@@ -14,7 +14,7 @@ from tests.models.explore import Moments, Step, explore, hold
 
 from penstock import TrajectoryGroup
 from penstock._pipeline.accounting.repetition_sets import iter_bits
-from penstock._stages.group_buffer import Flush, GroupBuffer
+from penstock._stages.sampling.group_buffer import Flush, GroupBuffer
 from penstock.testing import group
 
 __all__ = ["RULES", "PendingGroup", "states"]

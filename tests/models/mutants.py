@@ -76,9 +76,9 @@ from tests.models.waiting_machine import WaitingMachine
 
 from penstock._pipeline.channels.memory import _Queue
 from penstock._pipeline.channels.slots import SlotTable, Span
-from penstock._pipeline.processes.worker_accounting import WorkerAccounting
 from penstock._pipeline.util.waiting import Waiters
-from penstock._stages.group_buffer import GroupBuffer
+from penstock._pipeline.workers.worker_accounting import WorkerAccounting
+from penstock._stages.sampling.group_buffer import GroupBuffer
 from penstock.channels import MemoryReceiver, MemorySender
 from penstock.errors import IllegalTransition
 

@@ -10,7 +10,7 @@ from tests.fake_policy import FakePolicy
 from tests.models_hf.chat_templates import CHATML, MISTRAL, tokenizer_folder
 
 from penstock import Batcher, SinkTrainer, SourceEnv, source
-from penstock._stages.chat.messages import normalized
+from penstock._stages.tokenizers.messages import normalized
 from penstock.chat import ChatFormat
 from penstock.data import Mixture, PromptDataset
 from penstock.errors import InvalidData, InvalidPipeline, TokenizersDiffer

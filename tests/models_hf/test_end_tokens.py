@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tests.models_hf.chat_families import CHATML, FAMILIES, TEXT, Family, write_family, write_tokenizer
 
 from penstock import RewardBridge, SourceEnv, StopReason, Worker
-from penstock._stages.engines.pretrained_tokenizer import end_texts_of
+from penstock._stages.tokenizers.pretrained_tokenizer import end_texts_of
 from penstock.chat import ChatFormat
 from penstock.errors import InvalidConfig
 from penstock.models import HFModel

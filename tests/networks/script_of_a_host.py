@@ -36,8 +36,8 @@ from penstock import (
     joining,
     source,
 )
-from penstock._pipeline.processes import workers
-from penstock._pipeline.processes.join import Program, join
+from penstock._pipeline.workers import workers
+from penstock._pipeline.workers.join import Program, join
 from penstock.channels import ChannelKey, RemoteSender, connect, connect_with_replay, serve
 from penstock.errors import MemberAbsent, PeerClosed, PeerLost, PenstockError
 from penstock.testing import group

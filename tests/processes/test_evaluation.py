@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.fake_policy import Letters
-from tests.stages.evaluation.runs import SAMPLED, Counts, Sums, evaluation, pipeline, ran
+from tests.stages.sampling.runs import SAMPLED, Counts, Sums, evaluation, pipeline, ran
 
 from penstock import processes
 from penstock.trackers import Jsonl, Samples

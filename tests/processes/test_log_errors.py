@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock._pipeline.processes.log_errors import first_error
+from penstock._pipeline.servers.log_errors import first_error
 
 TRACEBACK = """\
 INFO starting

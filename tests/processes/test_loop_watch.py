@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from penstock._pipeline.processes.loop_watch import CHECK_S, NAMED_S, LoopCheck
+from penstock._pipeline.workers.loop_watch import CHECK_S, NAMED_S, LoopCheck
 
 BEYOND = int(NAMED_S / CHECK_S) + 1
 """Checks until a loop is named."""

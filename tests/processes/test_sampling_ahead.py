@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import anyio
 import pytest
 from tests.failsafe import FAILSAFE_S
-from tests.stages.failing_environments import all_different
+from tests.stages.sampling.failing_environments import all_different
 
 from penstock import Batcher, SinkTrainer, SourceEnv, TrainBatch, here, processes, source
 from penstock.accounting import Ledger

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock._pipeline.processes.subreaper_process import describe_end, start_subreaper
+from penstock._pipeline.servers.subreaper_process import describe_end, start_subreaper
 
 
 def open_pipes() -> set[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.worker_processes import worker_processes
 
-from penstock._pipeline.processes.worker_payload import interpreter_command
+from penstock._pipeline.workers.worker_payload import interpreter_command
 
 
 def test_only_what_runs_a_worker_counts_as_one(tmp_path: Path) -> None:

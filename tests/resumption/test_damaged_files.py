@@ -13,8 +13,8 @@ from tests.resumption.damaged_files import DAMAGE, damaged_copies, one_bit
 from tests.resumption.small_run import BEFORE, STEPS, trained
 from tests.tiny_model import TinyModel
 
-from penstock._pipeline.durability import manifest
-from penstock._stages.training.best_checkpoint import best_checkpoint
+from penstock._pipeline.util import manifest
+from penstock._stages.sink.best_checkpoint import best_checkpoint
 from penstock.errors import CheckpointDamaged
 from penstock.torch import TorchTrainer
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec import inspect
 
 from penstock import _pipeline, _schemas
-from penstock._pipeline.processes.worker_messages import ProcessConfig
+from penstock._pipeline.workers.worker_messages import ProcessConfig
 from penstock._schemas.bounds import Measure
 from penstock._schemas.control import Message
 

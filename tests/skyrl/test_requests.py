@@ -9,7 +9,7 @@ import pytest
 from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import FakePolicy
 from tests.skyrl.flows import DropsTheFirst, InPieces, KilledOnce, RewardsTheRow, request, rewards_of, running, sampled
-from tests.stages.failing_environments import AlwaysRaises, SucceedsOnce
+from tests.stages.sampling.failing_environments import AlwaysRaises, SucceedsOnce
 
 from penstock import TrajectoryGroup, each, processes, source
 from penstock._pipeline.accounting.progress_guard import FAILURE_LIMIT

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import structlog
 from tests.fake_policy import FakePolicy, Letters
-from tests.stages import failing_environments as environments
+from tests.stages.sampling import failing_environments as environments
 
 from penstock import (
     AdvantageNormalizer,

@@ -13,9 +13,9 @@ from .._pipeline.channels.channel import REMOTE_CAPACITY_BYTES
 from .._pipeline.channels.machine_memory import available_bytes
 from .._pipeline.channels.shared_memory import allocate
 from .._pipeline.channels.socket_directory import socket_directory
-from .._pipeline.processes.numa import nodes_of
-from .._pipeline.processes.workers import FEED_DESCRIPTORS, SPARE_DESCRIPTORS, WORKER_DESCRIPTORS
 from .._pipeline.util.os_errors import RAISE_LIMIT
+from .._pipeline.workers.numa import nodes_of
+from .._pipeline.workers.workers import FEED_DESCRIPTORS, SPARE_DESCRIPTORS, WORKER_DESCRIPTORS
 from .findings import Finding
 
 FEWEST_DESCRIPTORS = 64

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .._pipeline.processes.join import DRAIN_TIMEOUT_S, default_name, join, key_of, program_in
+from .._pipeline.workers.join import DRAIN_TIMEOUT_S, default_name, join, key_of, program_in
 from .run import OVERRIDES
 
 PROGRAM = Annotated[

@@ -29,7 +29,7 @@ from ...._pipeline.util.exception_groups import unwrap_single
 from ...._schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
 from ...._schemas.config import Config, check_url, load_config, parse_config
 from ...._schemas.numbers import normalize_counts, normalize_numbers
-from ...engines.retry import UNLIMITED, Backoff, jitter
+from ...http.retry import UNLIMITED, Backoff, jitter
 from .api_error import AtroposAPIError, load_http_api, without_token
 from .contract import BatchAnswer, TrainerRegistration, decode_scored
 from .translation import to_group

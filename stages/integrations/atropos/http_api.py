@@ -24,9 +24,9 @@ from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidConfig
 from ...._pipeline.graph.context import current
 from ...._schemas import InvalidRecord
-from ...engines.bounded_response import LONGEST_ANSWER, RequestFailed, parsed
-from ...engines.retry import Backoff, RetryDecision, jitter, retry
-from ...engines.server_client import CONNECT_TIMEOUT_S, RETRYABLE, ServerClient, retry_after_s
+from ...http.bounded_response import LONGEST_ANSWER, RequestFailed, parsed
+from ...http.retry import Backoff, RetryDecision, jitter, retry
+from ...http.server_client import CONNECT_TIMEOUT_S, RETRYABLE, ServerClient, retry_after_s
 from .api_error import AtroposAPIError, Situation
 from .contract import (
     SHM_PATH,

@@ -23,7 +23,7 @@ import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from ...._pipeline.errors import ServerFailed
-from ...._pipeline.processes.outside_server import PROBE_S, OutsideServer, Probe, RunningServer, http_ready
+from ...._pipeline.servers.outside_server import PROBE_S, OutsideServer, Probe, RunningServer, http_ready
 from ...._pipeline.util.exception_groups import unwrap_first
 from ...._pipeline.util.signals import handled_stop_signals
 from .launch_config import LaunchConfig, arguments

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ...._pipeline.errors import InvalidConfig
-from ...._pipeline.processes.outside_server import http_ready
+from ...._pipeline.servers.outside_server import http_ready
 from ...._schemas.config import Config, check_url
 from ...._schemas.numbers import normalize_numbers
 

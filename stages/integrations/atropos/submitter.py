@@ -35,7 +35,7 @@ from ...._pipeline.util.exception_groups import unwrap_single
 from ...._pipeline.util.waiting import Waiters
 from ...._schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
 from ...._schemas.config import check_url
-from ...engines.retry import UNLIMITED, Backoff, jitter
+from ...http.retry import UNLIMITED, Backoff, jitter
 from .api_error import AtroposAPIError, load_http_api, without_token
 from .contract import scored_data
 from .translation import from_group, to_group

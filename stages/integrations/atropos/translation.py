@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from ...._schemas import Array, InvalidRecord, StopReason, TrajectoryGroup
 from ...._schemas.columns import freeze
-from ...engines.completion_stream import STOP_REASONS
-from ...engines.sampling_params import TEMPERATURES
-from ...teachers.candidates import ROUNDING, TeacherCandidates
+from ...contracts.candidates import ROUNDING, TeacherCandidates
+from ...contracts.sampling_params import TEMPERATURES
+from ...http.completion_stream import STOP_REASONS
 from .contract import BY_TOKEN, NO_LOGPROB, UNTRAINED, ScoredData, Untrainable
 
 META = ("env_id", "messages", "overrides", "group_overrides", "generation_params", "images")

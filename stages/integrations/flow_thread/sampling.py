@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from ...._schemas import InvalidRecord, TrajectoryGroup
-from ...engines.sampling_params import TEMPERATURES
+from ...contracts.sampling_params import TEMPERATURES
 
 Temperatures: TypeAlias = list[float | list[tuple[int, float]] | None]
 """For each repetition one, or one for each part of its sequence: `(tokens, temperature)`."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from ...engines.engine_publisher import KnowsTies
-from ...sink_trainer import WeightSink
+from ...contracts.engine_publisher import KnowsTies
+from ...sink.sink_trainer import WeightSink
 
 
 class WeightTransfer:

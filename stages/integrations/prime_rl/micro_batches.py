@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...._schemas import InvalidRecord, TrainBatch
-from ...training.scoring import own_temperatures
+from ...models.scoring import own_temperatures
 
 COMMIT = "559b44772e471d1538537b8805cc77f3824a5e64"
 """The commit of prime-rl whose types these are."""

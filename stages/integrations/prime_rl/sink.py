@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...sink_trainer import SinkTrainer, WeightSink
+from ...sink.sink_trainer import SinkTrainer, WeightSink
 from .trainer import STEP_TIMEOUT_S, PrimeRLTrainer
 
 

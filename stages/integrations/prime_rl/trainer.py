@@ -19,12 +19,12 @@ import msgspec
 from torch import Tensor
 
 from ...._pipeline.accounting.committed_prompts import CommittedPrompts, CommittedState
-from ...._pipeline.durability.checkpoint import verify_checkpoint, write_checkpoint
 from ...._pipeline.durability.resumption import Stateful
 from ...._pipeline.errors import PeerLost, StepsOfAnotherRun, TrainerSilent
+from ...._pipeline.util.checkpoint import verify_checkpoint, write_checkpoint
 from ...._schemas import GroupId, TrainBatch
 from ...._schemas.numbers import finite_number, whole_number
-from ...training.torch_weights_file import read_folder
+from ...models.torch_weights_file import read_folder
 from .micro_batches import pack_for_ranks
 from .transports import ROLLOUTS, FileTransport, Transport, ZmqTransport, stop_if_cancelled
 

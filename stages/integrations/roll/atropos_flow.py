@@ -11,7 +11,7 @@ from typing import Any
 from ...._pipeline.errors import InvalidConfig
 from ...._pipeline.runtime.flow import source
 from ...._pipeline.util.named_objects import import_object
-from ...source_env import SourceEnv
+from ...sampling.source_env import SourceEnv
 from ..atropos import AtroposEnvironment
 from .job import RollJob
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...._pipeline.errors import InvalidPipeline
-from ...reward_bridge import RewardBridge
+from ...rewards.reward_bridge import RewardBridge
 from ..flow_thread.flow_run import Groups
 from .atropos_flow import flow_function
 from .data_proto import data_proto

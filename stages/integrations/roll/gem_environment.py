@@ -11,8 +11,8 @@ from typing import Any
 
 from ...._pipeline.errors import InvalidPipeline
 from ...._pipeline.util.named_objects import import_object
-from ...data.prompts import PromptSource
-from ...environments import ScoredDataset, StepEnvironment
+from ...contracts.prompts import PromptSource
+from ...sampling.environments import ScoredDataset, StepEnvironment
 
 ENV_TYPE = "penstock"
 

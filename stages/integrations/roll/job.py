@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...engines.policies import Policy
-from ...engines.pretrained_tokenizer import PretrainedTokenizer
-from ...engines.sampling_params import SamplingParams
+from ...contracts.policies import Policy
+from ...contracts.sampling_params import SamplingParams
+from ...tokenizers.pretrained_tokenizer import PretrainedTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from ...._pipeline.errors import InvalidPipeline
 from ...._pipeline.graph.context import Worker
 from ...._schemas import StopReason
-from ...engines.policies import Completion, NoOpEngine
-from ...engines.sampling_params import SamplingParams
+from ...contracts.policies import Completion, NoOpEngine
+from ...contracts.sampling_params import SamplingParams
 from .data_proto import data_proto
 
 

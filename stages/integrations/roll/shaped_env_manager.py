@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from ...._pipeline.errors import InvalidConfig
-from ...engines.pretrained_tokenizer import PretrainedTokenizer, end_texts_of
-from ...reward_bridge import RewardBridge
+from ...rewards.reward_bridge import RewardBridge
+from ...tokenizers.pretrained_tokenizer import PretrainedTokenizer, end_texts_of
 from .gem_environment import GemEnvironment, register
 from .plain import plain
 from .shaping import shape

@@ -14,7 +14,7 @@ import anyio
 from ...._pipeline.errors import RewardFunctionFailed
 from ...._pipeline.testing.drive import drive
 from ...._schemas import TrajectoryGroup
-from ...reward_bridge import RewardBridge
+from ...rewards.reward_bridge import RewardBridge
 from .gem_environment import META
 
 

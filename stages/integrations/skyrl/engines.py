@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engines.policies import GenerationIsOutside
+from ...contracts.policies import GenerationIsOutside
 from .interface import name_of
 
 NOTHING_TO_DO = (

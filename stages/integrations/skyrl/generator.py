@@ -30,9 +30,9 @@ from ...._pipeline.errors import FlowEnded, FlowStalled, InvalidPipeline
 from ...._pipeline.graph.statistics import PipelineStatistics, Report
 from ...._pipeline.runtime.flow import Flow
 from ...._schemas import TrajectoryGroup, TrajectoryId
-from ...batcher import NOTHING_TO_TRAIN
+from ...batching.batcher import NOTHING_TO_TRAIN
 from ...data.plain_values import plain_row
-from ...sink_trainer import WeightSink
+from ...sink.sink_trainer import WeightSink
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread, statistics_of
 from ..flow_thread.sample_queue import Trajectories

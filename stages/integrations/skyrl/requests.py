@@ -31,7 +31,7 @@ from ...._pipeline.graph.context import current
 from ...._pipeline.graph.stage_info import StageInfo
 from ...._pipeline.util.waiting import Waiters
 from ...._schemas import GroupId, Trajectory, TrajectoryGroup, TrajectoryId
-from ...engines.sampling_params import SamplingParams
+from ...contracts.sampling_params import SamplingParams
 from ..flow_thread.flow_run import Decode
 from ..flow_thread.sample_queue import Trajectories
 from ..flow_thread.sampling import check_temperature

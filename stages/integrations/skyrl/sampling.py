@@ -19,12 +19,12 @@ from ...._pipeline.graph.context import Context, current
 from ...._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from ...._pipeline.util.exception_groups import unwrap_first
 from ...._schemas import TrajectoryGroup
-from ...data.prompts import Prompt
-from ...engines.policies import Engine
-from ...engines.sampling_params import SamplingParams
-from ...environments import Environment, TaskFn, open_tasks
-from ...group_sampler import GroupSampler
-from ...source_env import SourceEnv
+from ...contracts.policies import Engine
+from ...contracts.prompts import Prompt
+from ...contracts.sampling_params import SamplingParams
+from ...sampling.environments import Environment, TaskFn, open_tasks
+from ...sampling.group_sampler import GroupSampler
+from ...sampling.source_env import SourceEnv
 from .requests import INSTANCE_ID, SAMPLING
 
 OF_A_SOURCE = {

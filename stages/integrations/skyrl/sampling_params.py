@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...._schemas import InvalidConfig
-from ...engines.sampling_params import SamplingParams
+from ...contracts.sampling_params import SamplingParams
 
 SAME = {"temperature", "top_p", "min_p", "repetition_penalty", "seed"}
 """Parameters that have one name and one meaning."""

@@ -31,7 +31,7 @@ def written(dispatch: Any, tokenizer: Any, folder: Path) -> Iterator[dict[str, A
 
 def _tensors_in(folder: Path) -> dict[str, Any]:
     with extra("torch", "PenstockGenerator(publisher=…)"):
-        from ...training.torch_weights_file import read_folder  # noqa: PLC0415 (only where weights are published)
+        from ...models.torch_weights_file import read_folder  # noqa: PLC0415 (only where weights are published)
     tensors = read_folder(folder)
     if not tensors:
         raise WeightsDamaged(f"expected safetensors of SkyRL's policy in {folder}, got {sorted(folder.glob('*'))}")

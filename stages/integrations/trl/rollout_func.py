@@ -19,7 +19,7 @@ from ...._pipeline.errors import InvalidPipeline
 from ...._pipeline.graph.statistics import Report
 from ...._pipeline.runtime.flow import Flow
 from ...._schemas import TrajectoryGroup, TrajectoryId
-from ...sink_trainer import WeightSink
+from ...sink.sink_trainer import WeightSink
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import SampleQueue, Trajectories

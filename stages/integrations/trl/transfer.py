@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from ...sink_trainer import WeightSink
+from ...sink.sink_trainer import WeightSink
 from ..flow_thread.weight_transfer import WeightTransfer
 
 

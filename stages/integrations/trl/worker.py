@@ -25,7 +25,7 @@ from ...._pipeline.graph.statistics import PipelineStatistics, Report
 from ...._pipeline.runtime.flow import Flow
 from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...._schemas.numbers import whole_number
-from ...batcher import NOTHING_TO_TRAIN
+from ...batching.batcher import NOTHING_TO_TRAIN
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread, statistics_of
 from ..flow_thread.sample_queue import SampleQueue, Trajectories

@@ -14,8 +14,8 @@ from typing import Any, Self
 from ...._pipeline.graph.statistics import PipelineStatistics, Report
 from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...._schemas.numbers import whole_number
-from ...batcher import NOTHING_TO_TRAIN
-from ...sink_trainer import WeightSink
+from ...batching.batcher import NOTHING_TO_TRAIN
+from ...sink.sink_trainer import WeightSink
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import SampleQueue, Trajectories

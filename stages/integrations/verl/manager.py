@@ -23,7 +23,7 @@ from ...._pipeline.errors import InvalidPipeline
 from ...._pipeline.graph.statistics import PipelineStatistics, Report
 from ...._pipeline.util.json_file import write_json
 from ...._schemas import TrajectoryGroup
-from ...batcher import NOTHING_TO_TRAIN
+from ...batching.batcher import NOTHING_TO_TRAIN
 from ..flow_thread.flow_run import Decode, Drop, FlowRun
 from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import SampleQueue, Trajectories

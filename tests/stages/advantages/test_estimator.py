@@ -18,7 +18,7 @@ from penstock import TrajectoryGroup
 from penstock._stages.advantages.estimator import BY_TOKEN, Estimator, RewardLevel
 from penstock._stages.advantages.formulas import EPSILON, Mode, RunningStatistics
 from penstock._stages.advantages.presets import OURS
-from penstock._stages.group_stack import GroupStack
+from penstock._stages.contracts.group_stack import GroupStack
 from penstock.errors import InvalidRecord
 
 fewer = settings(max_examples=40)

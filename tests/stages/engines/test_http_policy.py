@@ -28,7 +28,7 @@ from tests.failsafe import FAILSAFE_S
 from tests.fake_policy import Letters
 from tests.inference_server import EOS, TROUBLE, VOCABULARY, logprobs_of
 from tests.loop_clock import LoopClock
-from tests.stages.engines.test_policies import assert_methods
+from tests.stages.contracts.test_policies import assert_methods
 
 from penstock import Context, SourceEnv, StopReason, Worker
 from penstock.errors import (

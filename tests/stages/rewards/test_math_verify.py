@@ -13,7 +13,7 @@ import pytest
 from tests.stages.answers import Characters, answering
 
 from penstock import RewardBridge, TrajectoryGroup
-from penstock._pipeline.processes import call_process
+from penstock._pipeline.workers import call_process
 from penstock._stages.rewards import math_process
 from penstock.errors import MissingColumn, MissingExtra, RewardProcessDied
 from penstock.rewards import MathVerify, RewardInput

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from tests.stages.test_teacher import Letters
+from tests.stages.teachers.test_teacher import Letters
 
 from penstock import Teacher, TrajectoryGroup
 from penstock.errors import EngineFailed, EngineRefused, InvalidConfig, NobodyListens

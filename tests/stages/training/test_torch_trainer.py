@@ -19,7 +19,7 @@ from tests.tiny_model import TinyModel
 from torch import Tensor, nn
 
 from penstock import AdvantageNormalizer, GroupId, TrainBatch
-from penstock._pipeline.durability.manifest import write_manifest
+from penstock._pipeline.util.manifest import write_manifest
 from penstock.errors import InvalidConfig, InvalidRecord, TokenizersDiffer, WeightsMismatch
 from penstock.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, Loss, Mean, PPOClip, Scored
 from penstock.testing import batch, drive, group

@@ -20,8 +20,8 @@ from ....._pipeline.accounting.repetition_sets import mask_of
 from ....._pipeline.accounting.telemetry import Metrics
 from ....._pipeline.channels.channel import SendChannel
 from ....._pipeline.graph.context import Context, current
-from ....._pipeline.processes.worker_accounting import RUN_ENDED
 from ....._pipeline.util.waiting import Waiters
+from ....._pipeline.workers.worker_accounting import RUN_ENDED
 from ....._schemas import GroupId, TrajectoryGroup
 from ....._schemas.numbers import normalize_counts, normalize_numbers
 from ..contract import ScoredData, TrainerRegistration

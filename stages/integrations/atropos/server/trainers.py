@@ -23,7 +23,7 @@ from ....._pipeline.graph.stage_info import StageInfo
 from ....._pipeline.util.waiting import Waiters
 from ....._schemas import TrainBatch, TrajectoryGroup
 from ....._schemas.numbers import normalize_numbers
-from ....sink_trainer import batch_metrics
+from ....sink.sink_trainer import batch_metrics
 from ..queue.records import Batch, Submission, UnpackableGroupSize
 from ..queue.trajectory_queue import TrajectoryQueue
 from ..translation import from_group

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from ....._pipeline.errors import InvalidConfig, MissingExtra
-from ....._pipeline.processes.worker_payload import open_payload
+from ....._pipeline.workers.worker_payload import open_payload
 from ....._schemas import StopReason
 from ..contract import NO_LOGPROB
 from .episodes import Episode, EpisodeConfig, ModelCall, Seat, current_episode, failure_of

@@ -21,7 +21,7 @@ import msgspec
 
 from ....._pipeline.errors import PenstockError
 from ....._schemas import StopReason
-from ....engines.pretrained_tokenizer import end_texts_of
+from ....tokenizers.pretrained_tokenizer import end_texts_of
 from ..contract import BY_TOKEN, UNTRAINED
 from .messages import (
     Action,

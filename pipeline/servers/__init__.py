@@ -1,0 +1,1 @@
+"""Programs of others that a run starts: servers and interpreters; watched and ended with all their processes."""

@@ -1,0 +1,234 @@
+"""WeightFolder: weights for samplers that share no memory with the trainer, as versions in a folder on a shared disk.
+
+A version is a directory that is written atomically: a safetensors file, its publisher, and a manifest with hashes.
+The publisher holds a lock while it lives, so that a reader can check whether it does. A version is read into memory and
+hashed; a model's tensors are views of that memory, so each process has one copy.
+
+    async with WeightFolder("/shared/weights", model) as publisher:
+        await publisher.publish(model.state_dict(), version=0)
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+from torch import nn
+
+from ..accounting.telemetry import get_logger
+from ..errors import WeightsInUse
+from ..util.atomic_file import UNFINISHED, remove_unfinished
+from ..util.checkpoint import FOLDER_SCHEME, remove_old_checkpoints, write_checkpoint
+from ..util.json_file import write_json
+from ..util.lock_file import LockFile, is_locked
+from ..util.manifest import MANIFEST
+from ..util.os_errors import explaining_os_errors
+from .engine_sync import Syncable, synced
+from .tensor_layout import LENGTH, WritePlan
+from .weight_memory import bytes_of
+from .weight_specs import FusedTensor, Tensor, manifest_of
+from .weights import NO_VERSION
+
+log = get_logger("penstock.weights")
+
+E = TypeVar("E", bound=Syncable)
+
+LOCK = "lock"
+OWNER = "publisher.json"
+VERSION = "version.json"
+WEIGHTS = "weights.safetensors"
+
+KEPT = 2
+"""Versions that are kept: the newest, and one that a sampler may be reading."""
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The publisher of a folder."""
+
+    name: str
+    generation: int
+    """Drawn when the folder was taken; versions with another one are another publisher's."""
+    header: msgspec.Raw
+    """The header of each version's file."""
+    closed: bool = False
+    """True if it closed, so that no newer version follows."""
+
+
+class Version(msgspec.Struct, frozen=True):
+    """A version, in a file beside its weights."""
+
+    version: int
+    generation: int
+    """That of its publisher."""
+
+
+class WeightFolder:
+    """Publishes versions of one set of tensors into a folder; like `WeightPublisher`, for samplers on other hosts."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module | Mapping[str, Tensor],
+        *,
+        fused: Iterable[FusedTensor] = (),
+        cast: Mapping[str, str] = MappingProxyType({}),
+        name: str | None = None,
+    ) -> None:
+        """Prepare for tensors like these, without publishing. The arguments are those of `WeightPublisher`.
+
+        Raises:
+            TypeError: a value is no tensor, or has an unsupported dtype; or a buffer is on the meta device.
+            WeightsMismatch: `fused` does not fit the tensors.
+            ValueError: `cast` names an unsupported dtype.
+        """
+        self.folder: Path = Path(folder).absolute()
+        self.name: str = name or f"publisher in process {os.getpid()} of {socket.gethostname()}"
+        self._plan = WritePlan(manifest_of(model), fused, cast)
+        self._owner = Owner(self.name, secrets.randbits(63), msgspec.Raw(self._plan.layout.header[LENGTH.size :]))
+        self._lock: LockFile | None = None
+        self._version = NO_VERSION
+        self._publishing = anyio.Lock()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._lock is None else "open"
+        return f"<WeightFolder {self.folder} {state}: version {self._version}>"
+
+    async def __aenter__(self) -> Self:
+        """Lock the folder, which is created if missing. The versions of an earlier publisher are removed.
+
+        Raises:
+            WeightsInUse: another publisher has locked it.
+            ValueError: it contains other files than published weights.
+            DiskFull, NotWritable, OutOfFileDescriptors: it cannot be used.
+        """
+        await anyio.to_thread.run_sync(self._take)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Mark the folder as closed: no newer version follows. The last versions stay in it."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._close)
+
+    @property
+    def url(self) -> str:
+        """Return the URL for samplers on hosts that have the folder under this path."""
+        return f"{FOLDER_SCHEME}{self.folder}"
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Names of tied tensors, each with that of the earlier tensor with the same memory."""
+        return self._plan.ties
+
+    @property
+    def version(self) -> int:
+        """Return the newest version that was published; −1 before the first."""
+        return self._version
+
+    async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Make `tensors` the newest weights; see `WeightPublisher.publish`.
+
+        Raises:
+            WeightsMismatch: the tensors differ from those at construction; lists every difference.
+            ValueError: `version` is not newer than the last.
+            anyio.ClosedResourceError: the folder is not locked.
+            DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written; the versions before it stay.
+        """
+        async with self._publishing:
+            if self._lock is None:
+                raise anyio.ClosedResourceError
+            self._plan.check(tensors, version, newest=self._version)
+            await anyio.to_thread.run_sync(self._write, tensors, version)
+            self._version = version
+
+    def sync(self, engine: E) -> AbstractAsyncContextManager[E]:
+        """Keep `engine` awake within the body, with the newest version; see `WeightPublisher.sync`."""
+        return synced(self, engine)
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """Raise RuntimeError: samplers that read a folder cannot be paused.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"expected samplers that can be paused, got those that read {self.folder}: use "
+            f"SinkTrainer(sampling='overlap')"
+        )
+
+    def _take(self) -> None:
+        with explaining_os_errors("weights to publish", self.folder):
+            self._lock = self._locked()
+
+    def _locked(self) -> LockFile:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        foreign = sorted(path.name for path in self.folder.iterdir() if not _ours(path))
+        if foreign:
+            raise ValueError(f"expected {self.folder} to be empty, or of published weights, got {foreign} in it")
+        lock = LockFile(self.folder / LOCK)
+        try:
+            self._take_over(lock)
+        except BaseException:
+            lock.close()
+            raise
+        return lock
+
+    def _take_over(self, lock: LockFile) -> None:
+        if not lock.take():
+            raise WeightsInUse(f"expected {self.folder} without a publisher, but {lock.holder} publishes into it")
+        remove_unfinished(self.folder)
+        for left in self.folder.glob("*/"):
+            shutil.rmtree(left)
+        self._write_owner(self._owner)
+
+    def _write_owner(self, owner: Owner) -> None:
+        write_json(self.folder / OWNER, owner)
+
+    def _close(self) -> None:
+        if self._lock is None:
+            return
+        try:
+            self._write_owner(msgspec.structs.replace(self._owner, closed=True))
+        except OSError as error:  # samplers see it by the lock
+            log.warning("weights_not_closed", folder=str(self.folder), reason=str(error))
+        finally:
+            self._lock.close()
+            self._lock = None
+
+    def _write(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        newest = write_checkpoint(self.folder, version, lambda into: self._fill(into, tensors, version))
+        remove_old_checkpoints(self.folder, newest, KEPT)
+
+    def _fill(self, into: Path, tensors: Mapping[str, Tensor], version: int) -> None:
+        with (into / WEIGHTS).open("wb") as file:
+            for content in self._contents(tensors):
+                file.write(content)
+        write_json(into / VERSION, Version(version, self._owner.generation))
+
+    def _contents(self, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+        yield self._plan.layout.header
+        for _, tensor, spec in self._plan.pieces(tensors):
+            yield bytes_of(tensor, spec.dtype).data
+
+
+def _ours(path: Path) -> bool:
+    """Return whether a publisher created `path`; an unfinished version has no manifest yet."""
+    if path.is_dir():
+        return path.name.startswith(".unfinished-") or (path / MANIFEST).exists()
+    return path.name in {LOCK, OWNER} or (path.name.startswith(f".{OWNER}.") and path.suffix == UNFINISHED)
+
+
+def is_published_into(folder: Path) -> bool:
+    """Return whether the publisher of `folder` lives, by its lock, which the kernel releases when a process dies."""
+    return is_locked(folder / LOCK)

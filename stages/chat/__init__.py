@@ -1,1 +1,0 @@
-"""Messages to tokens by the template of a tokenizer."""

@@ -1,0 +1,1 @@
+"""Requests to servers of others: retries, bounded answers, streams of completions."""

@@ -1,0 +1,225 @@
+"""Distributions of tokens under a model: of the tokens of a micro-batch that train, or of requested tokens.
+
+Axes: S sequences, N tokens, T of them that train or are requested.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from inspect import signature
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..._schemas import Array, InvalidRecord, TrajectoryGroup
+from ..._schemas.batch import PackedGroup
+from ..contracts.attention import Attention
+from ..contracts.autocast import autocast_on, computing_in
+from ..contracts.causal_model import CausalModel, check_packing, positions_in
+from ..contracts.sampling_params import TEMPERATURES
+from ..losses.distributions import Distributions
+from ..losses.products import dtype_of_inputs
+from ..losses.tiles import Finish
+from .micro_batches import MicroBatch, Packed, Sequences, micro_batches
+
+TEMPERATURE = "temperature"
+"""A column of a micro-batch: the temperature at which each token is scored."""
+
+_Part: TypeAlias = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(gt=0)]]
+"""Tokens, and their temperature."""
+
+R = TypeVar("R")
+
+Sampled: TypeAlias = TrajectoryGroup | PackedGroup
+
+
+def reads(model: Any) -> bool:
+    """Return whether `model` passes hidden states to `read`; see `CausalModel`. Others return logits."""
+    call = model.forward if isinstance(model, torch.nn.Module) else model.__call__
+    return "read" in signature(call).parameters
+
+
+class Reader(Generic[R]):
+    """Makes the distributions of the tokens of a micro-batch that train, and passes them to a function; see `Read`."""
+
+    __slots__ = ("_call", "_part", "_temperature", "_use")
+
+    def __init__(self, part: MicroBatch, use: Callable[[Distributions], R], temperature: float) -> None:
+        self._part = part
+        self._use = use
+        self._temperature = temperature
+        self._call = _uncompiled() if "torch._dynamo" in sys.modules else _call
+        """Calls a function in which torch.compile, if it was used before, traces nothing: the number of chunks differs
+        between micro-batches."""
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None = None, finish: Finish | None = None
+    ) -> R:
+        """Return the result of the function; see `Read`."""
+        result: R = self._call(self._called, hidden, weight, bias, finish)
+        return result
+
+    def _called(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, finish: Finish | None) -> R:
+        wanted = hidden.flatten(0, 1).index_select(0, self._part.predicted_at)
+        own = self._part.columns.get(TEMPERATURE)
+        temperature = self._temperature if own is None else own[:, None]
+        around = autocast_on(hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            states = wanted if weight is None else wanted.to(dtype_of_inputs(weight, around))
+            return self._use(Distributions(states, weight, bias, finish, temperature))
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+@cache
+def _uncompiled() -> Callable[..., Any]:
+    """Return a function like `_call`; it is made late, for the compiler takes a second to import, and writes files."""
+    made: Callable[..., Any] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+    return made
+
+
+def read_distributions(
+    model: Callable[..., Any],
+    part: MicroBatch,
+    use: Callable[[Distributions], R],
+    *,
+    passes_hidden: bool,
+    temperature: float = 1.0,
+    autocast: torch.dtype | None = None,
+) -> R:
+    """Return the result of `use` on the distributions under `model` of the tokens of `part` that train.
+
+    Args:
+        model: a `CausalModel`, called once.
+        part: the rows.
+        use: called once: inside the model, whose tensors may be gathered there alone, if it passes hidden states.
+        passes_hidden: whether it does; see `reads`.
+        temperature: logits are divided by it, unless `part` has a column with one for each token.
+        autocast: dtype in which the model computes where that is safe; None for the dtype of the model.
+    """
+    reader = Reader(part, use, temperature)
+    alone = len(part.lengths) == len(part.tokens)
+    attend = Attention.packed(part.sequences, one_sequence=alone, cu_seqlens=part.cu_seqlens)
+    call = partial(model, part.tokens, positions=part.positions, attend=attend)
+    with computing_in(autocast, part.tokens.device):
+        found = call(read=reader) if passes_hidden else call()
+    result: R = found if passes_hidden else reader(found, None)
+    return result
+
+
+def scored_tokens(
+    model: CausalModel,
+    packed: Packed,
+    micro_batch_tokens: int,
+    use: Callable[[Distributions, Tensor], R],
+    *,
+    temperature: float = 1.0,
+    own: NDArray[np.float32] | None = None,
+) -> Iterator[tuple[NDArray[np.int64], R]]:
+    """Yield the index [T] of some requested tokens among all N, and `use` of their distributions and ids [T].
+
+    A micro-batch at a time. `own` [N] are `own_temperatures`, if there are any.
+    """
+    device = next(model.parameters()).device
+    known: dict[str, Array] = {"place": np.arange(len(packed.tokens))}
+    if own is not None:
+        known[TEMPERATURE] = own
+    passes_hidden = reads(model)
+    check_lengths(model, packed)
+    check_packing(model)
+    for part in micro_batches(packed, known, micro_batch_tokens, device):
+        of_part = partial(_called, use, part.targets)
+        found = read_distributions(model, part, of_part, passes_hidden=passes_hidden, temperature=temperature)
+        yield part.columns["place"].cpu().numpy(), found
+
+
+def check_lengths(model: object, sequences: Sequences) -> None:
+    """Check that `model` has a position for each token of each sequence, if it states how many it has.
+
+    Raises:
+        InvalidRecord: a sequence has more tokens than the model has positions.
+    """
+    bound, lengths = positions_in(model), np.diff(sequences.cu_seqlens)
+    if bound is not None and len(lengths) and lengths.max() > bound:
+        row = int(lengths.argmax())
+        raise InvalidRecord(
+            f"{_name_of(sequences, row)}: expected at most {bound} tokens, the positions of the model, got "
+            f"{lengths[row]}: lower max_length of SourceEnv, or its prompts and max_completion_tokens"
+        )
+
+
+def _name_of(sequences: Sequences, row: int) -> str:
+    if isinstance(sequences, Packed):
+        return f"sequence {row}"
+    group = sequences.groups[sequences.group_of_sequence()[row]]
+    return f"{group.env}/{group.instance_id}: repetition {sequences.repetition_ids[row]}"
+
+
+def _called(use: Callable[[Distributions, Tensor], R], targets: Tensor, distributions: Distributions) -> R:
+    return use(distributions, targets)
+
+
+def own_temperatures(
+    groups: Sequence[Sampled], repetitions: Iterable[NDArray[np.int64]], lengths: NDArray[np.int64], default: float
+) -> NDArray[np.float32] | None:
+    """Return [N] the temperature at which each token is scored; None if no group has its own.
+
+    Args:
+        groups: one behind the other. `meta["temperatures"]` of a group is a list with an entry for each repetition id:
+            a number, or parts `[tokens, temperature]` of the sequence from its first token on.
+        repetitions: ids of the sequences of each group.
+        lengths: [S] of all sequences.
+        default: for sequences of groups without.
+
+    Raises:
+        InvalidRecord: a group lacks an entry for a repetition, or one is none of these.
+    """
+    if not any(TEMPERATURES in group.meta for group in groups):
+        return None
+    sequences = ((group, id_) for group, ids in zip(groups, repetitions, strict=True) for id_ in ids.tolist())
+    found = [
+        _own(group, id_, length) if TEMPERATURES in group.meta else np.full(length, default)
+        for (group, id_), length in zip(sequences, lengths.tolist(), strict=True)
+    ]
+    return np.concatenate(found).astype(np.float32)
+
+
+def _own(group: Sampled, repetition: int, length: int) -> NDArray[np.float64]:
+    """Return [length] the temperatures of a sequence."""
+    temperatures = group.meta[TEMPERATURES]
+    listed = isinstance(temperatures, list) and repetition < len(temperatures)
+    found = temperatures[repetition] if listed else None
+    try:
+        parts = msgspec.convert(found if isinstance(found, list) else [(length, found)], list[_Part])
+    except msgspec.ValidationError:
+        parts = []
+    if sum(tokens for tokens, _ in parts) != length or not all(math.isfinite(value) for _, value in parts):
+        raise InvalidRecord(
+            f"{group.env}/{group.instance_id}: {TEMPERATURES}: expected a positive number for repetition {repetition}, "
+            f"or parts [tokens, number] of its {length} tokens, got {found!r}"
+        )
+    return np.repeat([value for _, value in parts], [tokens for tokens, _ in parts])
+
+
+def check_temperature(groups: Iterable[Sampled], temperature: float, scorer: str) -> None:
+    """Check that groups were sampled at the temperature at which `scorer` scores them, where they contain it.
+
+    Raises:
+        InvalidRecord: a group was sampled at another; every ratio to its log-probabilities would be wrong.
+    """
+    for group in groups:
+        sampled_at = group.meta.get("temperature", temperature)
+        if sampled_at != temperature:
+            raise InvalidRecord(
+                f"{group.env}/{group.instance_id}: temperature: expected {temperature}, which this {scorer} was given, "
+                f"got {sampled_at}, at which the group was sampled: set both to the same"
+            )

@@ -1,1 +1,0 @@
-"""Samples of what a step trained."""

@@ -1,0 +1,1 @@
+"""Prompts to groups: the source, environments, bounds on lag, evaluation, samples."""

@@ -1,0 +1,521 @@
+"""Environments: the four kinds that `SourceEnv` samples from, and the rollouts of each.
+
+The kind follows from the methods: a scored data set (reasoning-gym's interface), prompts that a later stage scores
+(`data.prompts`), a step-wise environment (the signature of gymnasium and gem, text in, text out), or an environment
+that returns finished rollouts from outside. Any method may be a plain function, which then runs in a thread, or a
+coroutine function. Every exception of an environment becomes `EnvironmentFailed`, so that it is never taken for an
+error of the policy. Knows no channel and no ledger.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Sized
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import anyio
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._pipeline.errors import InvalidPipeline, PenstockError
+from ..._pipeline.util.user_code import call_user, raised_text
+from ..._schemas import InvalidRecord, StopReason
+from ..._schemas.group import check_meta
+from ..contracts.policies import Completion, Tokenizer
+from ..contracts.prompts import Prompt, PromptSource
+from ..contracts.threads import Threads
+from ..tokenizers.chat_format import ChatFormat
+from ..tokenizers.conversations import Conversation, conversation, text_of
+
+CLOSE_TIMEOUT_S = 2.0
+"""Bound on closing the environments at the end of a run; part of the 5 s in which Ctrl-C ends everything."""
+
+LOOK_AHEAD = 8
+"""Prompts of the epoch that are looked at for each one that is rejected, while none has fitted."""
+
+
+class EnvironmentFailed(PenstockError):
+    """An environment raised, or returned an invalid value; `__cause__` is the original exception."""
+
+
+class RolloutFiltered(PenstockError):
+    """An environment gives a rollout no reward, because it is not to be trained; it is counted as filtered."""
+
+
+class PromptRejected(Exception):
+    """A prompt may not be sampled; the message has the reason."""
+
+    def __init__(self, reason: str, epoch: int, *, none_fits: bool) -> None:
+        super().__init__(reason)
+        self.epoch = epoch
+        """The number of prompts of an epoch; 0 where it is not known."""
+        self.none_fits = none_fits
+        """True if every prompt of the epoch was looked at, and may not be sampled either."""
+
+
+class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The result of one rollout, turn by turn."""
+
+    turns: Sequence[NDArray[np.int32] | Completion]
+    """A Completion for each turn of the policy, bare token ids for all others. The prompt comes first."""
+    reward: float
+    """Reward of the whole rollout."""
+    stop_reason: StopReason = StopReason.STOP
+    turn_rewards: Sequence[float] | None = None
+    """Reward of each Completion, where known; `reward` is their sum."""
+    scored: bool = True
+    """True if the environment gave the reward; else it is 0, and a later stage gives one."""
+    meta: Mapping[str, Any] = {}
+    """Facts about the prompt, for the `meta` of the group, which takes those of its first rollout; values that JSON
+    can hold."""
+
+
+@runtime_checkable
+class ScoredDataset(Protocol):
+    """Questions, and a score for any completion: the interface of `reasoning_gym`."""
+
+    def __len__(self) -> int:
+        """Return the number of questions."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        """Return a question: `{"question": str, "answer": …, "metadata": …}`."""
+        ...
+
+    def score_answer(self, answer: str, entry: Any) -> Any:
+        """Return the reward of `answer` to the question `entry`."""
+        ...
+
+
+@runtime_checkable
+class StepEnvironment(Protocol):
+    """A text game, turn by turn: the signature of `gymnasium` and `gem`. `close()` is called where there is one.
+
+    An episode in which the policy has no tokens left is given up between two steps. Where others wait for its end, as
+    in a group that is scored together, `end_cut_episode()` ends it, and returns the reward that it still gets.
+    """
+
+    def reset(self, *, seed: int | None = None) -> Any:
+        """Start an episode; return (observation, info). Equal seeds start equal episodes."""
+        ...
+
+    def step(self, action: str, /) -> Any:
+        """Do `action`; return (observation, reward, terminated, truncated, info)."""
+        ...
+
+
+@runtime_checkable
+class OutsideEnvironment(Protocol):
+    """An environment of rollouts that were sampled elsewhere; use it with `NoOpPolicy`."""
+
+    def rollout(self, task: int, repetition: int, /) -> Any:
+        """Return the `repetition`-th `RolloutResult` of prompt number `task`."""
+        ...
+
+
+Environment: TypeAlias = ScoredDataset | PromptSource | StepEnvironment | OutsideEnvironment
+
+GenerateFn: TypeAlias = Callable[[Sequence[NDArray[np.int32] | Completion]], Awaitable[Completion | None]]
+"""Returns the policy's completion of the turns so far; None where no token is left for one."""
+
+
+RolloutFn: TypeAlias = Callable[[int, GenerateFn], Coroutine[Any, Any, RolloutResult]]
+"""Does one rollout of a prompt, given the number of the repetition.
+
+Raises EnvironmentFailed if the environment raises."""
+
+TaskFn: TypeAlias = Callable[[int], Coroutine[Any, Any, RolloutFn]]
+"""Begins a prompt, given its number from 0 on, and returns the function of its rollouts.
+
+Raises EnvironmentFailed if the environment raises, and PromptRejected if the prompt may not be sampled."""
+
+
+@asynccontextmanager
+async def open_tasks(
+    make_env: Callable[[], Environment],
+    tokenizer: Tokenizer | None,
+    chat: ChatFormat | None = None,
+    *,
+    threads: int,
+    seed: int,
+) -> AsyncIterator[TaskFn]:
+    """Make the environment, yield the function of its prompts, and close it and its copies when the body ends.
+
+    Args:
+        make_env: called once, and for a step-wise environment once more for each concurrent rollout.
+        tokenizer: converts text of environments to tokens; only an outside environment needs none.
+        chat: makes messages of the text, and converts them to tokens.
+        threads: number of blocking calls at once.
+        seed: added to a prompt's number; the sum resets a step-wise environment.
+
+    Raises:
+        InvalidPipeline: `make_env` returned no environment, or one that needs a tokenizer and has none.
+        UnstableTemplate: `chat` cannot be used for the turns of a step-wise environment.
+        Exception: raised by `make_env`.
+    """
+    workers = Threads(threads)
+    try:
+        first = await workers.call(make_env)
+        if isinstance(first, OutsideEnvironment):
+            yield _OutsideTasks(first, workers).begin
+        elif not isinstance(first, ScoredDataset | PromptSource | StepEnvironment):
+            raise InvalidPipeline(
+                f"expected an environment with len, [] and score_answer (a scored data set), with prompt (prompts), "
+                f"with reset and step (step-wise), or with rollout (outside), got {type(first).__name__}"
+            )
+        elif tokenizer is None:
+            raise InvalidPipeline(f"{first!r} returns text: expected a tokenizer for it, got none")
+        elif isinstance(first, ScoredDataset):
+            yield _DatasetTasks(first, workers, tokenizer, chat).begin
+        elif isinstance(first, PromptSource):
+            yield _PromptTasks(first, workers, tokenizer, chat).begin
+        else:
+            if chat is not None:
+                await workers.call(chat.check_turns)
+            pool = _EnvPool(make_env, first, workers)
+            try:
+                yield _EpisodeTasks(pool, tokenizer, chat, seed).begin
+            finally:
+                await pool.close()
+    finally:
+        workers.close()
+
+
+BeganFn: TypeAlias = Callable[[Future[Any]], None]
+
+
+async def _called(
+    threads: Threads, function: Callable[[], Any], take: Callable[[Any], Any], began: BeganFn | None = None
+) -> Any:
+    """Return `take` of the result of `function`, of an environment; `began` receives the call if it runs in a thread.
+
+    Raises:
+        EnvironmentFailed: either raised.
+    """
+    try:
+        return call_user(take, await threads.call(function, began))
+    except Exception as error:
+        raise EnvironmentFailed(f"environment raised {raised_text(error)}") from error
+
+
+# -- scored data sets ----------------------------------------------------------------------------------------------
+
+
+class _DatasetTasks:
+    """The questions of a scored data set, repeated after the last."""
+
+    def __init__(self, dataset: ScoredDataset, threads: Threads, tokenizer: Tokenizer, chat: ChatFormat | None) -> None:
+        self._dataset = dataset
+        self._threads = threads
+        self._tokenizer = tokenizer
+        self._chat = chat
+
+    async def begin(self, number: int) -> RolloutFn:
+        def question() -> tuple[Mapping[str, Any], NDArray[np.int32], Mapping[str, Any]]:
+            entry = self._dataset[number % len(self._dataset)]
+            asked = conversation(self._tokenizer, self._chat)
+            return entry, asked.begin(entry["question"]), asked.meta
+
+        return partial(self._rollout, *await _called(self._threads, question, _unchanged))
+
+    async def _rollout(
+        self,
+        entry: Mapping[str, Any],
+        prompt: NDArray[np.int32],
+        meta: Mapping[str, Any],
+        _: int,
+        generate: GenerateFn,
+    ) -> RolloutResult:
+        completion = await generate([prompt])
+        if completion is None:
+            return RolloutResult(turns=[prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[], meta=meta)
+        text = text_of(self._tokenizer, completion)
+        reward = await _called(self._threads, partial(self._dataset.score_answer, text, entry), _reward)
+        stop_reason = completion.stop_reason
+        return RolloutResult(
+            turns=[prompt, completion], reward=reward, stop_reason=stop_reason, turn_rewards=[reward], meta=meta
+        )
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+class _PromptTasks:
+    """Prompts without a score: every reward is 0, and the facts about the prompt are in `meta`."""
+
+    def __init__(self, source: PromptSource, threads: Threads, tokenizer: Tokenizer, chat: ChatFormat | None) -> None:
+        self._source = source
+        self._threads = threads
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._epoch = len(source) if isinstance(source, Sized) else 0
+        """The number of prompts; 0 where it is not known."""
+        self._next = self._looked_at = 0
+        """The next prompt of the epoch that is looked at, and how many were."""
+        self._one_fits = False
+
+    async def begin(self, number: int) -> RolloutFn:
+        prompt, tokens, meta = await self._prompt(number)
+        if _fits(prompt, tokens):
+            self._one_fits = True
+            return partial(self._rollout, tokens, meta)
+        for _ in range(LOOK_AHEAD):
+            await self._look_ahead()
+        none_fits = not self._one_fits and self._looked_at == self._epoch > 0
+        raise PromptRejected(f"prompt longer than {prompt.max_tokens} tokens", self._epoch, none_fits=none_fits)
+
+    async def _look_ahead(self) -> None:
+        """Look at another prompt of the epoch, while none has fitted."""
+        if self._one_fits or self._next == self._epoch:
+            return
+        number, self._next = self._next, self._next + 1
+        with suppress(EnvironmentFailed):
+            prompt, tokens, _ = await self._prompt(number)
+            self._one_fits |= _fits(prompt, tokens)
+        self._looked_at += 1
+
+    async def _prompt(self, number: int) -> tuple[Prompt, NDArray[np.int32], Mapping[str, Any]]:
+        prompt: tuple[Prompt, NDArray[np.int32], Mapping[str, Any]]
+        prompt = await _called(self._threads, partial(self._source.prompt, number), self._read)
+        return prompt
+
+    def _read(self, prompt: Prompt) -> tuple[Prompt, NDArray[np.int32], Mapping[str, Any]]:
+        if isinstance(prompt.content, str):
+            asked = conversation(self._tokenizer, self._chat)
+            return prompt, asked.begin(prompt.content), {**prompt.meta, **asked.meta}
+        tokens = _ids(prompt.content)
+        if not len(tokens):
+            raise ValueError("expected a prompt of at least one token, got none")
+        return prompt, tokens, prompt.meta
+
+    async def _rollout(
+        self, prompt: NDArray[np.int32], meta: Mapping[str, Any], _: int, generate: GenerateFn
+    ) -> RolloutResult:
+        completion = await generate([prompt])
+        return RolloutResult(
+            turns=[prompt] if completion is None else [prompt, completion],
+            reward=0.0,
+            stop_reason=StopReason.LENGTH if completion is None else completion.stop_reason,
+            turn_rewards=[] if completion is None else [0.0],
+            scored=False,
+            meta=meta,
+        )
+
+
+def _fits(prompt: Prompt, tokens: NDArray[np.int32]) -> bool:
+    return prompt.max_tokens is None or len(tokens) <= prompt.max_tokens
+
+
+# -- step-wise environments ----------------------------------------------------------------------------------------
+
+
+class _EnvPool:
+    """Instances of a step-wise environment, one for each concurrent rollout, reused."""
+
+    def __init__(self, make_env: Callable[[], Environment], first: StepEnvironment, threads: Threads) -> None:
+        self._make_env = make_env
+        self._free = [_PooledEnv(first, threads)]
+        self._retired: list[_PooledEnv] = []
+        """Not used again; closed at the end, because their `close` must be awaited."""
+        self._threads = threads
+
+    @asynccontextmanager
+    async def acquire(self) -> AsyncIterator[_PooledEnv]:
+        """Yield an instance for one rollout. One whose rollout failed or was cancelled is closed and not used again."""
+        if self._free:
+            env = self._free.pop()
+        else:
+            env = _PooledEnv(await _called(self._threads, self._make_env, _unchanged), self._threads)
+        try:
+            yield env
+        except BaseException:
+            if not env.discard():
+                self._retired.append(env)
+            raise
+        self._free.append(env)
+
+    async def close(self) -> None:
+        """Close every instance and wait for the calls to return."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT_S):
+            for env in (*self._free, *self._retired):
+                with suppress(EnvironmentFailed):
+                    await env.close()
+            await self._threads.wait_idle()
+
+
+class _PooledEnv:
+    """One instance of a step-wise environment, used by one rollout at a time."""
+
+    def __init__(self, env: StepEnvironment, threads: Threads) -> None:
+        self.env = env
+        self._threads = threads
+        self._last: Future[Any] | None = None
+        """The latest call, which may still run if its rollout was cancelled."""
+
+    async def call(self, function: Callable[[], Any], take: Callable[[Any], Any]) -> Any:
+        """Return `take` of the result of `function`, a method of the environment; see `_called`."""
+        return await _called(self._threads, function, take, self._began)
+
+    def _began(self, call: Future[Any]) -> None:
+        self._last = call
+
+    async def close(self) -> None:
+        """Call the environment's `close`, if it has one."""
+        close = getattr(self.env, "close", None)
+        if close is not None:
+            await self.call(close, _unchanged)
+
+    def discard(self) -> bool:
+        """Close it, without waiting, after its current call returns; return False if `close` must be awaited."""
+        close = getattr(self.env, "close", None)
+        if inspect.iscoroutinefunction(close):
+            return False
+        if close is not None and self._last is not None:
+            self._threads.start_after(self._last, close)
+        return True
+
+
+class _EpisodeTasks:
+    """Episodes of a step-wise environment, one seed for each prompt."""
+
+    def __init__(self, pool: _EnvPool, tokenizer: Tokenizer, chat: ChatFormat | None, seed: int) -> None:
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._seed = seed
+
+    async def begin(self, number: int) -> RolloutFn:
+        return partial(self._rollout, self._seed + number)
+
+    async def _rollout(self, seed: int, _: int, generate: GenerateFn) -> RolloutResult:
+        async with self._pool.acquire() as env:
+            return await self._play(env, seed, generate)
+
+    async def _play(self, env: _PooledEnv, seed: int, generate: GenerateFn) -> RolloutResult:
+        said = conversation(self._tokenizer, self._chat)
+        prompt = await env.call(partial(env.env.reset, seed=seed), lambda started: said.begin(started[0]))
+        turns: list[NDArray[np.int32] | Completion] = [prompt]
+        rewards: list[float] = []
+        stop_reason = StopReason.LENGTH
+        while (completion := await generate(turns)) is not None:
+            turns.append(completion)
+            action = text_of(self._tokenizer, completion)
+            outcome = await env.call(partial(env.env.step, action), partial(_outcome, said, completion))
+            observation, reward, terminated, truncated = outcome
+            rewards.append(reward)
+            if terminated or truncated:
+                cut = truncated or completion.stop_reason == StopReason.LENGTH
+                stop_reason = StopReason.LENGTH if cut else StopReason.STOP
+                break
+            turns.append(observation)
+        else:
+            await self._end_cut(env, rewards)
+        if len(turns) > 1 and not isinstance(turns[-1], Completion):
+            turns.pop()  # no completion follows it
+        return RolloutResult(
+            turns=turns, reward=sum(rewards, 0.0), stop_reason=stop_reason, turn_rewards=rewards, meta=said.meta
+        )
+
+    async def _end_cut(self, env: _PooledEnv, rewards: list[float]) -> None:
+        """End an episode in which the policy has no tokens left; its reward is that of the last turn."""
+        end = getattr(env.env, "end_cut_episode", None)
+        if end is not None:
+            reward = await env.call(end, _reward)
+            if rewards:
+                rewards[-1] += reward
+
+
+def _outcome(said: Conversation, completion: Completion, outcome: Any) -> tuple[NDArray[np.int32], float, bool, bool]:
+    observation, reward, terminated, truncated, _ = outcome
+    ended = bool(terminated or truncated)
+    tokens = np.zeros(0, np.int32) if ended else said.go_on(completion, observation)
+    return tokens, _reward(reward), bool(terminated), bool(truncated)
+
+
+# -- rollouts from outside -----------------------------------------------------------------------------------------
+
+
+class _OutsideTasks:
+    """Rollouts that were sampled elsewhere."""
+
+    def __init__(self, env: OutsideEnvironment, threads: Threads) -> None:
+        self._env = env
+        self._threads = threads
+
+    async def begin(self, number: int) -> RolloutFn:
+        return partial(self._rollout, number)
+
+    async def _rollout(self, number: int, repetition: int, _: GenerateFn) -> RolloutResult:
+        rollout: RolloutResult = await _called(self._threads, partial(self._env.rollout, number, repetition), _checked)
+        return rollout
+
+
+# -- checks of returned values ----------------------------------------------------------------------------------------
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _reward(value: Any) -> float:
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise ValueError(f"expected a finite reward, got {reward}")
+    return reward
+
+
+def checked(rollout: RolloutResult) -> RolloutResult:
+    """Return a rollout whose `meta` can be sent.
+
+    Raises:
+        EnvironmentFailed: it cannot.
+    """
+    try:
+        check_meta(rollout.meta)
+    except InvalidRecord as error:
+        raise EnvironmentFailed(f"environment raised {raised_text(error)}") from error
+    return rollout
+
+
+def _checked(rollout: Any) -> RolloutResult:
+    """Return a rollout from outside with its arrays converted and checked against the rules of a group."""
+    if not isinstance(rollout, RolloutResult):
+        raise TypeError(f"expected a RolloutResult, got {type(rollout).__name__}")
+    turns = [_checked_turn(turn) for turn in rollout.turns]
+    if not turns or isinstance(turns[0], Completion) or not len(turns[0]):
+        raise InvalidRecord("turns: expected a prompt of at least one token first")
+    reward, turn_rewards = _reward(rollout.reward), rollout.turn_rewards
+    if turn_rewards is not None:
+        turn_rewards = [_reward(turn_reward) for turn_reward in turn_rewards]
+        completions = sum(isinstance(turn, Completion) for turn in turns)
+        if len(turn_rewards) != completions:
+            raise InvalidRecord(
+                f"turn_rewards: expected {completions}, one for each Completion, got {len(turn_rewards)}"
+            )
+        if not math.isclose(sum(turn_rewards), reward, rel_tol=1e-6, abs_tol=1e-6):
+            raise InvalidRecord(f"turn_rewards: expected {reward} in all, the reward, got {sum(turn_rewards)}")
+    return msgspec.structs.replace(rollout, turns=turns, reward=reward, turn_rewards=turn_rewards)
+
+
+def _checked_turn(turn: Any) -> NDArray[np.int32] | Completion:
+    if not isinstance(turn, Completion):
+        return _ids(turn)
+    tokens = _ids(turn.tokens)
+    versions = np.asarray(turn.policy_versions, np.int64)
+    logprobs = None if turn.logprobs is None else np.asarray(turn.logprobs, np.float32)
+    for name, column in (("policy_versions", versions), ("logprobs", logprobs)):
+        if column is not None and (column.shape != tokens.shape or not np.isfinite(column).all()):
+            raise InvalidRecord(f"{name}: expected {len(tokens)} finite values, got shape {column.shape}")
+    return msgspec.structs.replace(turn, tokens=tokens, logprobs=logprobs, policy_versions=versions)
+
+
+def _ids(tokens: Any) -> NDArray[np.int32]:
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
+        raise InvalidRecord(f"tokens: expected a row of ids of 0 or more, got {ids.dtype} {ids.shape}")
+    return ids.astype(np.int32, copy=False)

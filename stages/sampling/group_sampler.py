@@ -1,0 +1,168 @@
+"""`GroupSampler`: the rollouts of one prompt, from its beginning to the group of those that succeed.
+
+A rollout whose environment raises, or takes too long, is counted failed, with the reason, and its group goes on
+smaller; an error of the policy is raised. Knows no channel, and does not decide which prompts are sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._pipeline.accounting.epoch import Epoch
+from ..._pipeline.accounting.shared_counters import EndState
+from ..._pipeline.accounting.telemetry import get_logger
+from ..._pipeline.graph.context import Context, drop
+from ..._pipeline.util.repeated_errors import RepeatedErrors
+from ..._pipeline.util.user_code import await_user
+from ..._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
+from ..contracts.policies import Completion, Engine
+from ..contracts.sampling_params import SamplingParams
+from .environments import EnvironmentFailed, PromptRejected, RolloutFiltered, RolloutFn, RolloutResult, TaskFn, checked
+from .rollout_columns import columns_of, sampled_anything, tokens_of
+
+if TYPE_CHECKING:
+    from .source_env import SourceEnv
+
+log = get_logger("penstock.source_env")
+
+
+class _NothingSampled(Exception):
+    """A rollout in which the policy sampled no token."""
+
+
+def number_of(instance_id: str) -> int:
+    """Return the number of a prompt of this name."""
+    return int(instance_id.rpartition(".")[2])
+
+
+class GroupSampler:
+    """Samples the prompts of one run of a source."""
+
+    def __init__(
+        self, source: SourceEnv, begin: TaskFn, engine: Engine, context: Context, limiter: anyio.CapacityLimiter
+    ) -> None:
+        """Sample by the fields of `source`; `limiter` bounds the rollouts at once."""
+        self._source = source.ending_completions()
+        self._begin_task = begin
+        self._engine = engine
+        self._context = context
+        self._rollouts = limiter
+        self._dropped = RepeatedErrors(log, "rollout_dropped")
+
+    async def rolled_out(self, ids: Sequence[TrajectoryId], rollout: RolloutFn | None) -> dict[int, RolloutResult]:
+        """Return the rollouts of one prompt that succeed, by repetition; none without `rollout`."""
+        rollouts: dict[int, RolloutResult] = {}
+        if rollout is not None:
+            async with anyio.create_task_group() as repetitions:
+                for trajectory in ids:
+                    repetitions.start_soon(await_user, self._attempt, rollout, trajectory, rollouts)
+        return dict(sorted(rollouts.items()))
+
+    def sampled(self, group: GroupId, number: int, rollouts: dict[int, RolloutResult], began: float) -> TrajectoryGroup:
+        """Return the group of the rollouts that succeeded, and record its metrics."""
+        self._context.metrics.mean("timing_s/rollout", anyio.current_time() - began)
+        sampled = self._assembled(group, number, rollouts)
+        self._observe(sampled, rollouts.values())
+        return sampled
+
+    async def begun(self, ids: Sequence[TrajectoryId], number: int) -> RolloutFn | None:
+        """Begin prompt `number`, and return the function of its rollouts; None where the prompt has ended."""
+        with anyio.move_on_after(self._source.rollout_timeout_s):
+            try:
+                return await self._begin_task(number)
+            except EnvironmentFailed as error:
+                self._drop(ids, "failed", error)
+                return None
+            except PromptRejected as error:
+                self._context.ledger.epoch = Epoch(error.epoch * self._source.group_size, none_fits=error.none_fits)
+                drop(ids, "rejected", str(error))  # not logged: it is the user's own bound
+                return None
+        self._drop(ids, "failed", self._timed_out)
+        return None
+
+    async def _attempt(self, rollout: RolloutFn, trajectory: TrajectoryId, rollouts: dict[int, RolloutResult]) -> None:
+        """Do one rollout; put it into `rollouts` if it succeeds, drop it otherwise."""
+        async with self._rollouts:
+            with anyio.move_on_after(self._source.rollout_timeout_s) as timeout:
+                try:
+                    generate = partial(self._generate, trajectory)
+                    rollouts[trajectory.repetition_id] = checked(await rollout(trajectory.repetition_id, generate))
+                except EnvironmentFailed as error:
+                    left_out = isinstance(error.__cause__, RolloutFiltered)
+                    self._drop([trajectory], "filtered" if left_out else "failed", error)
+        if timeout.cancelled_caught:
+            self._drop([trajectory], "failed", self._timed_out)
+        elif trajectory.repetition_id in rollouts and not sampled_anything(rollouts[trajectory.repetition_id]):
+            del rollouts[trajectory.repetition_id]
+            self._drop([trajectory], "rejected", _NothingSampled("nothing was sampled"))
+        elif trajectory.repetition_id in rollouts:
+            self._context.ledger.succeed()
+
+    async def _generate(
+        self, trajectory: TrajectoryId, turns: Sequence[NDArray[np.int32] | Completion]
+    ) -> Completion | None:
+        """Return the policy's completion of `turns`; None where `max_length` leaves no token."""
+        prompt = np.concatenate([tokens_of(turn) for turn in turns])
+        sampling = self._sampling(trajectory, sum(isinstance(turn, Completion) for turn in turns))
+        if self._source.max_length is not None:
+            allowance = self._source.max_length - len(prompt)
+            if allowance < 1:
+                return None
+            if allowance < sampling.max_completion_tokens:
+                sampling = msgspec.structs.replace(sampling, max_completion_tokens=allowance)
+        (completion,) = await await_user(self._engine.generate, [prompt], sampling)
+        return completion
+
+    def _sampling(self, trajectory: TrajectoryId, turn: int) -> SamplingParams:
+        """Return the parameters of a turn of a rollout, with a seed of its own if there is a seed."""
+        sampling = self._source.turn_sampling(turn)
+        return sampling.seeded_for(number_of(trajectory.instance_id), trajectory.repetition_id, turn)
+
+    @property
+    def _timed_out(self) -> TimeoutError:
+        return TimeoutError(f"rollout took longer than {self._source.rollout_timeout_s:g} s")
+
+    def _drop(self, ids: Sequence[TrajectoryId], state: EndState, why: Exception) -> None:
+        drop(ids, state, str(why))
+        self._dropped.record(
+            why.__cause__ or why,
+            env=ids[0].env,
+            instance_id=ids[0].instance_id,
+            rollouts=len(ids),
+            state=state,
+            reason=str(why),
+        )
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def _assembled(self, group: GroupId, number: int, rollouts: dict[int, RolloutResult]) -> TrajectoryGroup:
+        """Return the group of the rollouts that succeeded, by repetition."""
+        succeeded = list(rollouts.values())
+        source = self._source
+        return TrajectoryGroup.build(
+            env=group.env,
+            instance_id=group.instance_id,
+            rewards=np.array([rollout.reward for rollout in succeeded], np.float64),
+            stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
+            repetition_ids=np.array(list(rollouts), np.int64),
+            meta={**succeeded[0].meta, "task": number, **source.recorded, **source.temperatures(rollouts)},
+            **columns_of(succeeded, turn_rewards=source.turn_rewards),
+        )
+
+    def _observe(self, group: TrajectoryGroup, rollouts: Iterable[RolloutResult]) -> None:
+        metrics = self._context.metrics
+        completion_lengths = group.completion_lengths()
+        metrics.total("rollout/trajectories", len(group))
+        if all(rollout.scored for rollout in rollouts):
+            metrics.mean("rollout/reward", group.rewards)
+        metrics.mean("rollout/response_length", completion_lengths)
+        metrics.mean("rollout/prompt_length", [len(tokens_of(rollout.turns[0])) for rollout in rollouts])
+        metrics.mean("rollout/turns", [sum(isinstance(t, Completion) for t in rollout.turns) for rollout in rollouts])
+        metrics.mean("rollout/cut_ratio", group.stop_reasons == StopReason.LENGTH)

@@ -1,0 +1,104 @@
+"""LagLimiter: limits how far a source samples ahead, so that trajectories are not too old when they are trained.
+
+If an optimizer step trains p trajectories of this process, then one that is begun while n are in flight is trained
+about n / p steps later. So a group is begun only while n + group_size <= (max_lag + 1) · p; and always while n < p,
+because otherwise a step that lacks trajectories would wait for ever. p is a mean, and batches that are packed by tokens
+need more trajectories as completions get shorter: if no group is being sampled and no count has changed for the time of
+two steps, the trainer is assumed to wait, and one more group is begun. Before the first step p is what a stage states
+(`StageInfo.waits_for`). If p is given, the limit is exact from the first step on, and is never exceeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import anyio
+
+from ..._pipeline.accounting.ledger import Ledger
+from ..._pipeline.accounting.telemetry import get_logger
+
+log = get_logger("penstock.pace")
+
+STALL_STEPS = 2.0
+"""Number of step times without any change after which the limit is exceeded."""
+
+FIRST_STALL_TIMEOUT_S = 10.0
+"""Used before any step was timed: the first one may take long, for models are compiled in it."""
+
+MIN_STALL_TIMEOUT_S = 1.0
+"""Used where steps are shorter."""
+
+
+class LagLimiter:
+    """Limits the trajectories in flight by the bound on lag; without a bound, or before p is known, not at all."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        group_size: int,
+        max_lag: int | None,
+        *,
+        per_step: int | None = None,
+        sampling_elsewhere: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._ledger = ledger
+        self._per_step = per_step
+        """p, where it is given."""
+        self._group_size = group_size
+        self._max_lag = max_lag
+        self._sampling = 0
+        """Groups that are being sampled; while there are any, the trainer is not assumed to wait."""
+        self._sampling_elsewhere = sampling_elsewhere
+        """Returns the number of those that other processes sample."""
+        self._step = ledger.step
+        self._step_began = anyio.current_time()
+        self._step_s = 0.0
+        """Duration of the last observed step; 0 before any."""
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Count a group as being sampled within the body."""
+        self._sampling += 1
+        try:
+            yield
+        finally:
+            self._sampling -= 1
+
+    @property
+    def limit(self) -> float | None:
+        """Return the number of trajectories in flight below which a group may be begun; None for no limit."""
+        per_step = self._per_step or self._ledger.trained_per_step
+        if self._max_lag is None or per_step is None:
+            return None
+        return max(per_step, (self._max_lag + 1) * per_step - self._group_size + 1, 1)
+
+    @property
+    def full(self) -> bool:
+        """Return whether another group must wait."""
+        return (limit := self.limit) is not None and self._ledger.in_flight >= limit
+
+    async def wait_for_slot(self) -> None:
+        """Wait until another group may be begun."""
+        while (limit := self.limit) is not None and self._ledger.in_flight >= limit:
+            if self._per_step is not None:
+                await self._ledger.room(limit)
+                continue
+            before = self._counts()
+            with anyio.move_on_after(self._stall_timeout_s) as timeout:
+                await self._ledger.room(limit)
+            if timeout.cancelled_caught and self._counts() == before and not before[2]:
+                log.debug("lag_limit_overridden", in_flight=self._ledger.in_flight, limit=limit, step=self._ledger.step)
+                return
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Return counts that change with every action of the trainer or a rollout; measure the last step too."""
+        step, now = self._ledger.step, anyio.current_time()
+        if step > self._step:
+            self._step_s = (now - self._step_began) / (step - self._step)
+            self._step, self._step_began = step, now
+        return step, self._ledger.in_flight, self._sampling + self._sampling_elsewhere()
+
+    @property
+    def _stall_timeout_s(self) -> float:
+        return max(MIN_STALL_TIMEOUT_S, STALL_STEPS * self._step_s) if self._step_s else FIRST_STALL_TIMEOUT_S

@@ -1,0 +1,98 @@
+"""The token columns of finished rollouts: tokens, loss mask, versions of the weights, log-probabilities, token rewards.
+
+Knows no environment and no policy, only their turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._schemas import InvalidRecord
+from ..contracts.policies import Completion
+from .environments import RolloutResult
+
+
+def columns_of(rollouts: Sequence[RolloutResult], *, turn_rewards: bool = False) -> dict[str, Any]:
+    """Return the token columns of `rollouts`, one sequence each; loss and logprobs are on sampled tokens only.
+
+    Args:
+        rollouts: each with at least one sampled token.
+        turn_rewards: whether `token_rewards` is one of the columns.
+
+    Raises:
+        InvalidRecord: a rollout lacks `turn_rewards`.
+    """
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    lengths = np.array([len(tokens_of(turn)) for turn in turns])
+    turn_ends = np.cumsum([0, *(len(rollout.turns) for rollout in rollouts)])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])[turn_ends]
+    loss_mask = np.repeat([isinstance(turn, Completion) for turn in turns], lengths)
+    columns = {
+        "tokens": np.concatenate([tokens_of(turn) for turn in turns]),
+        "offsets": offsets,
+        "loss_mask": loss_mask,
+        "policy_versions": _versions(turns, loss_mask, offsets),
+    }
+    if all(turn.logprobs is not None for turn in turns if isinstance(turn, Completion)):
+        columns["behavior_logprobs"] = np.concatenate([_logprobs_of(turn) for turn in turns])
+    if turn_rewards:
+        is_sampled = np.array([isinstance(turn, Completion) for turn in turns])
+        columns["token_rewards"] = _token_rewards(rollouts, np.cumsum(lengths)[is_sampled], loss_mask, offsets)
+    return columns
+
+
+def _token_rewards(
+    rollouts: Sequence[RolloutResult], ends: NDArray[np.int64], loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return [N] the reward of each turn of the policy, on one token; `ends` are the offsets behind its turns.
+
+    It is the last token that the policy had sampled by then: for a turn without sampled tokens, that of an earlier
+    turn, and if there is none, the first sampled token.
+    """
+    rewards_by_turn: list[float] = []
+    for rollout in rollouts:
+        if rollout.turn_rewards is None:
+            raise InvalidRecord("turn_rewards: expected a reward for each turn, for SourceEnv.turn_rewards, got none")
+        rewards_by_turn.extend(rollout.turn_rewards)
+    sampled = np.flatnonzero(loss_mask)
+    turns = [sum(isinstance(turn, Completion) for turn in rollout.turns) for rollout in rollouts]
+    first = np.searchsorted(sampled, offsets[:-1]).repeat(turns)
+    place = sampled[np.maximum(np.searchsorted(sampled, ends) - 1, first)]
+    rewards = np.zeros(len(loss_mask))
+    np.add.at(rewards, place, rewards_by_turn)
+    return rewards
+
+
+def _versions(
+    turns: Sequence[NDArray[np.int32] | Completion], loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return [S] if each sequence has one version; else [N], with the sequence's oldest on tokens not sampled."""
+    sampled = np.concatenate([turn.policy_versions for turn in turns if isinstance(turn, Completion)])
+    owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    oldest = np.full(len(offsets) - 1, np.iinfo(np.int64).max)
+    np.minimum.at(oldest, owner[loss_mask], sampled)
+    if (oldest[owner[loss_mask]] == sampled).all():
+        return oldest
+    versions = oldest[owner]
+    versions[loss_mask] = sampled
+    return versions
+
+
+def sampled_anything(rollout: RolloutResult) -> bool:
+    """Return whether the policy sampled a token."""
+    return any(isinstance(turn, Completion) and len(turn.tokens) for turn in rollout.turns)
+
+
+def tokens_of(turn: NDArray[np.int32] | Completion) -> NDArray[np.int32]:
+    """Return the tokens of a turn."""
+    return turn.tokens if isinstance(turn, Completion) else turn
+
+
+def _logprobs_of(turn: NDArray[np.int32] | Completion) -> NDArray[np.float32]:
+    if isinstance(turn, Completion) and turn.logprobs is not None:
+        return turn.logprobs
+    return np.zeros(len(tokens_of(turn)), np.float32)

@@ -1,0 +1,121 @@
+"""Samples: the best and the worst trajectories of a step or an evaluation, as text. Knows no view and no file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from ..._pipeline.accounting.sample import Kind, Sample, best_and_worst
+from ..._schemas import StopReason, TrainBatch
+from ..._schemas.batch import oldest_versions
+from ..._schemas.numbers import normalize_counts
+from ..contracts.policies import Tokenizer
+from ..rewards.ground_truth import ground_truth
+
+Place: TypeAlias = tuple[float, int, int, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Choose the best and the worst trajectories of the first step, every k-th and each evaluation, by reward.
+
+    Args:
+        tokenizer: of the run; decodes prompts and completions.
+        every: optimizer steps between two choices.
+        count: of the best, and of the worst; fewer where there are not as many, and of an evaluation 32 at most.
+
+    Raises:
+        InvalidConfig: a number that is not whole, or below 1.
+    """
+
+    tokenizer: Tokenizer
+    every: int = 10
+    count: int = 5
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "every", "count")
+
+    def due(self, step: int) -> bool:
+        """Return whether samples of `step` are chosen."""
+        return step == 1 or step % self.every == 0
+
+    def of(self, batch: TrainBatch, step: int) -> list[Sample]:
+        """Return samples of a batch, the best first. Decodes text: call it in a worker thread.
+
+        Raises:
+            Exception: raised by the tokenizer.
+        """
+        return [
+            sample_of(self.tokenizer, batch, row, step=step, kind=kind, rank=rank)
+            for kind, rank, row in self._chosen(batch)
+        ]
+
+    def of_evaluation(self, found: Sequence[Sample], step: int) -> list[Sample]:
+        """Return the best and the worst of those that workers found in an evaluation, to be emitted with `step`."""
+        chosen = best_and_worst(found, self.count, _place)
+        return [replace(sample, step=step, kind=kind, rank=rank) for kind, rank, sample in chosen]
+
+    def _chosen(self, batch: TrainBatch) -> Iterator[tuple[Kind, int, int]]:
+        """Yield the kind, the rank and the row of each sample; of equal rewards, those of many groups first.
+
+        Rows without a token that trains are left out.
+        """
+        owners = batch.group_of_sequence()
+        within_group = np.arange(len(batch)) - np.searchsorted(owners, owners)
+        places = list(zip(batch.rewards.tolist(), within_group.tolist(), range(len(batch)), strict=True))
+        return best_and_worst(np.flatnonzero(batch.completion_lengths()).tolist(), self.count, places.__getitem__)
+
+
+def _place(sample: Sample) -> Place:
+    return place_of(sample.reward, sample.repetition, sample.instance_id, sample.set)
+
+
+def place_of(reward: float, repetition: int, instance_id: str, name: str) -> Place:
+    """Return the place of a completion in an evaluation: those of equal reward are of many prompts, the first ones.
+
+    A source's worker that was restarted puts a part before the number of a prompt, with a dot between.
+
+    >>> place_of(1.0, 0, "1.12", "gsm8k")
+    (1.0, 0, 2, '12', 'gsm8k')
+    """
+    number = instance_id.rpartition(".")[2]
+    return reward, repetition, len(number), number, name
+
+
+def sample_of(tokenizer: Tokenizer, batch: TrainBatch, row: int, **place: Any) -> Sample:
+    """Return a row of a batch as text; `place` is the step, the kind and the rank. Blocks.
+
+    Raises:
+        Exception: raised by the tokenizer.
+    """
+    tokens = slice(*batch.cu_seqlens[row : row + 2].tolist())
+    trains = batch.loss_mask[tokens]
+    begin = int(np.argmax(trains))
+    ids = batch.tokens[tokens].tolist()
+    id_ = batch.ids[row]
+    return Sample(
+        **place,
+        env=id_.env,
+        instance_id=id_.instance_id,
+        repetition=id_.repetition_id,
+        prompt=tokenizer.decode(ids[:begin]),
+        completion=tokenizer.decode(ids[begin:]),
+        answer=_answer(batch.groups[batch.group_of_sequence()[row]].meta),
+        completion_tokens=int(trains.sum()),
+        reward=float(batch.rewards[row]),
+        parts={name: float(part[row]) for name, part in batch.reward_parts.items()},
+        advantage=None if batch.advantages is None else float(batch.advantages[tokens][trains].mean()),
+        stop_reason=StopReason(int(batch.stop_reasons[row])).name.lower(),
+        policy_version=int(oldest_versions(batch.policy_versions, batch.cu_seqlens)[row]),
+    )
+
+
+def _answer(meta: Mapping[str, Any]) -> str | None:
+    """Return the right answer of a group's row as text, if it has one."""
+    answer = ground_truth(meta.get("row") or {}).get("ground_truth")
+    return answer if answer is None or isinstance(answer, str) else msgspec.json.encode(answer).decode()

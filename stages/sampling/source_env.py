@@ -1,0 +1,463 @@
+"""`SourceEnv`: an environment and a policy in, groups of trajectories out.
+
+Prompts are taken by number; each is rolled out `group_size` times at once, and the rollouts that succeed leave as one
+group. A rollout whose environment raises, or takes too long, is counted failed, with the reason, and its group goes on
+smaller; an error of the policy ends the run. Sampling does not run ahead of the trainer: the next prompt waits
+for the channel's credit, the bound on concurrency and, where `max_lag` is given, the steps of the optimizer.
+
+A schedule is synchronous if all trajectories of an optimizer step are sampled with the weights of the step before it
+(`max_lag=0` and `step_groups`). Then prompts are begun in waves and sent in their order, so that neither depends on a
+clock: a run can be repeated bit for bit as far as its environment and its policy can.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+import numpy as np
+from anyio.abc import TaskGroup
+
+from ..._pipeline.accounting.ledger import Ledger
+from ..._pipeline.accounting.telemetry import get_logger
+from ..._pipeline.channels.channel import SendChannel
+from ..._pipeline.durability.resumption import ResumePoint
+from ..._pipeline.durability.run_changes import StageFacts
+from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.graph.context import Context, Worker, current
+from ..._pipeline.graph.stage_info import Assignment, StageInfo, tokenizer_of
+from ..._pipeline.util.exception_groups import unwrap_first
+from ..._pipeline.util.user_code import await_user, open_user
+from ..._schemas import GroupId, TrajectoryGroup, TrajectoryId
+from ..._schemas.numbers import normalize_counts, normalize_numbers
+from ..contracts.policies import Completion, Engine, FollowsWeights, Policy, Tokenizer
+from ..contracts.prompts import identity_of
+from ..contracts.sampling_params import TEMPERATURES, SamplingParams
+from ..tokenizers.chat_format import ChatFormat
+from ..tokenizers.end_tokens import HasEndTokens
+from .environments import Environment, RolloutResult, TaskFn, open_tasks
+from .evaluation import Evaluation
+from .evaluator import Evaluator, OpenedPolicy
+from .group_sampler import GroupSampler
+from .lag_limiter import LagLimiter
+from .rollout_columns import tokens_of
+
+log = get_logger("penstock.source_env")
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEnv:
+    """Samples groups of trajectories from an environment until the prompts run out or the run ends."""
+
+    make_env: Callable[[], Environment]
+    """Makes an environment, of one of the four kinds in `environments`, in the sampling worker: a `PromptDataset`, or a
+    module-level function, so that the stage can be pickled."""
+    policy: Policy
+    """Samples the completions; `NoOpPolicy()` where the environment returns finished rollouts."""
+    tokenizer: Tokenizer | None = None
+    """Between the environment's text and the policy's tokens; by default that of `chat`, or of a data set's. An outside
+    environment needs none."""
+    chat: ChatFormat | None = None
+    """Makes messages of the environment's text and converts them to tokens, so that prompts, and the tokens between
+    turns, are those of the tokenizer's template. Without it text is encoded as it is."""
+    group_size: int = 8
+    """Rollouts of each prompt."""
+    sampling: SamplingParams | tuple[SamplingParams, ...] = SamplingParams()  # noqa: RUF009 (a frozen value)
+    """Parameters of every completion; or one for each turn, of which the last is used for all later turns. Groups
+    record the temperature in `meta`, so that a trainer computes log-probabilities at that of each turn."""
+    max_length: int | None = None
+    """Maximum length of a sequence, prompt and observations included; at that length it ends with LENGTH."""
+    rollout_timeout_s: float = 300.0
+    """Bound on the time of one rollout with all its turns."""
+    concurrency: int = 64
+    """Rollouts at once, and so the number of requests that the policy can sample as one batch."""
+    threads: int = 4
+    """Blocking calls of the environment at once; 1 for one that is not thread-safe."""
+    max_lag: int | None = None
+    """Limits the source: no prompt is begun that would be trained more than so many optimizer steps later."""
+    step_groups: int | None = None
+    """Number of prompts in an optimizer step, over all workers, if it is fixed: `sequences` of the Batcher divided by
+    `group_size`. With it the limit by `max_lag` is exact from the first step on."""
+    groups: int | None = None
+    """Number of prompts, over all workers, after which the stream ends; None for an endless stream."""
+    first_task: int = 0
+    """Number of the first prompt."""
+    trained: bytes = b""
+    """Prompts that are skipped, one bit each, from number 0 on; `resume_from` marks those trained by an earlier run."""
+    turn_rewards: bool = False
+    """True if groups have `token_rewards` too: the reward of each turn, on its last token. `rewards` stay the sums, so
+    AdvantageNormalizer must use one of the two (`rewards="token"`), not both."""
+    seed: int = 0
+    """Prompt i of a step-wise environment begins with `reset(seed=seed + i)`."""
+    name: str = ""
+    """The environment's name in every id; by default that of `make_env`."""
+    evaluation: Evaluation | None = None
+    """Prompts that the workers complete every few optimizer steps, without training on them."""
+
+    def stage_info(self) -> StageInfo:
+        """State the bounds on groups and trajectories, the check of the worker count, tokenizers and columns."""
+        return StageInfo(
+            sends_at_most_tokens=None if self.max_length is None else self.group_size * self.max_length,
+            begins_at_most=self._begins_at_most,
+            check_workers=self.check_workers,
+            assign=self.assign,
+            groups_at_once=self.groups_at_once,
+            tokenizers=tokenizer_of(self, self.chat, self.policy, self.make_env),
+            evaluation=self.evaluation,
+            fills_columns=("behavior_logprobs", "token_rewards") if self.turn_rewards else ("behavior_logprobs",),
+        )
+
+    async def assign(self, ledger: Ledger, sampling: Callable[[], int]) -> AsyncIterator[Assignment]:
+        """Admit the prompts of workers that are told which to sample, each when `max_lag` allows it; see `Assign`."""
+        per_step = None if self.step_groups is None else self.step_groups * self.group_size
+        limiter = LagLimiter(ledger, self.group_size, self.max_lag, per_step=per_step, sampling_elsewhere=sampling)
+        for number in self.numbers(Worker()):
+            await limiter.wait_for_slot()
+            group = GroupId(self.env_name, instance_id(number))
+            ledger.admit(group, range(self.group_size))
+            yield Assignment(number, group, (1 << self.group_size) - 1)
+
+    def facts(self) -> StageFacts:
+        """Return the identity of its prompts and evaluations as fixed; reads all their rows."""
+        sets = {} if self.evaluation is None else self.evaluation.sets
+        evaluated = {name: found for name, each in sets.items() if (found := identity_of(each)) is not None}
+        fixed = {"name": self.env_name, "seed": self.seed, "first_task": self.first_task}
+        options = {"group_size": self.group_size, "sampling": self.samplings, "max_lag": self.max_lag}
+        data = {} if (found := identity_of(self.make_env)) is None else {"data": found}
+        return StageFacts(fixed={**fixed, **data, "evaluation": evaluated}, options=options)
+
+    def resume_from(self, point: ResumePoint) -> SourceEnv:
+        """Return the source of a resumed run: it samples the prompts that were not trained, also those begun before."""
+        numbers = [instance_id.rpartition(".")[2] for env, instance_id in point.committed if env == self.env_name]
+        known = np.array([int(number) for number in numbers if number.isdecimal()], np.int64)
+        trained = np.zeros(known.max(initial=-1) + 1, np.bool_)
+        trained[known] = True
+        return replace(self, trained=np.packbits(trained, bitorder="little").tobytes())
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            InvalidConfig: naming the field.
+        """
+        normalize_counts(self, "group_size", "max_length")
+        normalize_counts(self, "concurrency", "threads", "step_groups")
+        normalize_counts(self, "max_lag", "groups", "first_task", least=0)
+        normalize_numbers(self, "rollout_timeout_s")
+        self._check_sampling()
+        if self.evaluation is not None and self.groups is not None:
+            raise InvalidConfig(
+                f"SourceEnv.evaluation: expected groups=None, because a source that has sent its last prompt evaluates "
+                f"no later step, got groups={self.groups}: bound the run by SinkTrainer(max_steps=…)"
+            )
+        if self.step_groups is not None and self.max_lag is None:
+            raise InvalidConfig(f"SourceEnv.step_groups: expected none without max_lag, got {self.step_groups}")
+
+    @property
+    def decodes_with(self) -> Tokenizer | None:
+        """Return the tokenizer between text and tokens, if there is one."""
+        return next(iter(tokenizer_of(self, self.chat, self.make_env)), None)
+
+    def _check_sampling(self) -> None:
+        if not self.samplings or not all(isinstance(sampling, SamplingParams) for sampling in self.samplings):
+            raise InvalidConfig(
+                f"SourceEnv.sampling: expected SamplingParams or a tuple of them, got {self.sampling!r}"
+            )
+
+    @property
+    def samplings(self) -> tuple[SamplingParams, ...]:
+        """Return the parameters of each turn; the last are those of all later turns."""
+        return self.sampling if isinstance(self.sampling, tuple) else (self.sampling,)
+
+    def ending_completions(self) -> SourceEnv:
+        """Return this source with the `end_ids` of its tokenizer in every request, which any engine obeys.
+
+        A tokenizer with `eos_id` alone adds none: an engine knows that token.
+        """
+        tokenizer = self.decodes_with
+        if not isinstance(tokenizer, HasEndTokens):
+            return self
+        return replace(self, sampling=tuple(sampling.ending_at(tokenizer.end_ids) for sampling in self.samplings))
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Return the parameters that every group has in `meta`; the bound is a list if it differs between turns."""
+        bounds = [sampling.max_completion_tokens for sampling in self.samplings]
+        bound: dict[str, Any] = {"max_completion_tokens": bounds if len(set(bounds)) > 1 else bounds[0]}
+        return bound if self.tempers_turns else {"temperature": self.samplings[0].logprob_temperature, **bound}
+
+    @property
+    def tempers_turns(self) -> bool:
+        """Return whether the temperature differs between turns."""
+        return len({sampling.logprob_temperature for sampling in self.samplings}) > 1
+
+    def turn_sampling(self, turn: int) -> SamplingParams:
+        """Return the parameters of a turn of the policy, from 0 on."""
+        return self.samplings[min(turn, len(self.samplings) - 1)]
+
+    def temperatures(self, rollouts: Mapping[int, RolloutResult]) -> dict[str, Any]:
+        """Return `meta["temperatures"]` of a group: where turns differ, by repetition the parts of its sequence."""
+        if not self.tempers_turns:
+            return {}
+        parts: list[list[tuple[int, float]] | None] = [None] * (max(rollouts) + 1)
+        for repetition, rollout in rollouts.items():
+            turns = itertools.accumulate((isinstance(turn, Completion) for turn in rollout.turns), initial=0)
+            parts[repetition] = [
+                (len(tokens_of(turn)), self.turn_sampling(number).logprob_temperature)
+                for turn, number in zip(rollout.turns, turns, strict=False)
+            ]
+        return {TEMPERATURES: parts}
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        """Sample until the prompts run out, or until cancelled.
+
+        Raises:
+            InvalidPipeline: `make_env` returned no environment, or one that needs a tokenizer and has none.
+            InvalidConfig: `step_groups` cannot be shared among the workers, or exceeds the concurrency of a
+                synchronous schedule.
+            Exception: raised by `make_env`, the policy or the channel.
+        """
+        context = current()
+        async with (
+            open_tasks(self.make_env, self.decodes_with, self.chat, threads=self.threads, seed=self.seed) as begin,
+            open_user(self.policy.open, context.worker) as engine,
+        ):
+            with context.watch_loop(self.rollout_timeout_s):
+                await _RolloutScheduler(self, begin, engine, outbox, context).work()
+
+    def evaluated(self, engine: Engine, worker: Worker, make_env: Callable[[], Environment], prompts: int) -> SourceEnv:
+        """Return the source of the completions of one set of `evaluation`; repeatable where this one is."""
+        assert self.evaluation is not None  # noqa: S101 (called for it)
+        samples, concurrency = self.evaluation.samples, max(self.concurrency, self.evaluation.samples)
+        return replace(
+            self,
+            make_env=make_env,
+            policy=OpenedPolicy(engine),
+            group_size=samples,
+            sampling=self.evaluation.sampling,
+            concurrency=concurrency,
+            max_lag=0 if self.synchronous else None,
+            step_groups=concurrency // samples * worker.count if self.synchronous else None,
+            groups=prompts,
+            first_task=0,
+            trained=b"",
+            turn_rewards=False,
+            name="",
+            evaluation=None,
+        )
+
+    @property
+    def groups_at_once(self) -> int:
+        """Return the number of groups that a worker samples at a time."""
+        return max(1, self.concurrency // self.group_size)
+
+    @property
+    def synchronous(self) -> bool:
+        """Return whether all trajectories of a step are sampled with the weights of the step before it."""
+        return self.max_lag == 0 and self.step_groups is not None
+
+    @property
+    def _begins_at_most(self) -> int | None:
+        """Return the bound on trajectories that are begun and not trained; None if it is unknown."""
+        if self.step_groups is None or self.max_lag is None:
+            return None
+        return (self.max_lag + 1) * self.step_groups * self.group_size
+
+    def per_step(self, worker: Worker) -> int | None:
+        """Return the number of trajectories of `worker` in a step, if it is fixed.
+
+        Raises:
+            InvalidConfig: see `run`.
+        """
+        self.check_workers(worker.count)
+        return None if self.step_groups is None else self.step_groups // worker.count * self.group_size
+
+    def check_workers(self, count: int) -> None:
+        """Check that `count` workers can share `step_groups`.
+
+        Raises:
+            InvalidConfig: see `run`.
+        """
+        if self.step_groups is None:
+            return
+        groups, left = divmod(self.step_groups, count)
+        if left:
+            raise InvalidConfig(
+                f"SourceEnv.step_groups: expected a multiple of the {count} workers, got {self.step_groups}: take "
+                f"{(groups + 1) * count} groups a step, or as many workers as divide {self.step_groups}"
+            )
+        if self.synchronous and groups * self.group_size > self.concurrency:
+            raise InvalidConfig(
+                f"SourceEnv.concurrency: expected at least {groups * self.group_size}, all that a worker samples for a "
+                f"step of a synchronous schedule, got {self.concurrency}"
+            )
+
+    @property
+    def env_name(self) -> str:
+        """Return the environment's name in every id."""
+        if self.name:
+            return self.name
+        made_by: Any = self.make_env.func if isinstance(self.make_env, partial) else self.make_env
+        return str(getattr(made_by, "__name__", type(made_by).__name__))
+
+    def numbers(self, worker: Worker) -> Iterable[int]:
+        """Return the prompts that `worker` samples: every `worker.count`-th, so that no two workers share one.
+
+        In a synchronous schedule no trajectory is in flight when a step is done: an untrained prompt before the last
+        trained one was dropped.
+        """
+        first = self.first_task + worker.index
+        numbers: Iterable[int] = itertools.count(first, worker.count)
+        if self.groups is not None:
+            numbers = range(first, self.first_task + self.groups, worker.count)
+        trained = np.unpackbits(np.frombuffer(self.trained, np.uint8), bitorder="little")[first :: worker.count]
+        places = np.flatnonzero(trained)
+        if self.synchronous:
+            places = np.arange(places.max(initial=-1) + 1)
+        skipped = set((first + worker.count * places).tolist())
+        return (number for number in numbers if number not in skipped)
+
+
+async def _all(calls: Sequence[Callable[[], Awaitable[R]]]) -> list[R]:
+    """Run the calls concurrently and return their results in order."""
+    returned: dict[int, R] = {}
+
+    async def keep(place: int, call: Callable[[], Awaitable[R]]) -> None:
+        returned[place] = await call()
+
+    async with anyio.create_task_group() as tasks:
+        for place, call in enumerate(calls):
+            tasks.start_soon(await_user, keep, place, call)
+    return [returned[place] for place in range(len(calls))]
+
+
+def instance_id(number: int, restart: int = 0) -> str:
+    """Return the name of prompt `number`: a worker that was restarted, and takes its prompts itself, uses others."""
+    return f"{restart}.{number}" if restart else str(number)
+
+
+class _RolloutScheduler:
+    """The rollouts of one run of a SourceEnv."""
+
+    def __init__(
+        self, source: SourceEnv, begin: TaskFn, engine: Engine, outbox: SendChannel[TrajectoryGroup], context: Context
+    ) -> None:
+        self._source = source
+        self._sampler = GroupSampler(source, begin, engine, context, anyio.CapacityLimiter(source.concurrency))
+        self._engine = engine
+        self._outbox = outbox
+        self._context = context
+        self._env = source.env_name
+        self._groups = anyio.Semaphore(source.groups_at_once)
+        """One permit for each group that is being sampled, or waits to be sent."""
+        self._assignments = context.assignments
+        limited = self._assignments is None
+        self._lag_limiter = LagLimiter(
+            context.ledger,
+            source.group_size,
+            source.max_lag if limited else None,
+            per_step=source.per_step(context.worker) if limited else None,
+        )
+        self._evaluator: Evaluator | None = None
+        if (evaluation := source.evaluation) is not None and context.worker.index < context.worker.count:
+            make_source = partial(source.evaluated, engine, context.worker)
+            self._evaluator = Evaluator(evaluation, make_source, source.decodes_with, context, self._weights_arrived)
+
+    async def work(self) -> None:
+        with unwrap_first():
+            if self._evaluator is not None:
+                await self._evaluator.begin()
+            if self._source.synchronous and self._assignments is None:
+                await self._in_waves()
+                return
+            async with anyio.create_task_group() as evaluations:
+                if self._evaluator is not None:
+                    evaluations.start_soon(await_user, self._evaluator.follow)
+                async with anyio.create_task_group() as groups:
+                    await self._begin(groups)
+                evaluations.cancel_scope.cancel()
+
+    async def _begin(self, groups: TaskGroup) -> None:
+        """Begin one group after another."""
+        async for group, number in self._prompts():
+            groups.start_soon(await_user, self._group, group, number)
+
+    async def _prompts(self) -> AsyncIterator[tuple[GroupId, int]]:
+        """Yield one prompt after another, each when there is a permit for its group and the lag limit allows it."""
+        if self._assignments is not None:
+            while True:
+                await self._groups.acquire()
+                if (number := await self._assignments.next()) is None:
+                    return
+                await self._may_begin()
+                yield GroupId(self._env, instance_id(number)), number
+        for number in self._source.numbers(self._context.worker):
+            await self._groups.acquire()
+            await self._may_begin()
+            yield self._admitted(number), number
+
+    async def _weights_arrived(self) -> None:
+        """Wait until the published weights are on this host."""
+        version = self._context.ledger.published
+        if version is not None and isinstance(self._engine, FollowsWeights):
+            await await_user(self._engine.arrived, version)
+
+    async def _may_begin(self) -> None:
+        """Wait until another group may be begun: with older weights than the published ones it would exceed its lag."""
+        await self._lag_limiter.wait_for_slot()
+        if self._source.max_lag is not None:
+            await self._weights_arrived()
+
+    def _admitted(self, number: int) -> GroupId:
+        group = GroupId(self._env, instance_id(number, self._context.worker.restart))
+        self._context.ledger.admit(group, range(self._source.group_size))
+        return group
+
+    def _ids(self, group: GroupId) -> list[TrajectoryId]:
+        return [TrajectoryId(*group, repetition) for repetition in range(self._source.group_size)]
+
+    async def _group(self, group: GroupId, number: int) -> None:
+        """Sample a group and send it, holding its permit until it is sent."""
+        try:
+            with self._lag_limiter.sampling():
+                began, ids = anyio.current_time(), self._ids(group)
+                rollouts = await self._sampler.rolled_out(ids, await self._sampler.begun(ids, number))
+            if rollouts:
+                await self._outbox.send(self._sampler.sampled(group, number, rollouts, began))
+        finally:
+            self._groups.release()
+
+    # -- a synchronous schedule ----------------------------------------------------------------------------------------
+
+    async def _in_waves(self) -> None:
+        """Begin all prompts that the lag limit allows; begin the next wave when these are sent and it allows more."""
+        numbers = iter(self._source.numbers(self._context.worker))
+        while wave := await self._wave(numbers):
+            began = anyio.current_time()
+            ids = [self._ids(group) for group, _ in wave]
+            begun = await _all(
+                [partial(self._sampler.begun, each, number) for each, (_, number) in zip(ids, wave, strict=True)]
+            )
+            rolled_out = await _all([partial(self._sampler.rolled_out, *each) for each in zip(ids, begun, strict=True)])
+            for (group, number), rollouts in zip(wave, rolled_out, strict=True):
+                if rollouts:
+                    await self._outbox.send(self._sampler.sampled(group, number, rollouts, began))
+
+    async def _wave(self, numbers: Iterator[int]) -> list[tuple[GroupId, int]]:
+        """Return the next prompts, as many as the lag limit allows; none if there are no more."""
+        wave: list[tuple[GroupId, int]] = []
+        for number in numbers:
+            if not wave:
+                await self._may_begin()
+                if self._evaluator is not None:
+                    await self._evaluator.catch_up()
+            wave.append((self._admitted(number), number))
+            if self._lag_limiter.full:
+                break
+        return wave

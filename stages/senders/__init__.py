@@ -1,0 +1,1 @@
+"""Senders of other processes and their journal, as a source."""

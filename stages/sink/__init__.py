@@ -1,0 +1,1 @@
+"""The trainer's stage: steps, evaluations, the best checkpoint."""

@@ -1,0 +1,273 @@
+"""`ChatFormat`: messages to the tokens of a prompt, and to the tokens between two turns of the policy.
+
+The tokens of a turn are those that the policy sampled: they are never rendered or tokenized again. So only what a
+template writes between two turns matters, which is found around a turn whose content is known. Most templates write an
+earlier turn in another way than it was sampled, without its thoughts: a warning names the difference, and `strict`
+refuses it. transformers renders the templates, as its `apply_chat_template` does. Knows no environment and no policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+from ..._pipeline.accounting.telemetry import get_logger
+from ..._pipeline.errors import InvalidConfig, InvalidData, UnstableTemplate
+from ..contracts.policies import Tokenizer
+from .chat_templates import rendered, renderer, template_of
+from .end_tokens import TURN, end_ids_of, named
+from .messages import Message, asked, normalized
+
+log = get_logger("penstock.chat")
+
+ObservationRole: TypeAlias = Literal["user", "tool"]
+
+PROBES = ("an answer", "<think>\na thought\n</think>\n\nan answer")
+"""Turns that a template writes unchanged where another message follows, if it changes no turns."""
+
+RESERVED = {"conversations", "messages", "tools", "chat_template", "add_generation_prompt", "documents"}
+"""Names that a template is given by other means than `arguments`."""
+
+OBSERVATION = "penstock observation"
+"""Content of the message that is searched after a turn."""
+
+IN_A_CALL = {"text": TURN}
+"""Arguments of a call of a tool that is all of a turn."""
+
+CALL_ID = "call00000"
+"""As long as Mistral's template requires it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a template ends a turn of the assistant before another message."""
+
+    skipped: int
+    """Tokens between the content of the turn and the token that ends it."""
+    token: int
+    arguments: Any = None
+    """Those of the call of a tool that the template requires in the turn; None if it requires none."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """The chat template of a tokenizer, for prompts and for conversations of several turns."""
+
+    tokenizer: Tokenizer
+    """A `PretrainedTokenizer`, or another with a `chat_template`, and with `special_tokens_map` if the template uses
+    names of special tokens."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of functions that the policy may call, as the template expects them."""
+    observation_role: ObservationRole = "user"
+    """Role of an observation that is text."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the template by name, such as `{"enable_thinking": False}`."""
+    strict: bool = False
+    """Refuse a template that writes an earlier turn in another way than it was sampled, in place of a warning."""
+    _endings: dict[ObservationRole, _Ending | str] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            InvalidConfig: the tokenizer has no template, or a field has another type.
+            MissingExtra: transformers is not installed.
+        """
+        renderer()
+        if template_of(self.tokenizer, tools=bool(self.tools)) is None:
+            raise InvalidConfig(
+                f"ChatFormat.tokenizer: expected a tokenizer with a chat template, got none in {self.tokenizer!r}: "
+                f"write one to chat_template.jinja in its folder"
+            )
+        if isinstance(self.tools, Mapping) or not all(isinstance(tool, Mapping) for tool in self.tools):
+            raise InvalidConfig(f"ChatFormat.tools: expected a sequence of JSON schemas, got {self.tools!r}")
+        object.__setattr__(self, "tools", tuple(self.tools))
+        if self.observation_role not in {"user", "tool"}:
+            raise InvalidConfig(f"ChatFormat.observation_role: expected user or tool, got {self.observation_role!r}")
+        if not isinstance(self.arguments, Mapping) or not all(isinstance(name, str) for name in self.arguments):
+            raise InvalidConfig(f"ChatFormat.arguments: expected arguments by name, got {self.arguments!r}")
+        if taken := sorted(RESERVED & self.arguments.keys()):
+            raise InvalidConfig(f"ChatFormat.arguments: expected arguments of the template's own, got {taken[0]!r}")
+
+    def prompt(self, messages: Sequence[Message], /) -> list[int]:
+        """Return the tokens of `messages` and of the beginning of the policy's turn.
+
+        Turns of the assistant at the end are answers, and no part of the prompt.
+
+        Raises:
+            InvalidData: the template refuses these messages, or a part of them is no text.
+        """
+        return list(self.tokenizer.encode(self._rendered(asked(messages))))
+
+    def after(self, messages: Sequence[Message], new: Sequence[Message], *, ended: bool = True) -> list[int]:
+        """Return the tokens between the policy's last turn and its next one.
+
+        Args:
+            messages: the conversation so far; the last message is the policy's turn.
+            new: the messages that follow it.
+            ended: whether the policy sampled the token with which the template ends a turn; else the returned tokens
+                begin with it.
+
+        Raises:
+            UnstableTemplate: see `check_turns`.
+            InvalidData: the template refuses these messages, or a part of them is no text.
+        """
+        self.check_turns()
+        tokens = self._between(normalized(messages[:-1]), normalized(new))
+        return tokens[1:] if ended else tokens
+
+    def check_turns(self) -> None:
+        """Check that the template is usable for several turns; a second call costs nothing.
+
+        Raises:
+            UnstableTemplate: it does not end turns with a token that ends a completion, or refuses a message of the
+                `observation_role`; with `strict`, it writes earlier turns in another way than they were sampled.
+        """
+        ending = self._ending(self.observation_role)
+        if isinstance(ending, str):
+            raise UnstableTemplate(ending)
+        if self._difference and self.strict:
+            raise UnstableTemplate(f"{self._difference}; {self._advice()}")
+
+    # -- between turns -------------------------------------------------------------------------------------------------
+
+    def _between(self, before: Sequence[Message], new: Sequence[Message]) -> list[int]:
+        """Return the tokens from the end of a turn after `before` to the beginning of the next one, with `new` between.
+
+        Raises:
+            UnstableTemplate: the template ends this turn otherwise than that of `check_turns`.
+            InvalidData: the template refuses the messages.
+        """
+        ending = self._ending("tool" if any(message["role"] == "tool" for message in new) else "user")
+        if isinstance(ending, str):
+            raise UnstableTemplate(ending)
+        ids = self._after_turn(before, new, ending.arguments)
+        if len(ids) <= ending.skipped or ids[ending.skipped] != ending.token:
+            raise UnstableTemplate(
+                f"{self.tokenizer!r}: expected a chat template that ends each turn of the assistant with "
+                f"{self.tokenizer.decode([ending.token])!r}, got {self.tokenizer.decode(ids[:8])!r}; {ADVICE}"
+            )
+        return ids[ending.skipped :]
+
+    def _after_turn(self, before: Sequence[Message], new: Sequence[Message], arguments: Any = None) -> list[int]:
+        """Return the tokens after the content of a turn, which calls a tool if there are `arguments` for one."""
+        past = [_without_content(message) for message in before]
+        messages = [*past, {"role": "assistant", "content": "" if arguments == IN_A_CALL else TURN}, *new]
+        text = self._rendered(messages if arguments is None else _with_calls(messages, arguments))
+        _, found, rest = text.rpartition(TURN)
+        return list(self.tokenizer.encode(rest)) if found else []
+
+    def _ending(self, role: ObservationRole) -> _Ending | str:
+        """Return how the template ends a turn before a message of `role`; the reason if it is not usable.
+
+        1. The turn is text.
+        2. The turn calls a tool, which some templates require before a message of a tool; its arguments are an object,
+           or text.
+        3. The turn is a call, before whose result the template writes no other content.
+        """
+        if role not in self._endings:
+            forms = (None, {}, "{}", IN_A_CALL) if role == "tool" else (None,)
+            tried = [self._tried(role, arguments) for arguments in forms]
+            found = [ending for ending in tried if isinstance(ending, _Ending)]
+            self._endings[role] = (found or tried)[0]
+        return self._endings[role]
+
+    def _tried(self, role: ObservationRole, arguments: Any) -> _Ending | str:
+        """Find the end of a turn in a conversation of two turns."""
+        observed: Message = {"role": role, "content": OBSERVATION}
+        before = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}, observed]
+        try:
+            ids = self._after_turn(before, [observed], arguments)
+        except InvalidData as error:
+            return str(error)
+        text = self.tokenizer.decode(ids)
+        if OBSERVATION not in text:
+            return (
+                f"{self.tokenizer!r}: expected a chat template that writes a message of the role {role!r} after a turn "
+                f"of the assistant, got {text!r}; {ADVICE}"
+            )
+        if ending := self._end_in(ids, calls=arguments is not None):
+            return replace(ending, arguments=arguments)
+        return (
+            f"{self.tokenizer!r}: expected a chat template that writes an end token, one of {named(self.tokenizer)}, "
+            f"after a turn of the assistant, got {text!r}; {ADVICE}"
+        )
+
+    def _end_in(self, ids: Sequence[int], *, calls: bool) -> _Ending | None:
+        """Find the end of the turn in the tokens after its content.
+
+        1. The first token that ends completions. What precedes it belongs to the turn, as sampled: white space, special
+           tokens such as the end of an answer, and calls of tools.
+        2. A special token that ends turns only where another follows, such as `<|end|>` of Harmony.
+        """
+        added: frozenset[int] = frozenset(getattr(self.tokenizer, "get_added_tokens_decoder", dict)())
+        ends = end_ids_of(self.tokenizer)
+        first = next((place for place, token in enumerate(ids) if token in ends), None)
+        if first is not None:
+            of_turn = self.tokenizer.decode([token for token in ids[:first] if calls or token not in added])
+            if OBSERVATION not in of_turn and (calls or not of_turn.strip()):
+                return _Ending(first, ids[first])
+        return None if calls or ids[0] not in added else _Ending(0, ids[0])
+
+    # -- earlier turns -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _difference(self) -> str:
+        """How the template changes earlier turns, which is logged; empty if it does not."""
+        difference = next(filter(None, (self._changed(probe, self.observation_role) for probe in PROBES)), "")
+        if difference and not self.strict:
+            log.warning("earlier_turns_change", difference=difference, advice=self._advice())
+        return difference
+
+    def _changed(self, turn: str, role: ObservationRole) -> str:
+        """Render a conversation of two turns, message by message; return how a turn, or what precedes it, changes."""
+        ending = self._ending(role)
+        messages: list[Message] = [{"role": "user", "content": "a question"}]
+        text = self._rendered(messages)
+        for number in range(2):
+            messages += [{"role": "assistant", "content": turn}, {"role": role, "content": f"observation {number}"}]
+            arguments = ending.arguments if isinstance(ending, _Ending) else None
+            written = messages if arguments is None else _with_calls(messages, arguments)
+            sampled, text = text + turn, self._rendered(written)
+            if not text.startswith(sampled):
+                return (
+                    f"{self.tokenizer!r}: expected a chat template that writes an earlier turn of the assistant as it "
+                    f"was sampled, {sampled!r}, got {text!r}"
+                )
+        return ""
+
+    def _advice(self) -> str:
+        other: ObservationRole = "tool" if self.observation_role == "user" else "user"
+        usable = isinstance(self._ending(other), _Ending)
+        unchanged = usable and not any(self._changed(probe, other) for probe in PROBES)
+        return f'{ADVICE}; or use ChatFormat(observation_role="{other}"), with which it does' if unchanged else ADVICE
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        """Return the text of `messages` and of the beginning of the policy's turn."""
+        return rendered(self.tokenizer, messages, self.tools, arguments=self.arguments)
+
+
+ADVICE = "write one that does to chat_template.jinja in the tokenizer's folder, from which servers load it too"
+
+
+def _without_content(message: Message) -> Message:
+    """Return an earlier turn without the text that was sampled, of which templates refuse or remove parts."""
+    return {**message, "content": "."} if message["role"] == "assistant" and message.get("content") else message
+
+
+def _with_calls(messages: Sequence[Message], arguments: Any = "{}") -> list[Message]:
+    """Return messages in which a tool's message follows a call, and names it: some templates require both."""
+    out: list[Message] = []
+    for message in messages:
+        if message["role"] != "tool":
+            out.append(message)
+            continue
+        name = message.get("name", "tool")
+        call = {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": arguments}}
+        turn = next((place for place in reversed(range(len(out))) if out[place]["role"] == "assistant"), None)
+        if turn is not None:
+            out[turn] = {"tool_calls": [call], **out[turn]}
+        out.append({"name": name, "tool_call_id": CALL_ID, **message})
+    return out
