@@ -19,9 +19,9 @@ from ..util.pickling import pickled
 from .misplaced import written
 from .missing_columns import missing_columns
 from .placement import Here, Joining, Remote
-from .record_types import RecordTypes, never_fits, record_types, type_name
+from .record_types import RecordTypes, never_fits, output_type, record_types, sent_along, type_name
 from .stage_info import info_of
-from .stage_node import StageNode, output_type, sent_along
+from .stage_node import StageNode
 
 log = get_logger("penstock.check")
 

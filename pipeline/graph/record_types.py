@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Number
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ..._schemas import TrainBatch, TrajectoryGroup
 from ..channels.channel import ReceiveChannel, SendChannel
 from .stage_info import info_of
 
@@ -122,3 +123,23 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return []
+
+
+def output_type(stage: object) -> type[Any] | None:
+    """Return the class of the records that a stage sends; None where it is unknown, or one of several."""
+    sent = record_types(stage).sent
+    return sent if isinstance(sent, type) else None
+
+
+def sent_along(stages: Iterable[RecordTypes]) -> list[Any]:
+    """Return the type that each stage of a chain sends; a stage that forwards its records sends the type before it."""
+    sent: list[Any] = []
+    for known in stages:
+        forwards = isinstance(known.sent, TypeVar) and known.sent is known.received and sent
+        sent.append(sent[-1] if forwards else known.sent)
+    return sent
+
+
+def wire_type(stage: object) -> type[TrajectoryGroup | TrainBatch]:
+    """Return the record type of a channel from `stage` to another process: groups, unless it declares batches."""
+    return TrainBatch if output_type(stage) is TrainBatch else TrajectoryGroup

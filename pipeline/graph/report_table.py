@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from io import StringIO
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .statistics import Report, StageStatistics
+from ..accounting.balance import Balance
+from .statistics import StageStatistics
 
 PLAIN_WIDTH = 120
 """Columns of a report as text, which may be written anywhere."""
@@ -17,39 +19,33 @@ REASONS_SHOWN = 3
 """Reasons for each end state, those that came most often."""
 
 
-def plain(report: Report) -> str:
+def plain(facts: Mapping[str, str], balance: Balance, stages: Iterable[StageStatistics]) -> str:
     """Return the tables as text without colours."""
     console = Console(file=StringIO(), width=PLAIN_WIDTH, color_system=None, force_jupyter=False, legacy_windows=False)
     with console.capture() as captured:
-        console.print(tables(report))
+        console.print(tables(facts, balance, stages))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def tables(report: Report) -> RenderableType:
-    """Return the result, the balance of the ledger and the stages as tables."""
-    return Group(_result(report), Text(), _balance(report), Text(), _stages(report))
+def tables(facts: Mapping[str, str], balance: Balance, stages: Iterable[StageStatistics]) -> RenderableType:
+    """Return the facts about a run by name, the balance of its ledger and its stages as tables."""
+    return Group(_result(facts), Text(), _balance(balance), Text(), _stages(stages))
 
 
-def _result(report: Report) -> Table:
+def _result(facts: Mapping[str, str]) -> Table:
     grid = Table.grid(padding=(0, 2))
-    grid.add_row("ended", Text(report.stop_reason, style="bold"))
-    grid.add_row("seconds", f"{report.seconds:,.1f}")
-    grid.add_row("steps", f"{report.steps:,}")
-    if report.nothing_learned:
-        grid.add_row("learned", Text(f"nothing: {report.nothing_learned}", overflow="fold"))
-    grid.add_row("checkpoint", Text(report.checkpoint or "none", overflow="fold"))
-    grid.add_row("to resume", Text(report.to_resume, overflow="fold"))
+    for number, (name, fact) in enumerate(facts.items()):
+        grid.add_row(name, Text(fact, style="" if number else "bold", overflow="fold"))
     return grid
 
 
-def _balance(report: Report) -> Table:
-    """Return the balance of the ledger."""
+def _balance(balance: Balance) -> Table:
     table = Table("trajectories", "", "reasons", box=None, padding=(0, 1), pad_edge=False)
     table.columns[1].justify = "right"
-    table.add_row("begun", f"{report.balance.admitted:,}", "")
-    for state, count in report.balance.ended.items():
+    table.add_row("begun", f"{balance.admitted:,}", "")
+    for state, count in balance.ended.items():
         if count:
-            table.add_row(state, f"{count:,}", Text(_reasons(report.balance.reasons[state])))
+            table.add_row(state, f"{count:,}", Text(_reasons(balance.reasons[state])))
     return table
 
 
@@ -60,10 +56,10 @@ def _reasons(counts: dict[str, int]) -> str:
     return ", ".join([f"{count:,} {reason}" for count, reason in named[:REASONS_SHOWN]] + more)
 
 
-def _stages(report: Report) -> Table:
+def _stages(stages: Iterable[StageStatistics]) -> Table:
     titles = ("stage", "where", "state", "waited for records", "for credit", "dropped")
     table = Table(*titles, box=None, padding=(0, 1), pad_edge=False)
-    for stage in report.statistics.stages:
+    for stage in stages:
         table.add_row(stage.name, _where(stage), stage.state, *_waits(stage), _dropped(stage))
     return table
 

@@ -10,16 +10,15 @@ A misspelled field is a type error. This module knows nothing about how the fact
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ..._schemas import GroupId
 from ..accounting.ledger import Ledger
 from ..util.user_code import call_user
-
-if TYPE_CHECKING:
-    from .stage_node import StageNode
+from .stage_node import StageNode
 
 
 class Assignment(NamedTuple):
@@ -126,3 +125,20 @@ def tokenizer_of(*owners: object) -> tuple[Any, ...]:
     """Return the tokenizers that `owners` know: policies, trainers, teachers."""
     found = (owner.tokenizer for owner in owners if isinstance(owner, HasTokenizer))
     return tuple(tokenizer for tokenizer in found if tokenizer is not None)
+
+
+def name_of(stage: object) -> str:
+    """Return the name that a stage states, or that of its class."""
+    return info_of(stage).name or type(stage).__name__
+
+
+def named(nodes: Iterable[StageNode]) -> tuple[StageNode, ...]:
+    """Return the same nodes, with a number appended to names that occur more than once."""
+    seen: Counter[str] = Counter()
+    distinct: list[StageNode] = []
+    for node in nodes:
+        name = name_of(node.stage)
+        seen[name] += 1
+        numbered = name if seen[name] == 1 else f"{name} {seen[name]}"
+        distinct.append(StageNode(node.stage, numbered, node.on, node.capacity, node.capacity_bytes))
+    return tuple(distinct)

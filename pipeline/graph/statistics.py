@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
-from ..accounting.balance import Balance
 from ..channels.channel import ChannelStatistics
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 StageState: TypeAlias = Literal["not started", "running", "returned", "cancelled", "failed"]
 """returned: by itself · cancelled: by the pipeline, or because the stage after it had ended · failed: it raised."""
@@ -79,48 +75,3 @@ class PipelineStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     stages: tuple[StageStatistics, ...]
     edges: tuple[EdgeStatistics, ...]
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a run."""
-
-    stop_reason: str
-    """`end of stream`, `SinkTrainer returned`, `stopped by SIGTERM`, `cancelled`, or the failure in a line:
-    `opening failed: …` where no stage had begun."""
-    seconds: float
-    balance: Balance
-    """The ledger's balance at the end: trajectories that were in flight are counted as unfinished, and as lost where a
-    failure ended the run."""
-    in_flight: int
-    """Trajectories that were in flight when the run ended, and were counted so."""
-    steps: int = 0
-    """Optimizer steps done, those before a resumption included."""
-    nothing_learned: str = ""
-    """Where no step of this run had a gradient from rewards, what was the same in them; else empty."""
-    folder: str = ""
-    """The folder of the run; "" for a run without one."""
-    checkpoint: str = ""
-    """Path of the last checkpoint that this run wrote; "" where it wrote none."""
-    statistics: PipelineStatistics
-    """The statistics at the end of the run."""
-
-    @property
-    def to_resume(self) -> str:
-        """The way to resume the run, as a sentence."""
-        if self.folder:
-            return f"start the script again: it continues from the newest checkpoint in {self.folder}"
-        if self.checkpoint:
-            return f"call trainer.resume({self.checkpoint!r}) before the run"
-        return "not possible: the next run starts from the beginning"
-
-    def __str__(self) -> str:
-        """Return the result as tables, in plain text."""
-        from .report_table import plain  # noqa: PLC0415 (rich takes 50 ms, and most processes print no report)
-
-        return plain(self)
-
-    def __rich__(self) -> RenderableType:
-        """Return the result as tables, for rich."""
-        from .report_table import tables  # noqa: PLC0415 (as above)
-
-        return tables(self)

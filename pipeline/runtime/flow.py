@@ -24,11 +24,12 @@ from ..graph.context import Context, current
 from ..graph.describe import drawn
 from ..graph.misplaced import ends_in_a_sink, refuse_misplaced_stage, refuse_unknown_placement
 from ..graph.placement import HERE, Here, Placement
-from ..graph.record_types import record_types
+from ..graph.record_types import record_types, sent_along
+from ..graph.report import Report
 from ..graph.stage import Sink, Source, Stage
-from ..graph.stage_info import StageInfo, info_of
-from ..graph.stage_node import StageNode, name_of, named, sent_along
-from ..graph.statistics import PipelineStatistics, Report
+from ..graph.stage_info import StageInfo, info_of, name_of, named
+from ..graph.stage_node import StageNode
+from ..graph.statistics import PipelineStatistics
 from ..trackers.background import require_trackers, tracking
 from ..trackers.tracker import RunInfo, Tracker
 from ..util.blocking import enter_in_thread

@@ -12,7 +12,7 @@ from ..accounting.progress_guard import REMEDIES
 from ..accounting.reasons import reasons_by_state
 from ..accounting.telemetry import get_logger
 from ..errors import NothingTrained, RecordsSwallowed
-from ..graph.statistics import Report
+from ..graph.report import Report
 
 log = get_logger("penstock.pipeline")
 

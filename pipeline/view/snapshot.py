@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from ..accounting.balance import Balance
 from ..accounting.ledger import Ledger
-from ..graph.statistics import PipelineStatistics, Report, WorkerStatistics
+from ..graph.report import Report
+from ..graph.statistics import PipelineStatistics, WorkerStatistics
 from .memory_use import NONE, MemoryUse, memory_use
 from .progress import Progress, ProgressState
 

@@ -14,7 +14,8 @@ import anyio
 from ..._schemas.errors import InvalidConfig
 from ..accounting.telemetry import get_logger
 from ..graph.context import Context
-from ..graph.statistics import PipelineStatistics, Report
+from ..graph.report import Report
+from ..graph.statistics import PipelineStatistics
 from ..util.blocking import in_thread
 from ..util.exception_groups import unwrap_single
 from ..util.printing import print_line

@@ -35,8 +35,9 @@ from ..util.manifest import MANIFEST
 from ..util.os_errors import explaining_os_errors
 from .engine_sync import Syncable, synced
 from .tensor_layout import LENGTH, WritePlan
+from .tensor_manifest import manifest_of
 from .weight_memory import bytes_of
-from .weight_specs import FusedTensor, Tensor, manifest_of
+from .weight_specs import FusedTensor, Tensor
 from .weights import NO_VERSION
 
 log = get_logger("penstock.weights")

@@ -30,10 +30,11 @@ from ..util.blocking import enter_in_thread
 from ..util.file_descriptors import available
 from .engine_sync import Syncable, synced
 from .tensor_layout import WritePlan
+from .tensor_manifest import manifest_of
 from .weight_address import WeightAddress
 from .weight_connection import listening_socket
 from .weight_server import serving
-from .weight_specs import FusedTensor, Tensor, manifest_of
+from .weight_specs import FusedTensor, Tensor
 from .weight_subscriptions import RELEASE_TIMEOUT_S, Subscriptions
 from .weights import NO_VERSION, WeightWriter
 

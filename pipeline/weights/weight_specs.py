@@ -19,7 +19,6 @@ from ..errors import InvalidConfig, WeightsMismatch
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 Tensor: TypeAlias = "Array | torch.Tensor"
 """Weights are numpy arrays or torch tensors, on any device."""
@@ -89,19 +88,6 @@ class TensorManifest(NamedTuple):
     """The published tensors."""
     tables: tuple[TableSpec, ...] | None = None
     """Tables that must be equal in the model of a sampler; None if the publisher was given tensors without a module."""
-
-
-def manifest_of(given: Mapping[str, Tensor] | nn.Module) -> TensorManifest:
-    """Return the description of a module, or of tensors by name.
-
-    Raises:
-        TypeError: a value is not a tensor, or has a dtype that cannot be published, or is a table on the meta device.
-    """
-    if isinstance(given, Mapping):
-        return TensorManifest(specs_of(given))
-    from .weight_tables import published_tables  # noqa: PLC0415 (only a process with a torch model imports torch)
-
-    return TensorManifest(specs_of(given.state_dict()), published_tables(given))
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:

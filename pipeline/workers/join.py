@@ -55,7 +55,7 @@ from ..errors import (
     WorkerRefused,
 )
 from ..graph.context import current
-from ..graph.stage_node import name_of
+from ..graph.stage_info import name_of
 from ..util.cancelling import cancelled_after
 from ..util.exception_groups import single_exception
 from ..util.retry_pace import RetryPace

@@ -37,8 +37,9 @@ from ..errors import NobodyListens, ProtocolMismatch
 from ..graph.context import Context
 from ..graph.edge import EdgeCounter
 from ..graph.placement import Joining, Ray, Remote
+from ..graph.record_types import wire_type
 from ..graph.stage_info import info_of
-from ..graph.stage_node import StageNode, wire_type
+from ..graph.stage_node import StageNode
 from ..graph.statistics import WorkerStatistics
 from ..util.cancelling import cancelled_after
 from ..util.file_descriptors import reserved

@@ -11,9 +11,9 @@ from ._pipeline.channels.channel import ReceiveChannel, SendChannel
 from ._pipeline.graph.context import Context, Worker, current, drop
 from ._pipeline.graph.each import each
 from ._pipeline.graph.placement import here, joining, processes, ray
+from ._pipeline.graph.report import Report
 from ._pipeline.graph.stage import Sink, Source, Stage
 from ._pipeline.graph.stage_info import StageInfo
-from ._pipeline.graph.statistics import Report
 from ._pipeline.runtime.flow import Flow, Pipeline, source
 from ._pipeline.util.host_lock import host_lock
 from ._schemas import GroupId, StopReason, TrainBatch, Trajectory, TrajectoryGroup, TrajectoryId

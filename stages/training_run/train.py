@@ -34,7 +34,7 @@ from ..._pipeline.channels.tcp_address import bracketed
 from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.errors import PenstockError
 from ..._pipeline.graph.context import Worker
-from ..._pipeline.graph.statistics import Report
+from ..._pipeline.graph.report import Report
 from ..._pipeline.runtime.stop_signals import stoppable
 from ..._pipeline.util.checkpoint import checkpoint_of
 from ..._pipeline.util.extras import extra

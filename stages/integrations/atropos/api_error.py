@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from ...._pipeline.errors import PenstockError
-from ...._pipeline.util.extras import extra
-
-if TYPE_CHECKING:
-    from .http_api import HttpApi
 
 Situation: TypeAlias = Literal[
     "refused", "timed out", "unreachable", "certificate", "rejected", "failed", "no JSON", "another trainer", "empty"
@@ -63,17 +59,6 @@ def without_token(url: str) -> str:
     """Return `url` without user and password, for messages and logs."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-
-
-def load_http_api(user: str) -> type[HttpApi]:
-    """Return `HttpApi`, for `user`.
-
-    Raises:
-        MissingExtra: aiohttp is not installed.
-    """
-    with extra("http", user):
-        from .http_api import HttpApi  # noqa: PLC0415 (only senders and receivers need the extra)
-    return HttpApi
 
 
 class AtroposAPIError(PenstockError):

@@ -30,8 +30,9 @@ from ...._schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
 from ...._schemas.config import Config, check_url, load_config, parse_config
 from ...._schemas.numbers import normalize_counts, normalize_numbers
 from ...http.retry import UNLIMITED, Backoff, jitter
-from .api_error import AtroposAPIError, load_http_api, without_token
+from .api_error import AtroposAPIError, without_token
 from .contract import BatchAnswer, TrainerRegistration, decode_scored
+from .http_extra import load_http_api
 from .translation import to_group
 
 if TYPE_CHECKING:

@@ -36,8 +36,9 @@ from ...._pipeline.util.waiting import Waiters
 from ...._schemas import InvalidRecord, ProtocolMismatch, TrajectoryGroup
 from ...._schemas.config import check_url
 from ...http.retry import UNLIMITED, Backoff, jitter
-from .api_error import AtroposAPIError, load_http_api, without_token
+from .api_error import AtroposAPIError, without_token
 from .contract import scored_data
+from .http_extra import load_http_api
 from .translation import from_group, to_group
 
 if TYPE_CHECKING:

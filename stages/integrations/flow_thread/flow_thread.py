@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from ...._pipeline.graph.statistics import PipelineStatistics, Report
+from ...._pipeline.graph.report import Report
+from ...._pipeline.graph.statistics import PipelineStatistics
 from .flow_run import FlowRun
 from .sample_queue import SampleQueue
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ...._pipeline.accounting.telemetry import get_logger
-from ...._pipeline.graph.statistics import PipelineStatistics, Report
+from ...._pipeline.graph.report import Report
+from ...._pipeline.graph.statistics import PipelineStatistics
 from ...._schemas import TrajectoryGroup
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread, statistics_of

@@ -27,7 +27,8 @@ import numpy as np
 
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import FlowEnded, FlowStalled, InvalidPipeline
-from ...._pipeline.graph.statistics import PipelineStatistics, Report
+from ...._pipeline.graph.report import Report
+from ...._pipeline.graph.statistics import PipelineStatistics
 from ...._pipeline.runtime.flow import Flow
 from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...batching.batcher import NOTHING_TO_TRAIN

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidPipeline
-from ...._pipeline.graph.statistics import Report
+from ...._pipeline.graph.report import Report
 from ...._pipeline.runtime.flow import Flow
 from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...sink.sink_trainer import WeightSink

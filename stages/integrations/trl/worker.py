@@ -21,7 +21,8 @@ from typing import Any
 
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import FlowEnded, InvalidPipeline
-from ...._pipeline.graph.statistics import PipelineStatistics, Report
+from ...._pipeline.graph.report import Report
+from ...._pipeline.graph.statistics import PipelineStatistics
 from ...._pipeline.runtime.flow import Flow
 from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...._schemas.numbers import whole_number

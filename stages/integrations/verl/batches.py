@@ -11,7 +11,8 @@ from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from ...._pipeline.graph.statistics import PipelineStatistics, Report
+from ...._pipeline.graph.report import Report
+from ...._pipeline.graph.statistics import PipelineStatistics
 from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...._schemas.numbers import whole_number
 from ...batching.batcher import NOTHING_TO_TRAIN

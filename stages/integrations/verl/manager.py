@@ -20,7 +20,8 @@ from typing import Any, Self
 from ...._pipeline.accounting.committed_prompts import CommittedPrompts
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidPipeline
-from ...._pipeline.graph.statistics import PipelineStatistics, Report
+from ...._pipeline.graph.report import Report
+from ...._pipeline.graph.statistics import PipelineStatistics
 from ...._pipeline.util.json_file import write_json
 from ...._schemas import TrajectoryGroup
 from ...batching.batcher import NOTHING_TO_TRAIN

@@ -5,7 +5,9 @@ from typing import Any
 from tests.pipeline.flow_stages import Collect, Count, Double, Groups, Pack
 
 from penstock import SendChannel, TrainBatch, TrajectoryGroup, each, here, source
-from penstock._pipeline.graph.stage_node import StageNode, name_of, named, output_type, wire_type
+from penstock._pipeline.graph.record_types import output_type, wire_type
+from penstock._pipeline.graph.stage_info import name_of, named
+from penstock._pipeline.graph.stage_node import StageNode
 
 
 async def judge(group: TrajectoryGroup) -> TrajectoryGroup:

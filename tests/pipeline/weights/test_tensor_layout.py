@@ -16,8 +16,9 @@ from safetensors.torch import load
 from torch import nn
 
 from penstock._pipeline.weights.tensor_layout import LENGTH, TensorLayout, WritePlan
+from penstock._pipeline.weights.tensor_manifest import manifest_of
 from penstock._pipeline.weights.weight_memory import bytes_of
-from penstock._pipeline.weights.weight_specs import DTYPES, Tensor, TensorManifest, TensorSpec, manifest_of
+from penstock._pipeline.weights.weight_specs import DTYPES, Tensor, TensorManifest, TensorSpec
 from penstock._pipeline.weights.weights import WeightReader, WeightWriter
 from penstock.torch import WeightFolder
 from penstock.weights import FusedTensor
