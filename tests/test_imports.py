@@ -35,7 +35,6 @@ FOLDERS = {"pipeline": PIPELINE_FOLDERS, "stages": STAGES_FOLDERS}
 CIRCLES = {
     frozenset({"evaluator", "group_sampler", "source_env"}),
     frozenset({"http_engine", "http_policy"}),
-    frozenset({"app", "endpoints", "running", "serve", "shm_receiver"}),
     frozenset({"generator", "trainer"}),
     frozenset({"callback", "rollout_func", "worker"}),
 }

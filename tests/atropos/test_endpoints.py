@@ -18,6 +18,7 @@ from penstock import TrajectoryGroup
 from penstock._stages.integrations.atropos.queue.records import Submission
 from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 from penstock._stages.integrations.atropos.server.app import application
+from penstock._stages.integrations.atropos.server.backend import RelayBackend
 from penstock._stages.integrations.atropos.server.endpoints import (
     LARGE_BYTES,
     PIPELINE_BACKLOG,
@@ -25,7 +26,6 @@ from penstock._stages.integrations.atropos.server.endpoints import (
     Endpoints,
 )
 from penstock._stages.integrations.atropos.server.limits import Bodies, BodyRefused, RequestRejections
-from penstock._stages.integrations.atropos.server.serve import RelayBackend
 from penstock._stages.integrations.atropos.server.shm_receiver import ShmIngest, ShmReceiver
 from penstock._stages.integrations.atropos.translation import from_group
 from penstock.integrations.atropos import Limits, ServerConfig

@@ -18,8 +18,9 @@ from anyio.lowlevel import checkpoint
 from tests.failsafe import FAILSAFE_S
 
 from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
+from penstock._stages.integrations.atropos.server.backend import RelayBackend
 from penstock._stages.integrations.atropos.server.running import RunningGateway
-from penstock._stages.integrations.atropos.server.serve import RelayBackend, open_server
+from penstock._stages.integrations.atropos.server.serve import open_server
 from penstock.errors import InvalidConfig
 from penstock.integrations.atropos import Limits, ServerConfig
 

@@ -17,7 +17,8 @@ from .._stages.integrations.atropos.queue.trajectory_queue import (
     TrajectoryQueue,
 )
 from .._stages.integrations.atropos.server.limits import Limits
-from .._stages.integrations.atropos.server.serve import DEFAULT_PORT, ServerConfig, serve
+from .._stages.integrations.atropos.server.serve import serve
+from .._stages.integrations.atropos.server.server_config import DEFAULT_PORT, ServerConfig
 from .._stages.integrations.atropos.server.shm_receiver import CAPACITY_BYTES
 
 LIMITS = Limits()

@@ -4,7 +4,7 @@ from .api_error import AtroposAPIError
 from .client import AtroposClient
 from .server.gateway import AtroposGateway
 from .server.limits import Limits
-from .server.serve import ServerConfig
+from .server.server_config import ServerConfig
 from .server.trainers import AtroposTrainers
 from .steps.messages import Action
 from .steps.stepwise import AtroposEnvironment, register_with_gem

@@ -28,7 +28,7 @@ from ..contract import SHM_PATH
 from ..queue.records import QueueFull, RequestRejected
 from .endpoints import Endpoints
 from .limits import BodyRefused
-from .serve import ServerConfig
+from .server_config import ServerConfig
 
 G = TypeVar("G")
 
@@ -76,7 +76,7 @@ def _routes(endpoints: Endpoints[G]) -> list[Route]:
         ("GET", "/latest_example", endpoints.latest_example),
         ("GET", "/reset_data", endpoints.reset_data),
     ]
-    if endpoints.ingest is not None:
+    if endpoints.shared is not None:
         listed.append(("GET", SHM_PATH, endpoints.shm))
     unavailable = endpoints.backend.unavailable
     gzip = Middleware(GZipMiddleware, minimum_size=COMPRESSED_FROM_BYTES, compresslevel=COMPRESSION_LEVEL)

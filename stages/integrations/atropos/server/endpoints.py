@@ -42,9 +42,8 @@ from ..queue.records import (
     WandbInfo,
 )
 from ..queue.trajectory_queue import TrajectoryQueue
+from .backend import Backend
 from .limits import Bodies, BodyRefused, Limits, RequestRejections
-from .serve import Backend
-from .shm_receiver import ShmIngest
 
 G = TypeVar("G")
 T = TypeVar("T")
@@ -108,6 +107,15 @@ class _Invalid(InvalidRecord):
         self.env_id = env_id
 
 
+class SharedMemory(NamedTuple):
+    """The other way by which groups arrive."""
+
+    url: str
+    """Address that environments connect to."""
+    waiting: Callable[[int], int]
+    """Returns the number of groups of an environment that arrived and are not in the queue."""
+
+
 class Endpoints(Generic[G]):
     """One method for each endpoint."""
 
@@ -118,12 +126,12 @@ class Endpoints(Generic[G]):
         limits: Limits,
         refusals: RequestRejections,
         *,
-        ingest: ShmIngest[G] | None = None,
+        shared: SharedMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.queue = queue
         self.backend = backend
-        self.ingest = ingest
+        self.shared = shared
         self.refusals = refusals
         self.room = Waiters()
         """Wakes tasks that wait for room in the queue, or until environments are notified of the end."""
@@ -171,8 +179,8 @@ class Endpoints(Generic[G]):
 
     async def shm(self, _: Request) -> Any:
         """GET /shm."""
-        assert self.ingest is not None  # noqa: S101 (there is no such route without one)
-        return {"url": self.ingest.url}
+        assert self.shared is not None  # noqa: S101 (there is no such route without one)
+        return {"url": self.shared.url}
 
     async def reset_data(self, _: Request) -> Response:
         """GET /reset_data."""
@@ -207,7 +215,7 @@ class Endpoints(Generic[G]):
         else:
             env_id = (await self._decoded(request, EnvReference)).env_id
         status = self._current_queue().env_status(self._now(), env_id, downstream=self.backend.downstream)
-        waiting = self.ingest.waiting(env_id) if self.ingest is not None else 0
+        waiting = self.shared.waiting(env_id) if self.shared is not None else 0
         if self.backend.complete:
             self.notified_complete.add(env_id)
             self.room.wake_all()

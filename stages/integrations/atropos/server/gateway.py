@@ -28,7 +28,9 @@ from ..contract import ScoredData, TrainerRegistration
 from ..queue.records import Submission
 from ..queue.trajectory_queue import DEFAULT_HEARTBEAT_TIMEOUT_S, TrajectoryQueue
 from ..translation import as_if_sent, from_group, to_group
-from .serve import Backend, Listening, ServerConfig, open_server
+from .backend import Backend
+from .serve import Listening, open_server
+from .server_config import ServerConfig
 
 if TYPE_CHECKING:
     from .endpoints import Endpoints

@@ -30,9 +30,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ....._pipeline.errors import InvalidConfig
 from ..queue.trajectory_queue import TrajectoryQueue
 from .app import application, refusal
-from .endpoints import Endpoints
+from .backend import Backend
+from .endpoints import Endpoints, SharedMemory
 from .limits import Limits, RequestRejections
-from .serve import Backend, ServerConfig
+from .server_config import ServerConfig
 from .shm_receiver import ShmIngest, open_receiver
 
 G = TypeVar("G")
@@ -84,7 +85,8 @@ async def run_server(
         if backend.takes_groups:
             ingest = ShmIngest(await stack.enter_async_context(open_receiver(capacity_bytes=config.shm_bytes)))
         refusals = RequestRejections()
-        endpoints = Endpoints(queue, backend, config.limits, refusals, ingest=ingest)
+        shared = None if ingest is None else SharedMemory(ingest.url, ingest.waiting)
+        endpoints = Endpoints(queue, backend, config.limits, refusals, shared=shared)
         app = application(endpoints, config, host)
         await stack.enter_async_context(_serving(app, listener, config, refusals))
         tasks = await stack.enter_async_context(anyio.create_task_group())

@@ -27,7 +27,9 @@ from ....sink.sink_trainer import batch_metrics
 from ..queue.records import Batch, Submission, UnpackableGroupSize
 from ..queue.trajectory_queue import TrajectoryQueue
 from ..translation import from_group
-from .serve import Backend, Listening, ServerConfig, open_server
+from .backend import Backend
+from .serve import Listening, open_server
+from .server_config import ServerConfig
 
 if TYPE_CHECKING:
     from .endpoints import Endpoints
