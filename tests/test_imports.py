@@ -35,8 +35,6 @@ FOLDERS = {"pipeline": PIPELINE_FOLDERS, "stages": STAGES_FOLDERS}
 CIRCLES = {
     frozenset({"evaluator", "group_sampler", "source_env"}),
     frozenset({"http_engine", "http_policy"}),
-    frozenset({"generator", "trainer"}),
-    frozenset({"callback", "rollout_func", "worker"}),
 }
 """Files that still import each other; there are to be fewer."""
 

@@ -45,6 +45,7 @@ from .interface import name_of
 from .requests import Request, Requests
 from .samples import Asked, Rules, columns_of, lags_of
 from .sampling_params import sampling_of
+from .trainer import bound
 from .weights import written
 
 log = get_logger("penstock.skyrl")
@@ -317,8 +318,6 @@ class PenstockGenerator:
             MissingExtra: SkyRL is not installed.
             MissingInterface: it lacks a method.
         """
-        from .trainer import bound  # noqa: PLC0415 (it has this generator's type)
-
         name_of("train.generators.base", "GeneratorInterface").register(type(self))
         self._bound = True
         return bound(base, self)

@@ -1,20 +1,57 @@
-"""Trainers of SkyRL that tell a `PenstockGenerator` what they train, and send weights to its publisher."""
+"""Trainers of SkyRL that report what they train, and send their weights where the report goes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from .interface import check_trainer, name_of
 
-if TYPE_CHECKING:
-    from .generator import PenstockGenerator
-
 LEDGER = "penstock.json"
 """The file with the ledger, in the folder of a checkpoint of SkyRL."""
+
+
+class Reported(Protocol):
+    """What a trainer reports to. Methods that block run in a thread, or where SkyRL blocks too."""
+
+    def begin(self, *, fully_async: bool) -> None:
+        """Note that the trainer begins, before it loads a checkpoint. Blocks."""
+        ...
+
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Note the state of the checkpoint that the trainer resumes."""
+        ...
+
+    def batch(self, generator_output: Mapping[str, Any]) -> None:
+        """Note the rows that are trained next."""
+        ...
+
+    def dropped(self, generator_outputs: Sequence[Mapping[str, Any]]) -> None:
+        """Note groups that were dropped."""
+        ...
+
+    def weights_wanted(self, dispatch: Any, version: int) -> None:
+        """Note that samplers are to have the weights of the workers of `dispatch`: the step is done. Blocks."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """Note that the step is done that made the weights of `version`. Blocks."""
+        ...
+
+    async def unless_failed(self, collecting: Any) -> Any:
+        """Return what `collecting` returns, or raise the error of the generation if that comes first."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        ...
+
+    def end(self) -> None:
+        """Note that the trainer ends. Blocks."""
+        ...
 
 
 class Dispatch:
@@ -39,7 +76,7 @@ class Dispatch:
         return {"sync_weights_only_transfer": self._took_s}
 
 
-def bound(base: Any, generator: PenstockGenerator) -> type:
+def bound(base: Any, generator: Reported) -> type:
     """Return `base` with methods that report to `generator`.
 
     Raises:
@@ -51,7 +88,7 @@ def bound(base: Any, generator: PenstockGenerator) -> type:
     return _asynchronous(found, generator) if is_async else found
 
 
-def _committing(base: Any, generator: PenstockGenerator, *, is_async: bool) -> Any:
+def _committing(base: Any, generator: Reported, *, is_async: bool) -> Any:
     class Committing(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
         """A trainer of SkyRL that starts the flow, reports what it trains, and sends its weights to the publisher."""
 
@@ -79,7 +116,7 @@ def _committing(base: Any, generator: PenstockGenerator, *, is_async: bool) -> A
     return Committing
 
 
-def _with_checkpoints(base: Any, generator: PenstockGenerator) -> Any:
+def _with_checkpoints(base: Any, generator: Reported) -> Any:
     io = name_of("backends.skyrl_train.utils.io", "io")
 
     def ledger_in(folder: object) -> str:
@@ -109,7 +146,7 @@ def _with_checkpoints(base: Any, generator: PenstockGenerator) -> Any:
     return WithCheckpoints
 
 
-def _asynchronous(base: Any, generator: PenstockGenerator) -> type:
+def _asynchronous(base: Any, generator: Reported) -> type:
     class Asynchronous(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
         """A fully asynchronous one: its loop raises the errors of the generator."""
 

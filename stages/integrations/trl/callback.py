@@ -1,4 +1,4 @@
-"""The callback of TRL's trainer that reports to a `TRLWorker` what was trained, and keeps its ledger in checkpoints.
+"""The callback of TRL's trainers that reports what was trained, and keeps the ledger in checkpoints.
 
 transformers saves the state of such a callback in `trainer_state.json`, the file of a checkpoint that has the step: the
 two cannot disagree, and a checkpoint that is moved keeps both.
@@ -6,70 +6,43 @@ two cannot disagree, and a checkpoint that is moved keeps both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from ...._pipeline.errors import MissingInterface
 from ...._pipeline.util.extras import extra
-from .deliveries import Limits
 from .interface import NEEDED_BY
-
-if TYPE_CHECKING:
-    from .rollout_func import Rollouts
-    from .worker import TRLWorker
 
 STATE = "PenstockLedger"
 """The name of the state in `trainer_state.json`, and of the callback's class."""
 
 
-def callback_of(worker: TRLWorker) -> Any:
-    """Return a `transformers.TrainerCallback` for `worker`.
+class Reported(Protocol):
+    """What the callback reports to, in the trainer's first process."""
 
-    Raises:
-        MissingExtra: transformers is not installed.
-    """
-    with extra("trl", NEEDED_BY):
-        from transformers import TrainerCallback  # noqa: PLC0415 (only where TRL trains)
-        from transformers.trainer_callback import ExportableState  # noqa: PLC0415 (as above)
+    def train_begins(self, args: Any, loader: Any, *, saved: Mapping[str, Any] | None, resumed: bool) -> None:
+        """Note TRL's arguments and data loader, and the state of the checkpoint that it resumes."""
+        ...
 
-    class PenstockLedger(TrainerCallback, ExportableState):  # type: ignore[misc,unused-ignore]  # untyped where absent
-        """Reports to one worker; made without arguments, as transformers makes it again from a checkpoint."""
+    def trained_microbatch(self) -> None:
+        """Note that the earliest micro-batch was trained."""
+        ...
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            if not state.is_world_process_zero:
-                return
-            saved = state.stateful_callbacks.get(STATE) if state.global_step else None
-            worker.begin(
-                Limits(args.max_staleness, args.token_budget or 0),
-                temperature=args.temperature,
-                per_version=samples_per_version(args),
-                saved=None if saved is None else saved["attributes"]["saved"],
-                resumed=state.global_step > 0,
-            )
-            note_collated(kwargs.get("train_dataloader"), worker.collated)
-            state.stateful_callbacks.setdefault(STATE, self.state())
+    def stepped(self) -> None:
+        """Note that an optimizer step is done."""
+        ...
 
-        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            if state.is_world_process_zero:
-                worker.trained_microbatch()
+    def step_ends(self, step: int, args: Any) -> None:
+        """Note the end of step `step`, by TRL's count."""
+        ...
 
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            if state.is_world_process_zero:
-                worker.trained_microbatch()
-                worker.stepped()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            if state.is_world_process_zero and state.global_step % args.weight_sync_steps:
-                worker.commit()  # else when TRL names the version that it has sent
-
-        def state(self) -> dict[str, Any]:
-            return {"args": {}, "attributes": {"saved": worker.state_dict()}}
-
-    return PenstockLedger()
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        ...
 
 
-def synchronous_callback_of(rollouts: Rollouts) -> Any:
-    """Return a `transformers.TrainerCallback` for `rollouts`.
+def callback_of(reported: Reported) -> Any:
+    """Return a `transformers.TrainerCallback` for `reported`.
 
     Raises:
         MissingExtra: transformers is not installed.
@@ -82,21 +55,32 @@ def synchronous_callback_of(rollouts: Rollouts) -> Any:
         """Reports to one object; made without arguments, as transformers makes it again from a checkpoint."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            if not state.is_world_process_zero:
+                return
             saved = state.stateful_callbacks.get(STATE) if state.global_step else None
-            rollouts.begin(None if saved is None else saved["attributes"]["saved"], resumed=state.global_step > 0)
+            reported.train_begins(
+                args,
+                kwargs.get("train_dataloader"),
+                saved=None if saved is None else saved["attributes"]["saved"],
+                resumed=state.global_step > 0,
+            )
             state.stateful_callbacks.setdefault(STATE, self.state())
 
         def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            rollouts.trained_microbatch()
+            if state.is_world_process_zero:
+                reported.trained_microbatch()
 
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            rollouts.trained_microbatch()
+            if state.is_world_process_zero:
+                reported.trained_microbatch()
+                reported.stepped()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            rollouts.commit()
+            if state.is_world_process_zero:
+                reported.step_ends(state.global_step, args)
 
         def state(self) -> dict[str, Any]:
-            return {"args": {}, "attributes": {"saved": rollouts.state_dict()}}
+            return {"args": {}, "attributes": {"saved": reported.state_dict()}}
 
     return PenstockLedger()
 

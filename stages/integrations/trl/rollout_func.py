@@ -24,7 +24,7 @@ from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
 from ..framework_version import warn_untried
-from .callback import synchronous_callback_of
+from .callback import callback_of
 from .interface import TRIED
 from .samples import check
 from .transfer import TRLTransfer
@@ -100,7 +100,7 @@ class Rollouts:
         Raises:
             MissingExtra: transformers is not installed.
         """
-        return synchronous_callback_of(self)
+        return callback_of(self)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Return rollouts, one for each of `prompts`, which are counted and not read. Called by TRL.
@@ -164,8 +164,8 @@ class Rollouts:
 
     # -- called by the callback --------------------------------------------------------------------------------------
 
-    def begin(self, saved: Mapping[str, Any] | None, *, resumed: bool) -> None:
-        """Note the state of the checkpoint that the trainer resumes. Called by the callback."""
+    def train_begins(self, args: Any, loader: Any, *, saved: Mapping[str, Any] | None, resumed: bool) -> None:  # noqa: ARG002 (the protocol's)
+        """Note the state of the checkpoint that the trainer resumes; see `Reported`."""
         if resumed and saved is None:
             log.warning("resumed_without_ledger", consequence="prompts that were trained may be trained again")
         self._began, self._saved = True, saved
@@ -177,8 +177,11 @@ class Rollouts:
         if not generation.uses:
             self._stepped += self._generated.popleft().trajectories
 
-    def commit(self) -> None:
-        """Publish the weights and commit, if a batch is used up. Called by the callback after an optimizer step."""
+    def stepped(self) -> None:
+        """See `Reported`: a batch counts when its last part is trained."""
+
+    def step_ends(self, step: int, args: Any) -> None:  # noqa: ARG002 (the protocol's)
+        """Publish the weights and commit, if a batch is used up; see `Reported`."""
         thread = self._thread
         if not self._stepped or thread is None or not thread.running:
             return

@@ -30,7 +30,7 @@ from ...batching.batcher import NOTHING_TO_TRAIN
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread, statistics_of
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
-from .callback import callback_of
+from .callback import callback_of, note_collated, samples_per_version
 from .deliveries import Deliveries, Limits
 from .interface import rollout_sample
 from .samples import samples_of
@@ -163,6 +163,17 @@ class TRLWorker:
 
     # -- called by the callback and by the queue, in the main thread -------------------------------------------------
 
+    def train_begins(self, args: Any, loader: Any, *, saved: Mapping[str, Any] | None, resumed: bool) -> None:
+        """See `Reported`."""
+        self.begin(
+            Limits(args.max_staleness, args.token_budget or 0),
+            temperature=args.temperature,
+            per_version=samples_per_version(args),
+            saved=saved,
+            resumed=resumed,
+        )
+        note_collated(loader, self.collated)
+
     def begin(
         self,
         limits: Limits,
@@ -172,14 +183,14 @@ class TRLWorker:
         saved: Mapping[str, Any] | None,
         resumed: bool,
     ) -> None:
-        """Note TRL's configuration, and the state of the checkpoint that it resumes. Called by the callback."""
+        """Note TRL's configuration, and the state of the checkpoint that it resumes."""
         if resumed and saved is None:
             log.warning("resumed_without_ledger", consequence="prompts that were trained may be trained again")
         self._limits, self._temperature, self._saved = limits, temperature, saved
         self._per_version = per_version
 
     def collated(self, examples: list[Any]) -> None:
-        """Note the next micro-batch of TRL, by the `input_ids` of its samples. Called by the callback."""
+        """Note the next micro-batch of TRL, by the `input_ids` of its samples."""
         self._deliveries.collate(examples)
 
     def trained_microbatch(self) -> None:
@@ -190,8 +201,13 @@ class TRLWorker:
         """Note that TRL's optimizer step is done. Called by the callback."""
         self._stepped += self._deliveries.step()
 
+    def step_ends(self, step: int, args: Any) -> None:
+        """See `Reported`. Where weights are sent after a step, TRL names their version, and that commits."""
+        if step % args.weight_sync_steps:
+            self.commit()
+
     def commit(self) -> None:
-        """Commit what TRL's optimizer steps have trained, at its present version. Called by the callback."""
+        """Commit what TRL's optimizer steps have trained, at its present version."""
         thread = self._thread
         if thread is None:
             return
