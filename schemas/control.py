@@ -287,7 +287,7 @@ class EndOfWeights(_Message, frozen=True):
 # -- a weights publisher and the mirror of another host, over ZeroMQ; besides the messages above -------------------
 
 
-class Layout(_Named, frozen=True):
+class WeightLayout(_Named, frozen=True):
     """The publisher accepts a mirror, which answers Ready; the layout of each version follows from the header."""
 
     version: SmallCount
@@ -348,7 +348,7 @@ Message = (
     | ViewsInUse
     | Resume
     | EndOfWeights
-    | Layout
+    | WeightLayout
     | ChunkRequest
     | Chunk
     | VersionGone

@@ -236,6 +236,17 @@ def module_of(path: Path) -> str:
     return package_of(path) + own
 
 
+def test_a_class_name_denotes_one_class() -> None:
+    defined: dict[str, list[str]] = {}
+    for path in sources():
+        if path.relative_to(ROOT).parts[0] in {*FOLDERS, "schemas", "src"}:
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    defined.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+
+    assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}
+
+
 @EVERY_SOURCE
 def test_torch_is_imported_where_tensors_live(path: Path) -> None:
     if path.relative_to(ROOT).as_posix() in TORCH_AT_MODULE_LEVEL or layer_of_file(path) == "examples":

@@ -41,7 +41,7 @@ L = TypeVar("L")
 _FAILED, _REJECTED = END_STATES.index("failed"), END_STATES.index("rejected")
 
 
-class Progress(NamedTuple):
+class ProgressCounts(NamedTuple):
     """Counts that only grow, all workers included, for `ProgressGuard`."""
 
     failed: int
@@ -310,12 +310,12 @@ class Ledger:
         """Trajectories that workers of sources hold, or that are on their way here."""
         return sum(counters.in_flight for counters in self._worker_counters)
 
-    def progress(self) -> Progress:
+    def progress(self) -> ProgressCounts:
         """Return the counts of all processes that show whether the run makes progress."""
         succeeded, *ended = SharedCounters.added_up(self._worker_counters)
         trained, unsampled = self._ends["trained"], self._unsampled + ended[_REJECTED]
         replayed = min(self._copies, self._admitted - self._copies + self._restored)
-        return Progress(
+        return ProgressCounts(
             failed=self._ends["failed"] + ended[_FAILED],
             rejected=self._ends["rejected"] + ended[_REJECTED],
             unsampled=unsampled,

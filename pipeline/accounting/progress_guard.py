@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 from ..._schemas import GroupId
 from ..errors import NothingTrained, RolloutsFailed
-from .ledger import Ledger, Progress
+from .ledger import Ledger, ProgressCounts
 from .reasons import first_reasons, reasons_by_state
 from .telemetry import get_logger
 
@@ -134,7 +134,7 @@ class ProgressGuard:
         self._check_sampled(progress)
         self._check_trained(progress)
 
-    def _of_failures(self, in_a_row: int, progress: Progress) -> str:
+    def _of_failures(self, in_a_row: int, progress: ProgressCounts) -> str:
         return (
             f"expected at least one of {FAILURE_LIMIT} rollouts in a row to succeed, got {in_a_row} failures and no "
             f"success between them ({progress.failed} failures, {progress.succeeded} successes in all): "
@@ -142,14 +142,14 @@ class ProgressGuard:
             f"each error is in the log"
         )
 
-    def _of_prompts(self, progress: Progress) -> str:
+    def _of_prompts(self, progress: ProgressCounts) -> str:
         reasons = self._ledger.balance().reasons["rejected"]
         return (
             f"expected a prompt that may be sampled, got none in a whole epoch: {progress.rejected:,} trajectories "
             f"rejected ({first_reasons(reasons)}). Raise the bound on prompts, or shorten them"
         )
 
-    def _check_sampled(self, progress: Progress) -> None:
+    def _check_sampled(self, progress: ProgressCounts) -> None:
         in_a_row = self._unsampled.length(progress.unsampled, progress.succeeded)
         limit = max(ENDED_AT_WARNINGS * LEAST_WARNED_AT, self._ledger.epoch.trajectories)
         before, self._sampled_by_workers = self._sampled_by_workers, None
@@ -166,7 +166,7 @@ class ProgressGuard:
 
     # -- trained trajectories ------------------------------------------------------------------------------------------
 
-    def _check_trained(self, progress: Progress) -> None:
+    def _check_trained(self, progress: ProgressCounts) -> None:
         successes = progress.trained + self._delivered()
         if successes != self._untrained.successes:
             self._per_step = max(self._stated, successes - self._untrained.successes)

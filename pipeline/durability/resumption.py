@@ -86,7 +86,7 @@ class Resumes(Protocol):
         ...
 
 
-class Snapshot:
+class StageSnapshot:
     """The state of a stage when `take` was last called: a checkpoint is written while the stage goes on."""
 
     def __init__(self, stage: Stateful) -> None:

@@ -29,7 +29,7 @@ LATE_S = 5.0
 log = get_logger("penstock.view")
 
 
-class Published(msgspec.Struct, frozen=True, kw_only=True):
+class ViewFile(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the file."""
 
     written_s: float
@@ -70,7 +70,7 @@ class PublishedView:
         await in_thread(self._write, self._watched.snapshot(), self._taken)
 
     def _write(self, shown: Snapshot, number: int) -> None:
-        published = Published(written_s=time.monotonic(), shown=shown.with_memory())
+        published = ViewFile(written_s=time.monotonic(), shown=shown.with_memory())
         with self._lock:
             if number < self._written:
                 return
@@ -85,7 +85,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """A run as another process sees it."""
 
     running: bool
-    published: Published | None
+    published: ViewFile | None
     """None where a run has begun, and has not written its view yet."""
 
     @property
@@ -126,7 +126,7 @@ def seen(folder: Path) -> Seen:
     return Seen(running=running, published=published)
 
 
-def _read(path: Path) -> Published | None:
+def _read(path: Path) -> ViewFile | None:
     with suppress(FileNotFoundError, NotADirectoryError):
-        return read_json(path, Published, remedy="remove the file, which a run writes again every second")
+        return read_json(path, ViewFile, remedy="remove the file, which a run writes again every second")
     return None

@@ -31,7 +31,6 @@ from ..._schemas.control import (
     Chunk,
     ChunkRequest,
     EndOfWeights,
-    Layout,
     Message,
     MessageCount,
     NewVersion,
@@ -42,6 +41,7 @@ from ..._schemas.control import (
     Resume,
     Subscribe,
     VersionGone,
+    WeightLayout,
     decode,
     encode,
     printable,
@@ -65,7 +65,7 @@ from .weight_address import WeightAddress
 from .weight_connection import SCHEME, listening_in
 from .weight_reconnection import RECONNECT_TIMEOUT_S, reconnected
 from .weight_subscriptions import RELEASE_TIMEOUT_S, Subscriptions
-from .weight_transfer import MOST_DAMAGED, WeightTransfer, span
+from .weight_transfer import MOST_DAMAGED, VersionTransfer, span
 from .weights import NO_VERSION, WeightWriter
 
 log = get_logger("penstock.weights")
@@ -81,7 +81,9 @@ LINK_DESCRIPTORS = 8
 class _Link:
     """A connection to the publisher."""
 
-    def __init__(self, control: TcpControl, layout: Layout, events: EventSocket, heartbeat_timeout_s: float) -> None:
+    def __init__(
+        self, control: TcpControl, layout: WeightLayout, events: EventSocket, heartbeat_timeout_s: float
+    ) -> None:
         self.layout = layout
         self._counts = MessageCounts()
         """Of the messages after the handshake."""
@@ -170,10 +172,10 @@ class _Link:
             await self._control.aclose()
 
 
-def _layout(answer: Message, address: WeightAddress) -> Layout:
+def _layout(answer: Message, address: WeightAddress) -> WeightLayout:
     _accepted(answer, address)
-    if not isinstance(answer, Layout):
-        raise ProtocolMismatch(f"expected a Layout, got {type(answer).__name__}")
+    if not isinstance(answer, WeightLayout):
+        raise ProtocolMismatch(f"expected a WeightLayout, got {type(answer).__name__}")
     if answer.generation != address.generation:
         raise StaleHandle(
             f"expected weights of publisher {address.generation:x} at {address.url}, got those of "
@@ -208,7 +210,7 @@ class WeightMirror:
         """The newest version that the publisher has announced."""
         self._gone = NO_VERSION
         """The last version that was overwritten before it had arrived."""
-        self._transfer: WeightTransfer | None = None
+        self._transfer: VersionTransfer | None = None
         """The transfer into the buffer that is not the newest."""
         self._pausing: anyio.CancelScope | None = None
         """The scope of the task that pauses the subscribers."""
@@ -300,13 +302,13 @@ class WeightMirror:
         except anyio.BrokenResourceError:
             pass  # `_received` ends too
 
-    async def _begun(self) -> WeightTransfer:
+    async def _begun(self) -> VersionTransfer:
         """Begin the transfer of the newest version, when there is one and no sampler uses its buffer."""
         while self._announced <= max(self._writer.latest, self._gone):
             await self._changed.wait()
         await self.subscriptions.released(self._writer.sequence - 1)
         self._writer.begin()
-        self._transfer = WeightTransfer(self._announced, self._nbytes)
+        self._transfer = VersionTransfer(self._announced, self._nbytes)
         return self._transfer
 
     async def _store(self, chunk: Chunk) -> None:

@@ -30,13 +30,13 @@ from ..._schemas.control import (
     Chunk,
     ChunkRequest,
     EndOfWeights,
-    Layout,
     Message,
     MessageCount,
     PauseAck,
     Ready,
     Subscribe,
     VersionGone,
+    WeightLayout,
     decode,
     encode,
 )
@@ -257,7 +257,9 @@ class WeightServer:
         connection.mirror = _Mirror(request, identity, self._send)
         self._set_deadline(connection)
         header, pause = self._reader.layout.header, self._subscriptions.pause
-        self._send_last(identity, Layout(PROTOCOL_VERSION, self._subscriptions.name, self._generation, pause, header))
+        self._send_last(
+            identity, WeightLayout(PROTOCOL_VERSION, self._subscriptions.name, self._generation, pause, header)
+        )
 
     def _admit(self, connection: _Connection, mirror: _Mirror) -> None:
         mirror.tcp = TcpConnection(connection.fd)

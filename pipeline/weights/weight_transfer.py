@@ -39,7 +39,7 @@ def digest(content: bytes) -> bytes:
     return xxhash.xxh3_128_digest(content)
 
 
-class WeightTransfer:
+class VersionTransfer:
     """The progress of one version: the chunks that have arrived, and those that were requested.
 
     >>> transfer = WeightTransfer(version=7, nbytes=2 * CHUNK_BYTES)

@@ -67,10 +67,10 @@ from .worker_messages import (
     Finished,
     Joined,
     Joins,
+    KeylessAddress,
     Leaves,
     Left,
     NoneLeft,
-    PublishedWeights,
     Refused,
     StageConfig,
     Wants,
@@ -335,7 +335,7 @@ class _Session:
         if not config.channels.held_by_parent:
             scope.cancel()
 
-    def _made(self, name: str, published: PublishedWeights | None) -> Any:
+    def _made(self, name: str, published: KeylessAddress | None) -> Any:
         """Return the stage, which must have this name; where it cannot be made, this worker alone leaves."""
         try:
             stage = self._program.make_stage(None if published is None else self._address(published))
@@ -347,7 +347,7 @@ class _Session:
         self._report(Left(f"made the stage {name_of(stage)}"))
         raise InvalidPipeline(f"expected the stage {name}, got {name_of(stage)}: name another function")
 
-    def _address(self, published: PublishedWeights) -> WeightAddress:
+    def _address(self, published: KeylessAddress) -> WeightAddress:
         """Return the address of the weights: at the host that this worker has joined, as it reaches that."""
         host, port = urlsplit(self._url).hostname or "", urlsplit(published.url).port
         url = f"tcp://{bracketed(host)}:{port}"

@@ -42,9 +42,9 @@ from .worker_messages import (
     Assigned,
     Joined,
     Joins,
+    KeylessAddress,
     Leaves,
     NoneLeft,
-    PublishedWeights,
     Refused,
     Serving,
     StageConfig,
@@ -283,7 +283,7 @@ class JoinedWorkers(Supervisor):
         address = self._joining.weights
         weights = None
         if address is not None:
-            weights = PublishedWeights(address.url, address.local, address.host, address.generation)
+            weights = KeylessAddress(address.url, address.local, address.host, address.generation)
         self._instruct(handle.peer, Joined(handle.config, self._ledger.step, weights))
         return handle
 

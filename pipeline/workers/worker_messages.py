@@ -156,7 +156,7 @@ WorkerEvent = Starting | Connected | Serving | Finished | Failed | Joins | Wants
 """The events that a worker sends to its parent: on a pipe, each as a line of JSON, or with its records."""
 
 
-class PublishedWeights(msgspec.Struct, frozen=True):
+class KeylessAddress(msgspec.Struct, frozen=True):
     """A `WeightAddress` without its key, which a worker has already."""
 
     url: Line
@@ -171,7 +171,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     config: StageConfig
     step: Count
     """The last optimizer step."""
-    weights: PublishedWeights | None
+    weights: KeylessAddress | None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

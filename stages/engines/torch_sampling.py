@@ -31,7 +31,7 @@ DONE_SHARE = 0.25
 """Share of rows that are done above which they leave the cache: leaving copies it, staying computes for nothing."""
 
 
-class Rows(NamedTuple):
+class SampledRows(NamedTuple):
     """Rows that are sampled, or that will join those that are."""
 
     rows: list[SampledRow]
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     chosen: Tensor
     """[b] int64, the tokens drawn last, which are not in the cache yet."""
 
-    def live(self) -> Rows:
+    def live(self) -> SampledRows:
         """Return those that are not done; the cache keeps no others."""
         places = [place for place, row in enumerate(self.rows) if not row.done]
         if len(places) == len(self.rows):
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
         kept = torch.tensor(places, dtype=torch.int64, device=self.chosen.device)
         if places:
             self.cache.keep(kept)
-        return Rows([self.rows[place] for place in places], self.cache, self.chosen[kept])
+        return SampledRows([self.rows[place] for place in places], self.cache, self.chosen[kept])
 
 
 class SamplingBatch:
@@ -75,7 +75,7 @@ class SamplingBatch:
         self._generator = generator
         self._autocast = autocast
         self._inverse = InverseDraw()
-        self._sampled = Rows([], None, torch.empty(0, dtype=torch.int64, device=generator.device))
+        self._sampled = SampledRows([], None, torch.empty(0, dtype=torch.int64, device=generator.device))
         """Also rows that are done and did not leave yet."""
         self._columns: _Columns
         """Of these rows."""
@@ -103,7 +103,7 @@ class SamplingBatch:
         return done
 
     @torch.inference_mode()
-    def read(self, rows: list[SampledRow], version: int) -> Rows:
+    def read(self, rows: list[SampledRow], version: int) -> SampledRows:
         """Read each different prompt of `rows` once, and draw the first token of each, with weights of `version`."""
         tokens, mask, owner = (
             torch.from_numpy(array).to(self._generator.device)
@@ -115,10 +115,10 @@ class SamplingBatch:
         logits = self._logits(tokens, positions_of(mask), attend, cache)
         cache.keep(owner)
         columns = _Columns(rows, cache.length, logits.device)
-        return Rows(rows, cache, self._draw(rows, columns, logits[owner], version))
+        return SampledRows(rows, cache, self._draw(rows, columns, logits[owner], version))
 
     @torch.inference_mode()
-    def join(self, read: Rows) -> None:
+    def join(self, read: SampledRows) -> None:
         """Add rows that were `read` to those that are being sampled; rows that are done leave."""
         self._done += [row for row in read.rows if row.done]
         joining = read.live()
@@ -128,7 +128,7 @@ class SamplingBatch:
         if staying.rows:
             staying.cache.join(joining.cache)
             chosen = torch.cat([staying.chosen, joining.chosen])
-            joining = Rows([*staying.rows, *joining.rows], staying.cache, chosen)
+            joining = SampledRows([*staying.rows, *joining.rows], staying.cache, chosen)
         self._align(joining)
 
     @torch.inference_mode()
@@ -139,7 +139,7 @@ class SamplingBatch:
         attend = Attention.causal(seen, tokens=1)
         logits = self._logits(chosen[:, None], columns.position, attend, cache)
         columns.position = columns.position + columns.moves
-        self._sampled = Rows(rows, cache, self._draw(rows, columns, logits, version))
+        self._sampled = SampledRows(rows, cache, self._draw(rows, columns, logits, version))
         self._done += [row for row in live if row.done]
         done = [place for place, row in enumerate(rows) if row.done]
         if len(done) > DONE_SHARE * len(rows):
@@ -152,7 +152,7 @@ class SamplingBatch:
         with computing_in(self._autocast, tokens.device):
             return self._model(tokens, positions=positions, attend=attend, cache=cache)[:, -1]
 
-    def _align(self, live: Rows) -> None:
+    def _align(self, live: SampledRows) -> None:
         """Sample `live` from now on; cut what is padding in each of them."""
         self._sampled = live
         if not live.rows:

@@ -24,7 +24,7 @@ GIVE_UP_S = 5.0
 """Processor time after which a formula counts as one that cannot be read."""
 
 
-class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+class TextVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """The verdict about one text."""
 
     correct: bool | None = None
@@ -39,12 +39,12 @@ def main(parent: str) -> None:
     reply_to(parent, lambda: compare("1", "1"), _reply)  # the first call compiles its grammar
 
 
-def _reply(line: bytes) -> Reply:
+def _reply(line: bytes) -> TextVerdict:
     try:
         with bounded():
-            return Reply(compare(*msgspec.json.decode(line, type=tuple[tuple[str, ...], str])))
+            return TextVerdict(compare(*msgspec.json.decode(line, type=tuple[tuple[str, ...], str])))
     except Exception as error:  # noqa: BLE001 (raised in the parent)
-        return Reply(error=f"{type(error).__name__}: {error}")
+        return TextVerdict(error=f"{type(error).__name__}: {error}")
 
 
 @contextmanager

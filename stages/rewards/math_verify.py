@@ -20,7 +20,7 @@ from ..._pipeline.util.extras import extra
 from ..._pipeline.workers.call_process import Callee, CallProcesses
 from ..._schemas.config import nearest
 from . import math_process
-from .math_process import Reply
+from .math_process import TextVerdict
 from .reward_functions import RewardComponent
 from .reward_input import RewardInput
 
@@ -78,7 +78,7 @@ class MathVerify(RewardComponent):
         answers = _answers(self.answer, row[self.answer])
         async with processes.borrowed() as process:
             received = await process.ask(answers, completion.text)
-        reply = msgspec.json.decode(received, type=Reply)
+        reply = msgspec.json.decode(received, type=TextVerdict)
         if reply.error:
             raise ValueError(reply.error)
         return None if reply.correct is None else float(reply.correct)

@@ -30,7 +30,7 @@ from ..contracts.policies import Completion, Tokenizer
 from ..contracts.prompts import Prompt, PromptSource
 from ..contracts.threads import Threads
 from ..tokenizers.chat_format import ChatFormat
-from ..tokenizers.conversations import Conversation, conversation, text_of
+from ..tokenizers.conversations import ConversationEncoder, conversation, text_of
 
 CLOSE_TIMEOUT_S = 2.0
 """Bound on closing the environments at the end of a run; part of the 5 s in which Ctrl-C ends everything."""
@@ -430,7 +430,9 @@ class _EpisodeTasks:
                 rewards[-1] += reward
 
 
-def _outcome(said: Conversation, completion: Completion, outcome: Any) -> tuple[NDArray[np.int32], float, bool, bool]:
+def _outcome(
+    said: ConversationEncoder, completion: Completion, outcome: Any
+) -> tuple[NDArray[np.int32], float, bool, bool]:
     observation, reward, terminated, truncated, _ = outcome
     ended = bool(terminated or truncated)
     tokens = np.zeros(0, np.int32) if ended else said.go_on(completion, observation)

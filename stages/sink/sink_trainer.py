@@ -24,7 +24,7 @@ from ..._pipeline.accounting.ledger import Ledger
 from ..._pipeline.accounting.sample import Sample
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.channels.channel import ReceiveChannel
-from ..._pipeline.durability.resumption import ResumePoint, Snapshot, Stateful
+from ..._pipeline.durability.resumption import ResumePoint, StageSnapshot, Stateful
 from ..._pipeline.durability.run_changes import StageFacts, StatesFacts
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.context import current
@@ -119,7 +119,7 @@ class KeepsState(Protocol):
 
 
 @runtime_checkable
-class Watched(Protocol):
+class FailsBetweenSteps(Protocol):
     """A trainer that can fail between two steps, for example because it has other processes."""
 
     async def watch(self) -> None:
@@ -185,7 +185,7 @@ class SinkTrainer:
     evaluation: Evaluation | None = None
     _signal: LearningSignal = field(default_factory=LearningSignal, init=False, repr=False, compare=False)
     """Warns of steps in a row that have nothing to learn from."""
-    _gathered: tuple[Snapshot, ...] = field(default=(), repr=False)
+    _gathered: tuple[StageSnapshot, ...] = field(default=(), repr=False)
     """Snapshots of every stage whose statistics a checkpoint contains."""
 
     def __post_init__(self) -> None:
@@ -229,7 +229,7 @@ class SinkTrainer:
                 f"trainer: expected steps, committed, save(folder, committed), keep(state) and resume(checkpoint) for "
                 f"a run that is kept in a folder, got {type(trainer).__name__}"
             )
-        gathered = {name: Snapshot(stage) for name, stage in gathering.items()}
+        gathered = {name: StageSnapshot(stage) for name, stage in gathering.items()}
         trainer.keep(gathered)
         if (latest := latest_checkpoint(folder)) is not None:
             resume = trainer.resume_verified if isinstance(trainer, ResumesVerified) else trainer.resume
@@ -443,7 +443,7 @@ async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:
 @asynccontextmanager
 async def _watching(trainer: Trainer) -> AsyncIterator[None]:
     """Cancel the body, and raise the reason, if the trainer fails between two steps."""
-    if not isinstance(trainer, Watched):
+    if not isinstance(trainer, FailsBetweenSteps):
         yield
         return
     with unwrap_first():  # a step may fail of the same cause

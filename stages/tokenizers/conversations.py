@@ -15,7 +15,7 @@ from .messages import Message, asked, normalized
 from .start_tokens import prompt_ids
 
 
-class Conversation(Protocol):
+class ConversationEncoder(Protocol):
     """Converts what an environment says; of one rollout."""
 
     @property
@@ -32,7 +32,7 @@ class Conversation(Protocol):
         ...
 
 
-def conversation(tokenizer: Tokenizer, chat: ChatFormat | None) -> Conversation:
+def conversation(tokenizer: Tokenizer, chat: ChatFormat | None) -> ConversationEncoder:
     """Return a conversation that has not begun: by `chat`, or of plain text."""
     return TextConversation(tokenizer) if chat is None else ChatConversation(chat)
 
@@ -46,7 +46,7 @@ class TextConversation:
         self._tokenizer = tokenizer
 
     def begin(self, observation: Any) -> NDArray[np.int32]:
-        """See `Conversation`.
+        """See `ConversationEncoder`.
 
         Raises:
             TypeError: the observation is no text.
@@ -58,7 +58,7 @@ class TextConversation:
         return prompt
 
     def go_on(self, _: Completion, observation: Any, /) -> NDArray[np.int32]:
-        """See `Conversation`.
+        """See `ConversationEncoder`.
 
         Raises:
             TypeError: the observation is no text.
@@ -82,7 +82,7 @@ class ChatConversation:
         self.meta: Mapping[str, Any] = {}
 
     def begin(self, observation: Any) -> NDArray[np.int32]:
-        """See `Conversation`.
+        """See `ConversationEncoder`.
 
         Raises:
             TypeError: the observation is neither text nor a list of messages.
@@ -93,7 +93,7 @@ class ChatConversation:
         return np.asarray(self._chat.prompt(self._messages), np.int32)
 
     def go_on(self, completion: Completion, observation: Any) -> NDArray[np.int32]:
-        """See `Conversation`.
+        """See `ConversationEncoder`.
 
         Raises:
             TypeError: the observation is neither text nor a list of messages.

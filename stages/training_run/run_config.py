@@ -203,7 +203,7 @@ class AlgorithmConfig(Config, frozen=True):
             raise InvalidConfig(f"clip: expected with loss {', '.join(BOUNDED)}, got loss {self.loss}")
 
 
-class ServerConfig(Config, frozen=True):
+class InferenceServerConfig(Config, frozen=True):
     """The inference server of an engine that is not `torch`."""
 
     url: Text
@@ -301,7 +301,7 @@ class RunConfig(Config, frozen=True):
     sampling: SamplingParams = SamplingParams()
     engine: Literal["torch"] | ServerKind = "torch"
     """torch samples in processes of this run; the others are inference servers, see `server`."""
-    server: ServerConfig | None = None
+    server: InferenceServerConfig | None = None
     placement: PlacementConfig = PlacementConfig()
     evaluation: EvaluationConfig | None = None
     """Evaluation every few steps too; null for one before the first and one after the last."""

@@ -23,12 +23,12 @@ from penstock._schemas.control import (
     PROTOCOL_VERSION,
     ChunkRequest,
     EndOfWeights,
-    Layout,
     Message,
     PauseAck,
     Ready,
     Reject,
     Subscribe,
+    WeightLayout,
     decode,
     encode,
 )
@@ -86,7 +86,7 @@ async def answer(one: zmq.Socket[bytes]) -> Message:
 
 async def subscribe(one: zmq.Socket[bytes]) -> None:
     one.send(encode(SUBSCRIBE))
-    assert isinstance(await answer(one), Layout)
+    assert isinstance(await answer(one), WeightLayout)
     one.send(encode(Ready()))
     assert isinstance(await answer(one), Ready)
 
@@ -128,7 +128,7 @@ async def test_a_peer_with_the_key_that_does_not_complete_the_handshake_is_disco
         with key_holder(address.url) as one:
             for message in sent:
                 one.send(encode(message))
-                assert isinstance(await answer(one), Layout)
+                assert isinstance(await answer(one), WeightLayout)
             with anyio.fail_after(FAILSAFE_S):  # it is writable once it is connected
                 while not int(one.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
                     await anyio.lowlevel.checkpoint()

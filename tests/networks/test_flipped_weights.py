@@ -154,7 +154,7 @@ async def test_a_mirror_goes_on_after_a_message_that_was_dropped(*, to_publisher
     [
         pytest.param(True, 0, id="Subscribe"),
         pytest.param(True, 1, id="Ready of the mirror"),
-        pytest.param(False, 0, id="Layout"),
+        pytest.param(False, 0, id="WeightLayout"),
         pytest.param(False, 1, id="Ready of the publisher"),
     ],
 )

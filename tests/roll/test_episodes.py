@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock import TrajectoryId
-from penstock._stages.integrations.roll.episodes import Episode, Episodes
+from penstock._stages.integrations.roll.episodes import Episodes, QueuePlace
 
-FIRST, SECOND = Episode(0, 0), Episode(1, 0)
+FIRST, SECOND = QueuePlace(0, 0), QueuePlace(1, 0)
 
 
 def ids(prompt: int) -> tuple[TrajectoryId, ...]:
@@ -55,4 +55,4 @@ def test_a_group_of_the_oldest_age_that_roll_takes_is_trained(episodes: Episodes
 def test_episodes_of_other_environments_in_the_queue_do_not_matter(episodes: Episodes) -> None:
     episodes.put(FIRST, ids(0), created=0)
 
-    assert episodes.advance(1, {Episode(7, 7)}) == (list(ids(0)), [])
+    assert episodes.advance(1, {QueuePlace(7, 7)}) == (list(ids(0)), [])

@@ -12,7 +12,7 @@ import pytest
 from tests.failsafe import FAILSAFE_S
 
 from penstock import Flow, SendChannel, TrajectoryGroup, source
-from penstock._stages.integrations.roll.episodes import Episode
+from penstock._stages.integrations.roll.episodes import QueuePlace
 from penstock._stages.integrations.roll.group_queue import Put
 from penstock._stages.integrations.roll.step_files import StepFiles
 from penstock._stages.integrations.roll.tag_flow import Bounds, Sampled, TagFlow
@@ -50,14 +50,14 @@ class Roll:
     """ROLL's queue: takes groups, and hands them over when a batch is made."""
 
     def __init__(self) -> None:
-        self.queued: dict[Episode, int] = {}
+        self.queued: dict[QueuePlace, int] = {}
         self.number = 0
 
-    def held(self) -> set[Episode]:
+    def held(self) -> set[QueuePlace]:
         return set(self.queued)
 
     def put(self, flow: TagFlow, sampled: Sampled, answer: Any = "taken", created: int = 0) -> Put:
-        episode = Episode(0, self.number)
+        episode = QueuePlace(0, self.number)
         self.number += 1
         if answer == "taken":
             self.queued[episode] = created

@@ -31,7 +31,7 @@ MESSAGES: list[c.Message] = [
     c.ViewsInUse(3),
     c.Resume(),
     c.EndOfWeights(),
-    c.Layout(c.PROTOCOL_VERSION, "trainer", 2**62, 0, b"header"),
+    c.WeightLayout(c.PROTOCOL_VERSION, "trainer", 2**62, 0, b"header"),
     c.ChunkRequest(4, 7),
     c.Chunk(4, 7, bytes(16), bytes(100)),
     c.VersionGone(4),

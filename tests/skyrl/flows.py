@@ -21,7 +21,7 @@ from penstock._pipeline.accounting.repetition_sets import exclude
 from penstock._stages.integrations.flow_thread.flow_run import Drop, FlowRun
 from penstock._stages.integrations.flow_thread.flow_thread import FlowThread
 from penstock._stages.integrations.skyrl.arrivals import Arrivals
-from penstock._stages.integrations.skyrl.requests import Request, Requests
+from penstock._stages.integrations.skyrl.requests import PromptRequest, Requests
 from penstock._stages.integrations.skyrl.samples import Rules
 from penstock.integrations.skyrl import SampleRequests, SkyRLPrompts
 from penstock.policies import SamplingParams
@@ -31,17 +31,17 @@ MakeFlow = Callable[[Requests], Flow[TrajectoryGroup]]
 
 def request(
     instance_id: str, *repetitions: int, prompt: str = "?", sampling: SamplingParams | None = None, **row: Any
-) -> Request:
+) -> PromptRequest:
     """Return a request for repetitions of a prompt."""
     tokens = np.array(Letters().encode(prompt), np.int32)
-    return Request(instance_id, tokens, repetitions, sampling or SamplingParams(), {"row": row})
+    return PromptRequest(instance_id, tokens, repetitions, sampling or SamplingParams(), {"row": row})
 
 
 def sampled(policy: Any = None, make_env: Any = SkyRLPrompts, **options: Any) -> SampleRequests:
     return SampleRequests(SourceEnv(make_env, policy or FakePolicy(), Letters(), **options))
 
 
-def rewards_of(asked: Request) -> dict[int, float | None]:
+def rewards_of(asked: PromptRequest) -> dict[int, float | None]:
     """Return the reward of each repetition; None for those that were given up. Waits for them."""
     asked.answered.result(FAILSAFE_S)
     return {repetition: None if row is None else row.trajectory.reward for repetition, row in asked.rows.items()}
@@ -54,12 +54,12 @@ class Running:
         self.requests = requests
         self.thread = thread
 
-    def ask(self, *asked: Request) -> Sequence[Request]:
+    def ask(self, *asked: PromptRequest) -> Sequence[PromptRequest]:
         self.thread.call(partial(self.requests.ask, asked))
         self.thread.run.wake()
         return asked
 
-    def withdraw(self, *asked: Request) -> Any:
+    def withdraw(self, *asked: PromptRequest) -> Any:
         return self.thread.call(partial(self.requests.withdraw, asked))
 
     @property

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from penstock import TrajectoryId
-from penstock._stages.integrations.skyrl.deliveries import Deliveries
+from penstock._stages.integrations.skyrl.deliveries import SkyRLDeliveries
 
 
 def trajectory(number: int) -> TrajectoryId:
     return TrajectoryId("skyrl", str(number), 0)
 
 
-def given(*keys: tuple[str, int]) -> Deliveries:
-    deliveries = Deliveries()
+def given(*keys: tuple[str, int]) -> SkyRLDeliveries:
+    deliveries = SkyRLDeliveries()
     for number, key in enumerate(keys):
         assert deliveries.give(key, trajectory(number)) is None
     return deliveries

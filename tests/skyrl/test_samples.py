@@ -10,18 +10,18 @@ from tests.skyrl.contract import OUTPUT
 from tests.stages.turns import of_turns
 
 from penstock import StopReason, TrajectoryGroup
-from penstock._stages.integrations.skyrl.requests import Request, Row
+from penstock._stages.integrations.skyrl.requests import PromptRequest, SampledRepetition
 from penstock._stages.integrations.skyrl.samples import Asked, Rules, columns_of, lags_of
 from penstock.errors import InvalidPipeline, InvalidRecord
 
 FILLER = 9
 
 
-def request(group: TrajectoryGroup | None, prompt: list[int], repetitions: int = 1, **parts: float) -> Request:
+def request(group: TrajectoryGroup | None, prompt: list[int], repetitions: int = 1, **parts: float) -> PromptRequest:
     """Return a request whose first repetitions are answered by `group`, and whose others were given up."""
-    asked = Request("17", np.array(prompt, np.int32), tuple(range(repetitions)))
+    asked = PromptRequest("17", np.array(prompt, np.int32), tuple(range(repetitions)))
     asked.rows |= dict.fromkeys(range(repetitions))
-    asked.rows |= {row.id.repetition_id: Row(row, parts) for row in group or ()}
+    asked.rows |= {row.id.repetition_id: SampledRepetition(row, parts) for row in group or ()}
     return asked
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock import TrajectoryId
 from penstock._stages.integrations.flow_thread.flow_run import Drop
-from penstock._stages.integrations.trl.deliveries import Deliveries, Limits
+from penstock._stages.integrations.trl.deliveries import SampleBounds, TRLDeliveries
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Sample:
     input_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(3, np.int64))
 
 
-def taken(deliveries: Deliveries, count: int) -> list[Sample]:
+def taken(deliveries: TRLDeliveries, count: int) -> list[Sample]:
     samples = [Sample() for _ in range(count)]
     for number, sample in enumerate(samples):
         deliveries.take(sample, TrajectoryId("env", "0", number))
@@ -26,7 +26,7 @@ def taken(deliveries: Deliveries, count: int) -> list[Sample]:
 
 
 def test_a_step_has_trained_the_oldest_micro_batches_and_not_those_collated_ahead() -> None:
-    deliveries = Deliveries()
+    deliveries = TRLDeliveries()
     samples = taken(deliveries, 6)
     for first in (0, 2, 4):
         deliveries.collate([sample.input_ids for sample in samples[first : first + 2]])
@@ -40,7 +40,7 @@ def test_a_step_has_trained_the_oldest_micro_batches_and_not_those_collated_ahea
 
 
 def test_equal_samples_are_told_apart() -> None:
-    deliveries = Deliveries()
+    deliveries = TRLDeliveries()
     first, second = taken(deliveries, 2)
 
     deliveries.collate([second.input_ids])
@@ -51,13 +51,15 @@ def test_equal_samples_are_told_apart() -> None:
 
 
 def test_a_sample_is_dropped_when_it_lags_more_versions_than_trl_allows() -> None:
-    limits = Limits(max_staleness=2)
+    limits = SampleBounds(max_staleness=2)
 
     assert limits.drop(Sample(model_version=1), 3) is None
     assert limits.drop(Sample(model_version=1), 4) == Drop("stale", "dropped by TRL: older than max_staleness=2")
 
 
 def test_a_sample_is_dropped_when_it_is_longer_than_a_row() -> None:
-    assert Limits(4, token_budget=3).drop(Sample(), 1) is None
-    assert Limits(4, token_budget=0).drop(Sample(), 1) is None
-    assert Limits(4, token_budget=2).drop(Sample(), 1) == Drop("rejected", "dropped by TRL: longer than token_budget=2")
+    assert SampleBounds(4, token_budget=3).drop(Sample(), 1) is None
+    assert SampleBounds(4, token_budget=0).drop(Sample(), 1) is None
+    assert SampleBounds(4, token_budget=2).drop(Sample(), 1) == Drop(
+        "rejected", "dropped by TRL: longer than token_budget=2"
+    )

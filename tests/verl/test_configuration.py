@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock._stages.integrations.verl.configuration import Configuration
-from penstock._stages.integrations.verl.requests import Limits
+from penstock._stages.integrations.verl.requests import GroupBounds
 from penstock.errors import InvalidConfig, InvalidPipeline, MissingExtra
 from penstock.integrations.verl import PenstockCheckpoint, PenstockLoopManager
 
@@ -71,9 +71,9 @@ def test_only_an_asynchronous_trainer_that_drops_has_a_bound_of_age() -> None:
     waiting = config_of(sampler=Node(max_off_policy_strategy="wait"))
     waiting.trainer.v1["trainer_mode"] = "separate_async"
 
-    assert sync.limits == Limits()
-    assert Configuration(dropping).limits == Limits(max_off_policy_threshold=8)
-    assert Configuration(waiting).limits == Limits()
+    assert sync.limits == GroupBounds()
+    assert Configuration(dropping).limits == GroupBounds(max_off_policy_threshold=8)
+    assert Configuration(waiting).limits == GroupBounds()
     assert [Configuration(each).keeps_groups for each in (dropping, waiting)] == [True, True]
     assert not sync.keeps_groups
 
@@ -81,8 +81,8 @@ def test_only_an_asynchronous_trainer_that_drops_has_a_bound_of_age() -> None:
 def test_groups_are_filtered_by_the_metric_of_the_configuration() -> None:
     config = config_of(filter_groups={"enable": True, "metric": "exact"})
 
-    assert Configuration(config).limits == Limits(filter_metric="exact")
-    assert Configuration(config_of(filter_groups={"enable": False, "metric": "exact"})).limits == Limits()
+    assert Configuration(config).limits == GroupBounds(filter_metric="exact")
+    assert Configuration(config_of(filter_groups={"enable": False, "metric": "exact"})).limits == GroupBounds()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl is installed")

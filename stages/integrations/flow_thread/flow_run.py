@@ -40,7 +40,7 @@ Groups: TypeAlias = Flow[TrajectoryGroup]
 Items: TypeAlias = Callable[[TrajectoryGroup, Decode | None], Iterable[tuple[Trajectories, Any]]]
 
 
-class Samples(Protocol):
+class SampleReceiver(Protocol):
     """Receives what the trainer is given, on the event loop of the flow: a `SampleQueue`, for one."""
 
     def offer(self, sample: Any, trajectories: Trajectories, /) -> bool:
@@ -68,7 +68,7 @@ class FlowRun:
         self,
         flow: Groups,
         items: Items,
-        samples: Samples,
+        samples: SampleReceiver,
         *,
         trainer: str,
         rest: Drop,

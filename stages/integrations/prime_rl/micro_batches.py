@@ -20,7 +20,7 @@ COMMIT = "559b44772e471d1538537b8805cc77f3824a5e64"
 """The commit of prime-rl whose types these are."""
 
 
-class MicroBatch(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, omit_defaults=True):
+class PrimeRLMicroBatch(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """Rows that one rank computes at once; the order of the fields is that of the message."""
 
     input_ids: list[int]
@@ -45,7 +45,7 @@ class MicroBatch(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=
     """[N]."""
 
 
-def pack_for_ranks(batch: TrainBatch, ranks: int, max_tokens: int, temperature: float) -> list[list[MicroBatch]]:
+def pack_for_ranks(batch: TrainBatch, ranks: int, max_tokens: int, temperature: float) -> list[list[PrimeRLMicroBatch]]:
     """Return the micro-batches of each rank, all lists equally long.
 
     Where there are fewer sequences than ranks, some ranks get a copy that does not train.
@@ -122,10 +122,10 @@ def _split_evenly(packs: list[list[int]], ranks: int) -> list[list[int]]:
     return packs
 
 
-def _micro_batch(batch: TrainBatch, columns: dict[str, NDArray[Any]], rows: list[int]) -> MicroBatch:
+def _micro_batch(batch: TrainBatch, columns: dict[str, NDArray[Any]], rows: list[int]) -> PrimeRLMicroBatch:
     lengths = batch.lengths()[rows].tolist()
     tokens = np.concatenate([np.arange(batch.cu_seqlens[row], batch.cu_seqlens[row + 1]) for row in rows])
     groups = batch.group_of_sequence()[rows].tolist()
     names = [batch.groups[group].env for group, length in zip(groups, lengths, strict=True) for _ in range(length)]
     taken: dict[str, Any] = {name: column[tokens].tolist() for name, column in columns.items()}
-    return MicroBatch(env_names=names, sequence_lengths=lengths, seq_lens=lengths, **taken)
+    return PrimeRLMicroBatch(env_names=names, sequence_lengths=lengths, seq_lens=lengths, **taken)

@@ -22,7 +22,7 @@ import zmq
 from ...._pipeline.errors import TrainerSilent
 from ...._pipeline.util.atomic_file import write_atomically
 from ...._pipeline.util.os_errors import explaining_os_errors
-from .micro_batches import MicroBatch
+from .micro_batches import PrimeRLMicroBatch
 
 ROLLOUTS = "rollouts"
 """The folder in the output_dir of prime-rl."""
@@ -32,7 +32,7 @@ HIGH_WATER_MARK = 10
 
 POLL_MS = 20
 
-Ranks = Sequence[Sequence[MicroBatch]]
+Ranks = Sequence[Sequence[PrimeRLMicroBatch]]
 
 _encode = msgspec.msgpack.Encoder().encode
 

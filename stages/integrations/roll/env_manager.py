@@ -19,7 +19,7 @@ from ...rewards.reward_bridge import RewardBridge
 from ..flow_thread.flow_run import Groups
 from .atropos_flow import flow_function
 from .data_proto import data_proto
-from .episodes import Episode
+from .episodes import QueuePlace
 from .group_queue import GroupQueue, Put, held_episodes
 from .job import RollJob
 from .plain import plain
@@ -192,7 +192,7 @@ class FlowEnvManager:
         with _flows_lock:
             _flows.pop(self._env["tag"], None)
 
-    def _put(self, names: EnvNames, episode: Episode, sampled: Sampled) -> Put:
+    def _put(self, names: EnvNames, episode: QueuePlace, sampled: Sampled) -> Put:
         group = sampled.group
 
         def send(step: int, metrics: dict[str, float]) -> Put:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ...._schemas import TrajectoryId
 
 
-class Episode(NamedTuple):
+class QueuePlace(NamedTuple):
     """A place for one group in ROLL's queue."""
 
     group_id: int
@@ -30,7 +30,7 @@ class _Queued(NamedTuple):
     created: int
 
 
-class Left(NamedTuple):
+class LeftPlaces(NamedTuple):
     """Episodes that have left ROLL's queue since the last step."""
 
     trained: list[TrajectoryId]
@@ -43,25 +43,25 @@ class Episodes:
     def __init__(self, async_generation_ratio: int) -> None:
         """Begin with none; `async_generation_ratio` is ROLL's bound on the age of a group, in steps."""
         self._ratio = async_generation_ratio
-        self._queued: dict[Episode, _Queued] = {}
+        self._queued: dict[QueuePlace, _Queued] = {}
         self._step: int | None = None
         """The step whose batch ROLL trains, or has trained last."""
 
     def __repr__(self) -> str:
         return f"<Episodes: {len(self._queued)} queued, step {self._step}>"
 
-    def put(self, episode: Episode, trajectories: tuple[TrajectoryId, ...], created: int) -> None:
+    def put(self, episode: QueuePlace, trajectories: tuple[TrajectoryId, ...], created: int) -> None:
         """Note a group that the queue has taken, for an episode that ROLL created at step `created`."""
         self._queued[episode] = _Queued(trajectories, created)
 
-    def advance(self, step: int, held: Collection[Episode]) -> Left:
+    def advance(self, step: int, held: Collection[QueuePlace]) -> LeftPlaces:
         """Return what has left the queue, which holds `held`, now that ROLL begins `step`; the last one is trained."""
         held = set(held)
         gone = [self._queued.pop(episode) for episode in list(self._queued) if episode not in held]
-        trained, dropped = Left([], [])
+        trained, dropped = LeftPlaces([], [])
         for queued in gone:
             assert self._step is not None  # noqa: S101 (ROLL takes nothing before its first step)
             ended = dropped if self._step - queued.created > self._ratio else trained
             ended.extend(queued.trajectories)
         self._step = step
-        return Left(trained, dropped)
+        return LeftPlaces(trained, dropped)

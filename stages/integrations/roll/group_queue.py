@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from ...._pipeline.errors import MissingInterface
-from .episodes import Episode
+from .episodes import QueuePlace
 
 COMMIT = "8eb27cc2dc34c4d1310b169d9b86d339004d811a"
 """The commit of ROLL that the tests run."""
@@ -43,7 +43,7 @@ class GroupQueue:
         self._taken: Counter[int] = Counter()
         """Times that ROLL has given out an episode: once for each environment."""
 
-    def next_episode(self) -> Episode | None:
+    def next_episode(self) -> QueuePlace | None:
         """Wait until ROLL wants a group, and return its place; None when ROLL shuts down."""
         ray = import_module("ray")
         size = len(self._env_ids)
@@ -51,7 +51,7 @@ class GroupQueue:
             for number, times in self._taken.items():
                 if times == size:
                     self._taken = Counter({later: n for later, n in self._taken.items() if later > number})
-                    return Episode(self._group_id, number)
+                    return QueuePlace(self._group_id, number)
             missing = size - max(self._taken.values(), default=0)
             asking = self._env_ids[size - missing :]
             numbers = ray.get([self._manager.get_episode_id.remote(self._group_id, env_id) for env_id in asking])
@@ -59,7 +59,7 @@ class GroupQueue:
                 return None
             self._taken.update(numbers)
 
-    def put(self, episode: Episode, step: int, oldest: int, rollouts: Sequence[Any]) -> Put:
+    def put(self, episode: QueuePlace, step: int, oldest: int, rollouts: Sequence[Any]) -> Put:
         """Put a group into the queue; ROLL gets the rollouts in the order of its environments.
 
         Args:
@@ -76,13 +76,13 @@ class GroupQueue:
         )
 
 
-def held_episodes(manager: Any) -> set[Episode]:
+def held_episodes(manager: Any) -> set[QueuePlace]:
     """Return the episodes whose rollouts are in ROLL's queue, and not in a batch yet.
 
     Raises:
         MissingInterface: ROLL's queue differs from that of the tests.
     """
-    return {Episode(*each) for each in _call(manager, held_by)}
+    return {QueuePlace(*each) for each in _call(manager, held_by)}
 
 
 def _call(manager: Any, function: Any, *arguments: Any) -> Any:

@@ -21,7 +21,7 @@ from ...._schemas import TrajectoryGroup
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread, statistics_of
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
-from .episodes import Episode, Episodes
+from .episodes import Episodes, QueuePlace
 from .group_queue import Put
 from .rollouts import fits
 from .step_files import StepFiles
@@ -61,7 +61,7 @@ class TagFlow:
         make_flow: Callable[[], Groups],
         bounds: Bounds,
         files: StepFiles,
-        held: Callable[[], set[Episode]],
+        held: Callable[[], set[QueuePlace]],
     ) -> None:
         """Prepare; nothing is started before ROLL's first step.
 
@@ -177,7 +177,7 @@ class TagFlow:
         )
         return sampled
 
-    def put(self, episode: Episode, sampled: Sampled, send: Callable[[int, dict[str, float]], Put]) -> Put:
+    def put(self, episode: QueuePlace, sampled: Sampled, send: Callable[[int, dict[str, float]], Put]) -> Put:
         """Put a group into ROLL's queue by `send`, which gets the step and metrics, and note what became of it."""
         with self._lock:
             answer, created = send(self.step, self._metrics)

@@ -22,7 +22,7 @@ from ...advantages.zero_advantages import zero_advantages
 from ..flow_thread.flow_run import Decode, Drop
 from ..flow_thread.sample_queue import Trajectories
 from ..flow_thread.sampling import other_temperature
-from .requests import Request, fail, give, withdrawn
+from .requests import PromptRequest, fail, give, withdrawn
 from .samples import Rules
 
 log = get_logger("penstock.skyrl")
@@ -48,7 +48,7 @@ class Arrivals:
         self._group_size = group_size
         self._temperature = temperature
         self._rules = rules
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[PromptRequest] = deque()
         self._refused = 0
         """Trajectories in a row."""
         self._error: BaseException | None = None
@@ -61,7 +61,7 @@ class Arrivals:
 
     # -- SkyRL's side, called on the event loop of the flow ------------------------------------------------------------
 
-    def ask(self, requests: Iterable[Request]) -> None:
+    def ask(self, requests: Iterable[PromptRequest]) -> None:
         """Have the next groups answer these."""
         for request in requests:
             if self._error is not None:
@@ -69,7 +69,7 @@ class Arrivals:
             else:
                 self._waiting.append(request)
 
-    def withdraw(self, requests: Iterable[Request]) -> list[TrajectoryId]:
+    def withdraw(self, requests: Iterable[PromptRequest]) -> list[TrajectoryId]:
         """Stop waiting for these, and return the trajectories that have arrived for them."""
         return withdrawn(requests)
 

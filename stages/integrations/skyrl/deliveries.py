@@ -1,4 +1,4 @@
-"""`Deliveries`: the way of each trajectory through SkyRL, from the output of its generator to the optimizer step.
+"""`SkyRLDeliveries`: the way of each trajectory through SkyRL, from the output of its generator to the optimizer step.
 
 SkyRL names a trajectory by its prompt's `instance_id` and a `repetition_id`, and asks for the same ones again in a
 later epoch. Both of its trainers make one batch of what a step trains, in `convert_to_training_input`.
@@ -25,7 +25,7 @@ class Stepped(NamedTuple):
     """In the batch, and no token of them trains."""
 
 
-class Deliveries:
+class SkyRLDeliveries:
     """The trajectories that SkyRL was given and has not trained yet."""
 
     def __init__(self) -> None:

@@ -40,9 +40,9 @@ from ..flow_thread.sample_queue import Trajectories
 from ..flow_thread.weight_transfer import WeightTransfer
 from .arrivals import Arrivals
 from .configuration import refuse_evaluation, refuse_unsupported
-from .deliveries import Deliveries, keys_of
+from .deliveries import SkyRLDeliveries, keys_of
 from .interface import name_of
-from .requests import Request, Requests
+from .requests import PromptRequest, Requests
 from .samples import Asked, Rules, columns_of, lags_of
 from .sampling_params import sampling_of
 from .trainer import bound
@@ -106,7 +106,7 @@ class PenstockGenerator:
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._weights = None if publisher is None else WeightTransfer(publisher, "penstock-skyrl-weights")
-        self._deliveries = Deliveries()
+        self._deliveries = SkyRLDeliveries()
         self._rules = Rules(
             logprobs=cfg.generator.sampling_params.logprobs is not None,
             zero_reward_on_non_stop=bool(cfg.generator.zero_reward_on_non_stop),
@@ -183,7 +183,7 @@ class PenstockGenerator:
             raise
         return self._output(input_batch, asked, requests)
 
-    def _asked(self, input_batch: Mapping[str, Any]) -> tuple[list[Asked], list[Request]]:
+    def _asked(self, input_batch: Mapping[str, Any]) -> tuple[list[Asked], list[PromptRequest]]:
         """Return the rows of SkyRL's input, and a request for each prompt in it."""
         prompts, ids = input_batch["prompts"], input_batch.get("trajectory_ids")
         names = [(str(place), 0) for place in range(len(prompts))] if ids is None else keys_of(ids)
@@ -196,7 +196,9 @@ class PenstockGenerator:
             first.setdefault(instance_id, place)
         sampling = sampling_of(input_batch.get("sampling_params") or {})
         requests = {
-            each: Request(each, self._tokens(prompts[at]), tuple(repetitions[each]), sampling, _meta(input_batch, at))
+            each: PromptRequest(
+                each, self._tokens(prompts[at]), tuple(repetitions[each]), sampling, _meta(input_batch, at)
+            )
             for each, at in first.items()
         }
         return [Asked(requests[instance_id], repetition) for instance_id, repetition in names], [*requests.values()]
@@ -214,7 +216,7 @@ class PenstockGenerator:
         )
         return np.array(ids, np.int32)
 
-    async def _answered(self, requests: Sequence[Request]) -> None:
+    async def _answered(self, requests: Sequence[PromptRequest]) -> None:
         waiting = {asyncio.wrap_future(request.answered) for request in requests}
         began = time.monotonic()
         while waiting:
@@ -229,13 +231,13 @@ class PenstockGenerator:
                     f"expected a trajectory within {STALE_AFTER_S:g} s, got none in {waited_s:.0f} s ({stages})"
                 )
 
-    def _withdraw(self, requests: Sequence[Request]) -> None:
+    def _withdraw(self, requests: Sequence[PromptRequest]) -> None:
         if (thread := self._thread) is not None:
             run = thread.run
             run.post(lambda: run.end(tuple(self._requests.withdraw(requests)), *NOT_AWAITED))
 
     def _output(
-        self, input_batch: Mapping[str, Any], asked: Sequence[Asked], requests: Sequence[Request]
+        self, input_batch: Mapping[str, Any], asked: Sequence[Asked], requests: Sequence[PromptRequest]
     ) -> dict[str, Any]:
         self._arrived = time.monotonic()
         output = columns_of(asked, self._rules, self._filler)
@@ -258,7 +260,7 @@ class PenstockGenerator:
             self._tokenizer.eos_token_id if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
         )
 
-    def _metrics(self, asked: Sequence[Asked], requests: Sequence[Request]) -> dict[str, float]:
+    def _metrics(self, asked: Sequence[Asked], requests: Sequence[PromptRequest]) -> dict[str, float]:
         """Return metrics by names from which SkyRL knows how to merge those of several groups (generators/utils.py)."""
         lags = lags_of(asked, self._version)
         found = {"generate/lag_mean": float(np.mean(lags)), "generate/lag_max": float(max(lags))} if lags else {}

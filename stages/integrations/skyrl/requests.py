@@ -48,7 +48,7 @@ ATTEMPTS = 3
 """Times that a repetition is sampled until one succeeds; then SkyRL gets a row that does not train."""
 
 
-class Row(NamedTuple):
+class SampledRepetition(NamedTuple):
     """One repetition that was sampled."""
 
     trajectory: Trajectory
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class PromptRequest:
     """Repetitions of one prompt that a call of SkyRL waits for."""
 
     instance_id: str
@@ -68,7 +68,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     meta: dict[str, Any] = field(default_factory=dict)
     """Input of rewards: the `meta` of its group."""
-    rows: dict[int, Row | None] = field(default_factory=dict)
+    rows: dict[int, SampledRepetition | None] = field(default_factory=dict)
     """The repetitions that have arrived, and None for those that were given up."""
     resampled: int = 0
     """Repetitions that were sampled again."""
@@ -85,7 +85,7 @@ class Request:
 class _Part:
     """Repetitions of a request that go through the flow as one group."""
 
-    request: Request
+    request: PromptRequest
     left: set[int]
     """Those that have not come back."""
     attempt: int = 1
@@ -200,7 +200,7 @@ class Requests:
 
     # -- SkyRL's side, called on the event loop of the flow ------------------------------------------------------------
 
-    def ask(self, requests: Iterable[Request]) -> None:
+    def ask(self, requests: Iterable[PromptRequest]) -> None:
         """Have the flow sample these."""
         for request in requests:
             if self._error is not None:
@@ -209,7 +209,7 @@ class Requests:
                 self._unsent.append(_Part(request, set(request.repetitions)))
         self._changed.wake_all()
 
-    def withdraw(self, requests: Iterable[Request]) -> list[TrajectoryId]:
+    def withdraw(self, requests: Iterable[PromptRequest]) -> list[TrajectoryId]:
         """Stop waiting for these, and return the trajectories that have arrived for them."""
         return withdrawn(requests)
 
@@ -249,15 +249,15 @@ class Requests:
         self._sent.clear()
 
 
-def give(request: Request, places: Mapping[int, int], group: TrajectoryGroup) -> None:
+def give(request: PromptRequest, places: Mapping[int, int], group: TrajectoryGroup) -> None:
     """Give rows of `group` to a request, by repetition, from their places in the group."""
     for repetition, place in places.items():
         parts = {name: float(column[place]) for name, column in group.reward_parts.items()}
-        request.rows[repetition] = Row(group[place], parts)
+        request.rows[repetition] = SampledRepetition(group[place], parts)
     _answer_if_complete(request)
 
 
-def withdrawn(requests: Iterable[Request]) -> list[TrajectoryId]:
+def withdrawn(requests: Iterable[PromptRequest]) -> list[TrajectoryId]:
     """Stop waiting for these, and return the trajectories that have arrived for them."""
     stopped = list(requests)
     for request in stopped:
@@ -265,17 +265,17 @@ def withdrawn(requests: Iterable[Request]) -> list[TrajectoryId]:
     return [each for request in stopped for each in request.ids]
 
 
-def fail(request: Request, error: BaseException) -> None:
+def fail(request: PromptRequest, error: BaseException) -> None:
     """Have the call of SkyRL that waits for a request raise `error`, if it still waits."""
     if _begin_answer(request):
         request.answered.set_exception(error)
 
 
-def _answer_if_complete(request: Request) -> None:
+def _answer_if_complete(request: PromptRequest) -> None:
     if len(request.rows) == len(request.repetitions) and _begin_answer(request):
         request.answered.set_result(None)
 
 
-def _begin_answer(request: Request) -> bool:
+def _begin_answer(request: PromptRequest) -> bool:
     """Return whether SkyRL still waits; from then on it cannot withdraw the request."""
     return not request.answered.done() and request.answered.set_running_or_notify_cancel()

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...._pipeline.errors import InvalidPipeline
 from ...._schemas import InvalidRecord, StopReason
-from .requests import Request, Row
+from .requests import PromptRequest, SampledRepetition
 
 KEYS = (
     *("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_metrics"),
@@ -39,7 +39,7 @@ class Rules(NamedTuple):
 class Asked(NamedTuple):
     """One row of SkyRL's input."""
 
-    request: Request
+    request: PromptRequest
     repetition: int
 
 
@@ -73,7 +73,7 @@ def lags_of(asked: Iterable[Asked], version: int) -> list[int]:
     return [version - int(row.trajectory.policy_versions.min()) for row in rows]
 
 
-def _row(asked: Asked) -> Row | None:
+def _row(asked: Asked) -> SampledRepetition | None:
     return asked.request.rows[asked.repetition]
 
 
@@ -110,7 +110,7 @@ def _columns(asked: Asked, rules: Rules) -> dict[str, Any]:
     }
 
 
-def _prompt_length(row: Row, request: Request) -> int:
+def _prompt_length(row: SampledRepetition, request: PromptRequest) -> int:
     """Return the tokens before the response, which is never empty: SkyRL's trainer would fail at an empty one.
 
     1. SkyRL's prompt, where there is one and the trajectory begins with it.

@@ -14,7 +14,7 @@ LEDGER = "penstock.json"
 """The file with the ledger, in the folder of a checkpoint of SkyRL."""
 
 
-class Reported(Protocol):
+class TrainedBySkyRL(Protocol):
     """What a trainer reports to. Methods that block run in a thread, or where SkyRL blocks too."""
 
     def begin(self, *, fully_async: bool) -> None:
@@ -76,7 +76,7 @@ class Dispatch:
         return {"sync_weights_only_transfer": self._took_s}
 
 
-def bound(base: Any, generator: Reported) -> type:
+def bound(base: Any, generator: TrainedBySkyRL) -> type:
     """Return `base` with methods that report to `generator`.
 
     Raises:
@@ -88,7 +88,7 @@ def bound(base: Any, generator: Reported) -> type:
     return _asynchronous(found, generator) if is_async else found
 
 
-def _committing(base: Any, generator: Reported, *, is_async: bool) -> Any:
+def _committing(base: Any, generator: TrainedBySkyRL, *, is_async: bool) -> Any:
     class Committing(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
         """A trainer of SkyRL that starts the flow, reports what it trains, and sends its weights to the publisher."""
 
@@ -116,7 +116,7 @@ def _committing(base: Any, generator: Reported, *, is_async: bool) -> Any:
     return Committing
 
 
-def _with_checkpoints(base: Any, generator: Reported) -> Any:
+def _with_checkpoints(base: Any, generator: TrainedBySkyRL) -> Any:
     io = name_of("backends.skyrl_train.utils.io", "io")
 
     def ledger_in(folder: object) -> str:
@@ -146,7 +146,7 @@ def _with_checkpoints(base: Any, generator: Reported) -> Any:
     return WithCheckpoints
 
 
-def _asynchronous(base: Any, generator: Reported) -> type:
+def _asynchronous(base: Any, generator: TrainedBySkyRL) -> type:
     class Asynchronous(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
         """A fully asynchronous one: its loop raises the errors of the generator."""
 

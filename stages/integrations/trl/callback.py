@@ -17,7 +17,7 @@ STATE = "PenstockLedger"
 """The name of the state in `trainer_state.json`, and of the callback's class."""
 
 
-class Reported(Protocol):
+class TrainedByTRL(Protocol):
     """What the callback reports to, in the trainer's first process."""
 
     def train_begins(self, args: Any, loader: Any, *, saved: Mapping[str, Any] | None, resumed: bool) -> None:
@@ -41,7 +41,7 @@ class Reported(Protocol):
         ...
 
 
-def callback_of(reported: Reported) -> Any:
+def callback_of(reported: TrainedByTRL) -> Any:
     """Return a `transformers.TrainerCallback` for `reported`.
 
     Raises:

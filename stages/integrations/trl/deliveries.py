@@ -1,4 +1,4 @@
-"""`Deliveries`: the way of each sample through TRL, from its queue to the optimizer step that trained it.
+"""`TRLDeliveries`: the way of each sample through TRL, from its queue to the optimizer step that trained it.
 
 TRL does not report what it trained. Its trainer takes samples from the queue one by one, drops those that are too old
 or too long, collates the others into micro-batches, and trains these in their order, some time later: accelerate
@@ -20,7 +20,7 @@ from ..flow_thread.flow_run import Drop
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SampleBounds:
     """The bounds by which TRL drops samples, of its configuration."""
 
     max_staleness: int
@@ -39,7 +39,7 @@ class Limits:
         return None
 
 
-class Deliveries:
+class TRLDeliveries:
     """The samples that TRL has taken and not trained yet."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread, statistics_of
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
 from .callback import callback_of, note_collated, samples_per_version
-from .deliveries import Deliveries, Limits
+from .deliveries import SampleBounds, TRLDeliveries
 from .interface import rollout_sample
 from .samples import samples_of
 
@@ -68,14 +68,14 @@ class TRLWorker:
             InvalidConfig: `capacity` is no whole number of at least 1.
         """
         self._flow = flow
-        self._limits: Limits | None = None
+        self._limits: SampleBounds | None = None
         self._per_version: int | None = None
         """Samples that TRL trains for a version of its weights; None if that varies."""
         self._temperature: float | None = None
         self._saved: Mapping[str, Any] | None = None
         self._version = 0
         """The version of the trainer's weights; written by the main thread."""
-        self._deliveries = Deliveries()
+        self._deliveries = TRLDeliveries()
         self._stepped: list[TrajectoryId] = []
         """Trained by optimizer steps that are not committed yet."""
         self._thread: FlowThread | None = None
@@ -166,7 +166,7 @@ class TRLWorker:
     def train_begins(self, args: Any, loader: Any, *, saved: Mapping[str, Any] | None, resumed: bool) -> None:
         """See `Reported`."""
         self.begin(
-            Limits(args.max_staleness, args.token_budget or 0),
+            SampleBounds(args.max_staleness, args.token_budget or 0),
             temperature=args.temperature,
             per_version=samples_per_version(args),
             saved=saved,
@@ -176,7 +176,7 @@ class TRLWorker:
 
     def begin(
         self,
-        limits: Limits,
+        limits: SampleBounds,
         *,
         temperature: float,
         per_version: int | None,

@@ -13,7 +13,7 @@ from ...._pipeline.util.named_objects import import_object
 from ..flow_thread.flow_run import Groups
 from .advantages import ESTIMATOR
 from .interface import needed
-from .requests import Limits
+from .requests import GroupBounds
 from .rows import Needs, Row
 
 log = get_logger("penstock.verl")
@@ -49,7 +49,7 @@ class Configuration:
         )
         self.keeps_groups: bool = self._mode != "sync"
         """True if checkpoints have the groups in TransferQueue (`_save_checkpoint`, trainer_base.py:1022)."""
-        self.limits: Limits = self._limits()
+        self.limits: GroupBounds = self._limits()
 
     @property
     def _mode(self) -> str:
@@ -71,10 +71,10 @@ class Configuration:
                 f"verl: expected +{ROLLOUT}.custom.flow=module:function, which returns a flow, got none"
             )
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> GroupBounds:
         sampler, groups = self._trainer.v1.sampler, self._config.algorithm.get("filter_groups")
         drops = self._mode != "sync" and sampler.max_off_policy_strategy == "drop"
-        return Limits(
+        return GroupBounds(
             max_off_policy_threshold=sampler.max_off_policy_threshold if drops else None,
             filter_metric=str(groups.metric) if groups and groups.enable else None,
         )

@@ -30,7 +30,7 @@ from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
 from .advantages import register_estimator
 from .configuration import Configuration
-from .requests import Requests
+from .requests import VerlRequests
 from .rows import Row, rows_of
 from .transfer_queue import TransferQueue
 
@@ -73,7 +73,7 @@ class PenstockLoopManager:
             register_estimator()
         self._lock = threading.Condition()
         """Of `_requests`, `_failure` and `_ending`."""
-        self._requests = Requests(self._config.limits)
+        self._requests = VerlRequests(self._config.limits)
         self._failure: BaseException | None = None
         """The error that ended the flow, or the delivery."""
         self._ending = False

@@ -1,4 +1,4 @@
-"""`Requests`: the prompts that verl has asked for, and the way of each one's group to an optimizer step.
+"""`VerlRequests`: the prompts that verl has asked for, and the way of each one's group to an optimizer step.
 
 verl asks for groups by the ids of prompts, and afterwards only removes keys from TransferQueue: `{uid}` of a prompt
 and `{uid}_{session}_{index}` of a trajectory (trainer/ppo/v1/replay_buffer.py of verl 0.9.1). Which keys it removes
@@ -25,7 +25,7 @@ from ..flow_thread.flow_run import Drop
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GroupBounds:
     """The bounds by which verl drops groups, of its configuration."""
 
     max_off_policy_threshold: int | None = None
@@ -67,10 +67,10 @@ class Cleared(NamedTuple):
 
 
 @dataclass(slots=True)
-class Requests:
+class VerlRequests:
     """The prompts that verl has asked for and not trained yet."""
 
-    limits: Limits
+    limits: GroupBounds
     step: int = 0
     """The step of verl that asked last."""
     _waiting: deque[tuple[str, int]] = field(default_factory=deque)
