@@ -42,7 +42,7 @@ def digest(content: bytes) -> bytes:
 class VersionTransfer:
     """The progress of one version: the chunks that have arrived, and those that were requested.
 
-    >>> transfer = WeightTransfer(version=7, nbytes=2 * CHUNK_BYTES)
+    >>> transfer = VersionTransfer(version=7, nbytes=2 * CHUNK_BYTES)
     >>> transfer.take()
     [0, 1]
     >>> transfer.on_disconnect(); transfer.take()
