@@ -157,7 +157,7 @@ class TorchTrainer:
         self._loss = loss
         self._adaptive_kl = adaptive_kl_of(loss)
         self._max_grad_norm = math.inf if max_grad_norm is None else finite_number("max_grad_norm", max_grad_norm)
-        self._micro_batch_tokens = (
+        self._micro_batch_tokens: int | Literal["auto"] | None = (
             micro_batch_tokens
             if micro_batch_tokens is None or micro_batch_tokens == "auto"
             else whole_number("micro_batch_tokens", micro_batch_tokens)
