@@ -254,6 +254,9 @@ async def test_a_group_that_the_environment_drops_has_no_rewards() -> None:
     outcomes = await together(AtroposEnvironment(Group, group_size=2), ("1",), ("1",))
 
     assert [type(outcome) for outcome in outcomes] == [NotScored, NotScored]
+    # a reason of the ledger has 200 characters at most, with what SourceEnv puts before it
+    assert {len(str(outcome)) < 170 for outcome in outcomes} == {True}
+    assert all(str(outcome).endswith("all right (the task is learned) or all wrong") for outcome in outcomes)
 
 
 async def test_a_group_that_is_not_complete_in_time_ends() -> None:

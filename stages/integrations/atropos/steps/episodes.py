@@ -267,7 +267,8 @@ class Episode:
             rows = scored_by(result, self._seats, self.config.tokenizer)
         except Exception as error:  # noqa: BLE001 (reported to the players)
             return [failure_of(error)] * self.config.size
-        return [_outcome(seat, row) for seat, row in zip(self._seats, rows, strict=True)]
+        unscored = _unscored(rows)
+        return [_outcome(seat, row, unscored) for seat, row in zip(self._seats, rows, strict=True)]
 
     def _end(self, results: Sequence[StepResult | Failure]) -> None:
         self._over = True
@@ -276,9 +277,9 @@ class Episode:
             seat.results.put_nowait(result)
 
 
-def _outcome(seat: Seat, row: dict[str, Any] | None) -> StepResult | Failure:
+def _outcome(seat: Seat, row: dict[str, Any] | None, unscored: str) -> StepResult | Failure:
     try:
-        return StepResult("", reward_of(row), over=True, info={"scored": sampled(row or {}, seat.actions)})
+        return StepResult("", reward_of(row, unscored), over=True, info={"scored": sampled(row or {}, seat.actions)})
     except Exception as error:  # noqa: BLE001 (reported to the player)
         return failure_of(error)
 
@@ -305,18 +306,27 @@ def scored_by(result: Any, seats: Sequence[Seat], tokenizer: Any) -> list[dict[s
     return matched
 
 
-def reward_of(row: Mapping[str, Any] | None) -> float:
-    """Return the score of a row.
+def _unscored(rows: Sequence[Mapping[str, Any] | None]) -> str:
+    """Return the reason for which an episode of a group with these rows may have none."""
+    if len(rows) == 1:
+        return (
+            "it may drop groups whose scores are equal, where a group_size of more than 1 helps, or answers that are "
+            "short"
+        )
+    if any(row is not None for row in rows):
+        return "it may drop answers that are short"
+    return "the scores of its group may all be equal: all right (the task is learned) or all wrong"
+
+
+def reward_of(row: Mapping[str, Any] | None, unscored: str) -> float:
+    """Return the score of a row; `unscored` is the reason for which there may be no row.
 
     Raises:
         NotScored: there is none.
         EnvironmentRaised: it is no finite number.
     """
     if row is None:
-        raise NotScored(
-            "expected the environment to score this episode, got no score: it may drop groups whose scores are equal, "
-            "where a group_size of more than 1 helps, or answers that are short"
-        )
+        raise NotScored(f"expected the environment to score this episode, got no score: {unscored}")
     score = float(row["scores"])
     if not math.isfinite(score):
         raise EnvironmentRaised(f"expected a finite score, got {score}")
