@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
 
 from penstock import Flow, SendChannel, TrajectoryGroup, source
@@ -252,3 +253,23 @@ def test_a_resumed_flow_knows_what_was_trained(make: Make, roll: Roll, tmp_path:
     taken(second)  # the source of this test does not skip prompts, so the ledger refuses the first
 
     assert ended(second)["rejected"]
+
+
+def test_a_run_killed_between_rolls_checkpoint_and_its_next_step_is_warned_of_what_it_trains_again(
+    make: Make, roll: Roll
+) -> None:
+    killed = make(Groups(2))
+    killed.begin_step(0)
+    for step in (1, 2):
+        roll.put(killed, taken(killed))
+        roll.make_batch(1)
+        if step == 1:
+            killed.begin_step(step)
+    resumed = make(Groups(2))
+
+    with capture_logs() as logs:
+        resumed.begin_step(2)  # from the checkpoint of step 1
+
+    (warning,) = [log for log in logs if log["event"] == "resumed_without_ledger"]
+    assert (warning["step"], warning["found"]) == (1, 0)
+    assert [log["trained"] for log in logs if log["event"] == "flow_resumed"] == [1]  # of two

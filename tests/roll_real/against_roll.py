@@ -28,6 +28,8 @@ from penstock._pipeline.accounting.committed_prompts import CommittedPrompts
 from penstock.errors import InvalidPipeline, MissingInterface
 from penstock.integrations.roll import FlowEnvManager
 
+pytestmark = pytest.mark.timeout(3 * PIPELINE_S)
+
 ROOT = Path(__file__).parent.parent.parent
 GIVEN = {**FLOW, "flow": "tests.roll_real.given:flow"}
 LATER = {**GIVEN, "env_config": {"version": 9}}
