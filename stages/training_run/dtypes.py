@@ -1,7 +1,7 @@
 """The dtype of what does not train in a configured run: the base of adapters, the reference, and the torch engine.
 
-On a CUDA device it is bfloat16, half the memory and the fast products; what trains is float32 everywhere. Imports no
-torch.
+Where a run trains in bfloat16 on a CUDA device, it is bfloat16: half the memory and the fast products. Elsewhere it is
+float32, in which a sampler's log-probabilities are those of the trainer. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def base_dtype(config: RunConfig, kind: str) -> BaseDtype:
     model = config.model
     if model.base_dtype is not None:
         return model.base_dtype
-    return "bfloat16" if kind == "cuda" and model.precision != "float16" else "float32"
+    return "bfloat16" if kind == "cuda" and model.precision == "bfloat16" else "float32"
 
 
 def reference_dtype(config: RunConfig, kind: str) -> BaseDtype:

@@ -64,7 +64,7 @@ class ModelConfig(Config, frozen=True):
     stay float32. In float16 the loss is scaled."""
     base_dtype: BaseDtype | None = None
     """dtype of weights that do not train: the base of adapters, the reference, and the torch engine's; null for
-    bfloat16 on a CUDA device, and float32 elsewhere and with float16."""
+    bfloat16 on a CUDA device in a run whose precision is bfloat16, and else float32."""
     attention: Text = "sdpa"
     """Kernel of the attention, by transformers' name."""
     gradient_checkpointing: bool = False

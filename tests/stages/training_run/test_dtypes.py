@@ -9,6 +9,8 @@ import pytest
 from penstock._stages.training_run.dtypes import base_dtype, reference_dtype, sampled_dtype
 from penstock.runs import RunConfig, load_run_config
 
+IN_BFLOAT16 = {"precision": "bfloat16"}
+
 
 def config(**sections: Any) -> RunConfig:
     rest = {"data": {"path": "rows.jsonl"}, "reward": {}}
@@ -18,7 +20,7 @@ def config(**sections: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("model", "kind", "dtype"),
     [
-        ({}, "cuda", "bfloat16"),
+        ({}, "cuda", "float32"),
         ({"precision": "bfloat16"}, "cuda", "bfloat16"),
         ({"precision": "float16"}, "cuda", "float32"),
         ({}, "cpu", "float32"),
@@ -27,14 +29,16 @@ def config(**sections: Any) -> RunConfig:
         ({"base_dtype": "bfloat16"}, "cpu", "bfloat16"),
     ],
 )
-def test_what_does_not_train_is_bfloat16_on_a_cuda_device(model: dict[str, Any], kind: str, dtype: str) -> None:
+def test_what_does_not_train_is_bfloat16_in_a_run_that_trains_in_it_on_a_cuda_device(
+    model: dict[str, Any], kind: str, dtype: str
+) -> None:
     given = config(model=model)
 
     assert (base_dtype(given, kind), reference_dtype(given, kind), sampled_dtype(given, kind)) == (dtype, dtype, dtype)
 
 
 def test_a_reference_that_moves_is_float32_so_that_small_steps_are_kept() -> None:
-    moving = config(algorithm={"kl": 0.1, "reference": {"share": 0.01}})
+    moving = config(model=IN_BFLOAT16, algorithm={"kl": 0.1, "reference": {"share": 0.01}})
 
     assert reference_dtype(moving, "cuda") == "float32"
     assert sampled_dtype(moving, "cuda") == "bfloat16"
@@ -52,4 +56,4 @@ def test_a_reference_that_moves_is_float32_so_that_small_steps_are_kept() -> Non
     ],
 )
 def test_a_sampler_has_the_dtype_of_the_device_that_samples(placement: dict[str, Any], trains: str, dtype: str) -> None:
-    assert sampled_dtype(config(placement=placement), trains) == dtype
+    assert sampled_dtype(config(model=IN_BFLOAT16, placement=placement), trains) == dtype
