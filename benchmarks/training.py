@@ -220,7 +220,9 @@ def measure(options: argparse.Namespace, console: Console) -> list[Result]:
     from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415 (takes seconds; its only name)
 
     ways, results = [way for way in WAYS if not options.ways or way.name in options.ways], []
-    for _, shape, tokens in product(range(options.repeats), options.shape or [None], options.micro_batch_tokens):
+    shapes: list[str | None] = options.shape or [None]
+    sizes: list[int | str] = options.micro_batch_tokens
+    for _, shape, tokens in product(range(options.repeats), shapes, sizes):
         one = argparse.Namespace(**{**vars(options), "shape": shape, "micro_batch_tokens": tokens})
         vocabulary = options.vocabulary if shape is None else SHAPES[shape]["vocab_size"]
         size = Size(vocabulary, options.layers, options.width, options.heads, options.longest)
