@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests import configured_run
-from tests.models_hf.waiting_functions import MOMENT
+from tests.models_hf.waiting_functions import APART, MOMENT
 from tests.processes.test_stop_signals import STOPPING, read_until
 
 COMMAND = [sys.executable, "-c", "from penstock._cli import main; main()", "run"]
@@ -24,7 +24,7 @@ def config(tmp_path: Path) -> Path:
     """A run whose functions wait, with an evaluation before and after training."""
     path = configured_run.write_run(tmp_path, {"samplers": 1})
     values = yaml.safe_load(path.read_text())
-    values["data"]["evaluation"] = 4
+    values["data"]["evaluation"] = APART
     values["prepare"] = "tests.models_hf.waiting_functions:prepare"
     values["reward"]["functions"] = [{"function": "tests.models_hf.waiting_functions:letters_e"}]
     path.write_text(yaml.safe_dump(values))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import anyio
-from tests.configured_run import STEPS
 
 from penstock.runs import RunConfig
 
 MOMENT = "PENSTOCK_TEST_MOMENT"
+
+APART = 4
+"""Prompts that are kept apart."""
+
+evaluated: list[str] = []
+"""What evaluations of this process have scored."""
 
 
 def reached(moment: str) -> bool:
@@ -27,11 +31,13 @@ def prepare(_: RunConfig) -> None:
 
 
 def moment_of(completions: list[str]) -> str:
-    """Return which call it is, if none of training: a run has its last checkpoint once training has ended."""
+    """Return which call it is: an evaluation scores a completion of each prompt, training a group."""
     if "I do not know." in completions:
         return "call before the run"
-    trained = Path("run/checkpoints", f"step-{STEPS:08d}").exists()
-    return "second evaluation" if trained else "first evaluation"
+    if len(completions) > 1:
+        return "training"
+    evaluated.append(completions[0])
+    return "first evaluation" if len(evaluated) <= APART else "second evaluation"
 
 
 async def letters_e(completions: list[str], **_: object) -> list[float]:
