@@ -386,7 +386,7 @@ def test_if_rolls_worker_is_killed_its_step_fails_and_nothing_of_the_flow_is_lef
         with suppress(subprocess.TimeoutExpired):
             assert pipeline.wait(0.1) is None, errors_of(tmp_path)
     processes = psutil.Process(pipeline.pid).children(recursive=True)
-    (worker,) = [each for each in processes if "ray::EnvironmentWorker" in " ".join(each.cmdline()) and each.children()]
+    (worker,) = [each for each in processes if "ray::EnvWorker" in " ".join(each.cmdline()) and each.children()]
     samplers = worker.children(recursive=True)
 
     worker.kill()
