@@ -63,7 +63,7 @@ class Way(NamedTuple):
     dtype: torch.dtype
     compile: Compile | None
     kernels: bool = True
-    """Whether a CUDA device uses its kernels for packed rows and for the head."""
+    """True if a CUDA device uses its kernels for packed rows and for the head."""
 
 
 WAYS = [

@@ -67,6 +67,7 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/*/torch_*.py",
         "stages/integrations/prime_rl/*.py",
         "benchmarks/decoder.py",
+        "benchmarks/head_tiles.py",
         "benchmarks/shapes.py",
         "benchmarks/sampling.py",
         "benchmarks/step_memory.py",

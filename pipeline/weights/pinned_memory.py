@@ -36,7 +36,8 @@ class PinnedMemory:
             torch.cuda.current_stream(device).synchronize()
 
     def close(self) -> None:
-        """Unpin the memory."""
+        """Unpin the memory, into which nothing is copied any more: a publication that failed may have begun copies."""
+        self.flush()
         if self._pinned:
             self._cudart.cudaHostUnregister(self._address)
             self._pinned = False

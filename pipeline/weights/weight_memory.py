@@ -35,26 +35,28 @@ class HostMemory:
     def __init__(self, memory: memoryview) -> None:
         self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         """[nbytes] read-only where the mapping is."""
+        self._pinned: PinnedMemory | None = None
+        """The same memory for copies from a GPU, from the first of them on."""
 
     def store(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
         """Copy `tensor` to byte `start`, with the dtype of `spec`, in C order; one on a GPU is there after `flush`."""
         if isinstance(tensor, np.ndarray) or not tensor.is_cuda:
             self.bytes[start : start + spec.nbytes] = bytes_of(tensor, spec.dtype)
         else:
+            self._pinned = self._pinned or self._pin()
             self._pinned.store(self.tensor(start, spec.nbytes), tensor, spec)
 
     def flush(self) -> None:
         """Return when other processes can see everything that was stored."""
-        if "_pinned" in self.__dict__:
+        if self._pinned is not None:
             self._pinned.flush()
 
     def close(self) -> None:
         """Stop sharing: release what was pinned. The publisher closes the descriptor."""
-        if (pinned := self.__dict__.pop("_pinned", None)) is not None:
-            pinned.close()
+        if self._pinned is not None:
+            self._pinned.close()
 
-    @cached_property
-    def _pinned(self) -> PinnedMemory:
+    def _pin(self) -> PinnedMemory:
         from .pinned_memory import PinnedMemory  # noqa: PLC0415 (it needs torch, and only a publisher on a GPU needs it)
 
         return PinnedMemory(self._whole)

@@ -1,1 +1,1 @@
-"""What stages and engines share: protocols of policies, teachers and models, sampling parameters, stacks of groups."""
+"""Share protocols, sampling parameters and stacks of groups between stages and engines."""

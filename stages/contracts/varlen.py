@@ -74,7 +74,7 @@ def sequences_of(cu_seqlens: Tensor, rows: int, tokens: int) -> Tensor:
 
 
 _kernels: dict[int, Kernel | None] = {}
-"""What `_found_on` returned, by the index of the device: torch.compile reads it, and could not trace the search."""
+"""Results of `_found_on`, by the index of the device: torch.compile reads it, and could not trace the search."""
 
 
 def _kernel_on(device: torch.device) -> Kernel | None:

@@ -181,9 +181,9 @@ def _laid_out(
         tokens=torch.where(owners < 0, tokens[:, :1], tokens),
         positions=torch.from_numpy(positions).view(len(rows), width).to(device),
         sequences=owners,
-        cu_seqlens=torch.from_numpy(np.unique([*starts, *(starts + many), len(everywhere)]).astype(np.int32)).to(
-            device
-        ),
+        cu_seqlens=torch.from_numpy(
+            np.unique(np.concatenate([starts, starts + many, [len(everywhere)]])).astype(np.int32)
+        ).to(device),
         predicted_at=torch.from_numpy(at[trains] - 1).to(device),
         targets=column(sequences.tokens).long(),
         lengths=torch.from_numpy(np.bincount(owner[trains], minlength=len(order))).to(device),

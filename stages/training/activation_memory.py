@@ -25,7 +25,7 @@ CHOICES = 16_384, 8192, 4096, 2048
 """Tokens of a micro-batch on a CUDA device: the first that fits."""
 
 SMALLEST = 1024
-"""Where none of them fits."""
+"""Taken if none of them fits."""
 
 MEASURED = 512
 """Tokens of the longer row by which the bytes of a token are measured, if sequences have so many."""

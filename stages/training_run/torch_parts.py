@@ -263,9 +263,7 @@ class RunParts:
             gradient_checkpointing=model.gradient_checkpointing,
             lora=model.lora,
         )
-        if model.lora is not None:
-            _narrow(loaded, DTYPES[base_dtype(self.config, device.type)])
-        return loaded.to(device)
+        return _frozen(loaded, DTYPES[base_dtype(self.config, device.type)], device)
 
     def empty_model(self) -> HFModel:
         """Return the model without weights, to look at."""
@@ -313,8 +311,7 @@ class RunParts:
             return model.reference()
         attention, device = self.config.model.attention, device_of(self.config)
         loaded = HFModel.from_pretrained(self.folder, attention=attention).requires_grad_(requires_grad=False)
-        _narrow(loaded, DTYPES[reference_dtype(self.config, device.type)])
-        return loaded.to(device)
+        return _frozen(loaded, DTYPES[reference_dtype(self.config, device.type)], device)
 
     def trainer(self, model: HFModel, reference: CausalModel | None) -> TorchTrainer:
         """Return the trainer of `model`."""
@@ -519,12 +516,15 @@ def _sampled_model(config: RunConfig, folder: str, dtype: torch.dtype) -> HFMode
     if lora is None and str(device) == "cpu":
         return HFModel.empty(folder, dtype=dtype, attention=attention)
     loaded = HFModel.from_pretrained(folder, attention=attention, lora=lora)
-    _narrow(loaded if lora is not None else loaded.requires_grad_(requires_grad=False), dtype)
-    return loaded.to(device)
+    return _frozen(loaded if lora is not None else loaded.requires_grad_(requires_grad=False), dtype, device)
 
 
-def _narrow(model: HFModel, dtype: torch.dtype) -> None:
-    """Cast the parameters of `model` that do not train; its tables stay those of the model that publishes."""
+def _frozen(model: HFModel, dtype: torch.dtype, device: torch.device | str) -> HFModel:
+    """Move `model` to `device`, with the parameters that do not train in `dtype`.
+
+    Its tables stay those of the model that publishes.
+    """
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    return model.to(device)

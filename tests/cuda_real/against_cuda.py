@@ -1,4 +1,4 @@
-"""What only a GPU can show: memory that processes share there, a trainer and a sampler there, runs that are killed.
+"""Memory of a GPU that processes share, a trainer and a sampler there, and runs that are killed.
 
 `make test-cuda` runs this file, on a machine with one GPU or more.
 """
@@ -22,16 +22,19 @@ import torch
 import yaml
 from tests.cuda_real.versions import Model, tensors
 from tests.failsafe import FAILSAFE_S
+from tests.stages.engines.test_torch_policy import EOS, PROMPTS, fresh_logprobs, logprobs_of
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
 from penstock import TrainBatch, TrajectoryGroup, Worker
 from penstock.errors import NobodyListens, NoDevice, OutOfSharedMemory, PeerLost
-from penstock.policies import Completion, SamplingParams
-from penstock.torch import Attention, TorchPolicy, TorchTrainer
+from penstock.policies import SamplingParams
+from penstock.torch import TorchPolicy, TorchTrainer
 from penstock.weights import WeightPublisher, WeightSubscriber
 
 ROOT = Path(__file__).parents[2]
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 GPU = torch.device("cuda:0")
 
@@ -66,14 +69,13 @@ class Publishing:
 @contextmanager
 def publishing() -> Iterator[Publishing]:
     command = [sys.executable, "-m", "tests.cuda_real.publishing"]
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": paths},
+        env=ENVIRONMENT,
     ) as process:
         try:
             yield Publishing(process)
@@ -246,36 +248,23 @@ def test_a_checkpoint_of_a_gpu_continues_there_bit_for_bit_and_on_a_cpu_nearly(t
         torch.testing.assert_close(moved.state_dict()[name], tensor.cpu(), rtol=1e-4, atol=1e-5)
 
 
-PROMPTS = [np.array(tokens, np.int32) for tokens in ([1, 2, 4, 5, 6], [7], [1, 2, 4, 5, 6], [8, 9, 1])]
-
-
 def on_gpu() -> TinyModel:
     return TinyModel().to(GPU)
 
 
-@torch.inference_mode()
-def fresh_logprobs(given: Any, completion: Completion) -> Any:
-    tokens = torch.from_numpy(np.concatenate([given, completion.tokens]).astype(np.int64))[None]
-    attend = Attention.causal(torch.ones_like(tokens, dtype=torch.bool))
-    logits = TinyModel()(tokens, positions=torch.arange(tokens.shape[1])[None], attend=attend)
-    logprobs = torch.log_softmax(logits[0, len(given) - 1 : -1], dim=-1)
-    return logprobs.gather(1, tokens[0, len(given) :, None])[:, 0].numpy()
-
-
 async def test_a_sampler_on_a_gpu_reports_the_log_probabilities_of_a_forward_pass_on_a_cpu() -> None:
-    async with TorchPolicy(on_gpu, 3, max_rows=5).open(Worker()) as engine:  # rows join and leave
+    async with TorchPolicy(on_gpu, EOS, max_rows=5).open(Worker()) as engine:  # rows join and leave
         sampled = await engine.generate(PROMPTS * 8, SamplingParams(max_completion_tokens=24))
 
     for given, completion in zip(PROMPTS * 8, sampled, strict=True):
-        assert completion.logprobs is not None
-        np.testing.assert_allclose(completion.logprobs, fresh_logprobs(given, completion), atol=1e-4)
+        np.testing.assert_allclose(logprobs_of(completion), fresh_logprobs(TinyModel(), given, completion), atol=1e-4)
 
 
 async def test_a_sampler_and_a_trainer_share_versions_in_the_memory_of_a_gpu() -> None:
     model, trainer = trainer_on(GPU)
     async with WeightPublisher(model, device="cuda:0") as publisher:
         await publisher.publish(model.state_dict(), 0)
-        policy = TorchPolicy(on_gpu, 3, weights=publisher.url)
+        policy = TorchPolicy(on_gpu, EOS, weights=publisher.url)
         async with policy.open(Worker()) as engine:
             for step in range(1, 4):
                 trainer.step(batch(step))
@@ -285,14 +274,13 @@ async def test_a_sampler_and_a_trainer_share_versions_in_the_memory_of_a_gpu() -
 
 
 def run(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     with (folder / "output.txt").open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "penstock", "run", "config.yaml", *overrides],
             cwd=folder,
             stdout=output,
             stderr=output,
-            env=os.environ | {"PYTHONPATH": paths},
+            env=ENVIRONMENT,
         )
 
 
@@ -303,9 +291,8 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("samplers", [1, 2])
 def test_a_run_on_a_gpu_learns_and_goes_on_after_its_processes_are_killed(tmp_path: Path, samplers: int) -> None:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     made = [sys.executable, "-m", "penstock", "init", "--tiny", "task"]
-    subprocess.run(made, cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": paths})
+    subprocess.run(made, cwd=tmp_path, check=True, env=ENVIRONMENT)
     folder = tmp_path / "task"
     values = yaml.safe_load((folder / "config.yaml").read_text())
     values["placement"] = {**values.get("placement", {}), "samplers": samplers}

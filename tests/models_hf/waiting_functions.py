@@ -15,7 +15,7 @@ APART = 4
 """Prompts that are kept apart."""
 
 evaluated: list[str] = []
-"""What evaluations of this process have scored."""
+"""Completions that evaluations of this process have scored."""
 
 
 def reached(moment: str) -> bool:

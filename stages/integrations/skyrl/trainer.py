@@ -15,7 +15,7 @@ LEDGER = "penstock.json"
 
 
 class TrainedBySkyRL(Protocol):
-    """What a trainer reports to. Methods that block run in a thread, or where SkyRL blocks too."""
+    """Receives the reports of a trainer. Methods that block run in a thread, or where SkyRL blocks too."""
 
     def begin(self, *, fully_async: bool) -> None:
         """Note that the trainer begins, before it loads a checkpoint. Blocks."""

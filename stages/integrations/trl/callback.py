@@ -18,7 +18,7 @@ STATE = "PenstockLedger"
 
 
 class TrainedByTRL(Protocol):
-    """What the callback reports to, in the trainer's first process."""
+    """Receives the reports of the callback, in the trainer's first process."""
 
     def train_begins(self, args: Any, loader: Any, *, saved: Mapping[str, Any] | None, resumed: bool) -> None:
         """Note TRL's arguments and data loader, and the state of the checkpoint that it resumes."""

@@ -1,4 +1,4 @@
-"""What a gateway does with scored data: a backend turns it into the groups of a queue, and back."""
+"""Turn scored data into the groups of a gateway's queue, and back."""
 
 from __future__ import annotations
 

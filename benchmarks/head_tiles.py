@@ -1,4 +1,4 @@
-"""Seconds of the head on a GPU, both ways, by the size of its tiles: `python -m tests.cuda_real.measured_tiles`."""
+"""Seconds of the head on a GPU, both ways, by the size of its tiles: `python -m benchmarks.head_tiles`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 
 from penstock._stages.losses.distributions import Distributions, entropy_of, logprobs_of
 
-TOKENS = 8192
+from .shapes import SHAPES
 
-SHAPES = {"0.5b": (896, 151_936), "1.5b": (1536, 151_936), "7b": (3584, 152_064)}
+__all__ = ["main"]
+
+TOKENS = 8192
 
 
 def seconds(dtype: torch.dtype, width: int, vocabulary: int) -> float:
@@ -34,7 +36,8 @@ def seconds(dtype: torch.dtype, width: int, vocabulary: int) -> float:
 def main() -> None:
     """Print a line for each shape, dtype and size of tiles."""
     print(torch.cuda.get_device_name(), torch.__version__)
-    for name, (width, vocabulary) in SHAPES.items():
+    for name, shape in SHAPES.items():
+        width, vocabulary = shape["hidden_size"], shape["vocab_size"]
         flops = 2 * 4 * TOKENS * width * vocabulary
         print(name, f"float32 as it was: {seconds(torch.float32, width, vocabulary):.4f} s", flush=True)
         for numbers, rows in product((2**24, 2**26, 2**28), (1024, 4096)):
