@@ -8,7 +8,6 @@ import inspect
 import re
 from pathlib import Path
 
-import pytest
 from tests.public_surface import public_names
 
 ROOT = Path(__file__).parent.parent
@@ -25,12 +24,18 @@ def pages() -> str:
     return "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
 
 
-@pytest.mark.parametrize(("name", "value"), public_names(), ids=lambda each: each if isinstance(each, str) else "")
-def test_every_public_name_has_a_docstring_of_its_own(name: str, value: object) -> None:
-    written = inspect.getdoc(value) if inspect.isroutine(value) or inspect.isclass(value) else "a type alias"
+def test_every_public_name_has_a_docstring_of_its_own() -> None:
+    without = [name for name, value in public_names() if not has_a_docstring_of_its_own(name, value)]
 
-    assert written
-    assert not written.startswith(f"{name}("), "expected a sentence, got the signature that a dataclass makes up"
+    assert not without, "\n".join(without)
+
+
+def has_a_docstring_of_its_own(name: str, value: object) -> bool:
+    """Return whether `value` has a docstring, other than the signature that a dataclass makes up."""
+    if not (inspect.isroutine(value) or inspect.isclass(value)):
+        return True  # a type alias
+    written = inspect.getdoc(value)
+    return written is not None and written != "" and not written.startswith(f"{name}(")
 
 
 def test_every_public_name_is_mentioned_in_the_docs() -> None:
@@ -42,11 +47,19 @@ def test_every_public_name_is_mentioned_in_the_docs() -> None:
 NAMED_TEST = re.compile(r"\[(test_\w+)\]\(([\w./-]+\.py)\)")
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
-def test_every_test_that_a_page_names_exists(page: Path) -> None:
-    named = NAMED_TEST.findall(page.read_text())
+def test_every_test_that_a_page_names_exists() -> None:
+    named = [
+        (page, *found)
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        for found in NAMED_TEST.findall(page.read_text())
+    ]
 
-    assert [name for name, file in named if f"def {name}(" not in (page.parent / file).read_text()] == []
+    absent = [f"{page.name}: {name}" for page, name, file in named if f"def {name}(" not in text_of(page.parent / file)]
+    assert not absent, "\n".join(absent)
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def test_each_finding_of_the_audit_names_its_test() -> None:
@@ -59,18 +72,18 @@ def test_each_finding_of_the_audit_names_its_test() -> None:
     assert [row[0] for row in rows if len(row) != 3 or not NAMED_TEST.search(row[2])] == []
 
 
-@pytest.mark.parametrize("name", modules())
-def test_examples_in_docstrings_run(name: str) -> None:
-    module = importlib.import_module(name)
+def test_examples_in_docstrings_run() -> None:
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
-    failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    wrong = [name for name in modules() if doctest.testmod(importlib.import_module(name), optionflags=flags).failed]
 
-    assert failed == 0
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", modules())
-def test_every_module_has_a_docstring(name: str) -> None:
-    assert importlib.import_module(name).__doc__
+def test_every_module_has_a_docstring() -> None:
+    without = [name for name in modules() if not importlib.import_module(name).__doc__]
+
+    assert not without, "\n".join(without)
 
 
 def test_each_message_that_a_new_user_may_see_is_one_of_the_code() -> None:

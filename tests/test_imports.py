@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -151,7 +152,18 @@ def sources() -> list[Path]:
     return [path for path in dict.fromkeys(found) if path.resolve() == path]
 
 
-EVERY_SOURCE = pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def top_of(found: Import) -> str:
+    return found.module.partition(".")[0]
+
+
+def wrong_imports(paths: list[Path], is_wrong: Callable[[Path, Import], bool]) -> list[str]:
+    """Return the imports of these files that `is_wrong` names, each with its file and line."""
+    return [
+        f"{path.relative_to(ROOT).as_posix()}:{each.line}: {each.module}"
+        for path in paths
+        for each in imports(path.read_text(), package_of(path))
+        if is_wrong(path, each)
+    ]
 
 
 def upward(layer: str, found: Import) -> bool:
@@ -164,35 +176,32 @@ def upward(layer: str, found: Import) -> bool:
     return LAYERS.index(target) > LAYERS.index(layer)
 
 
-@EVERY_SOURCE
-def test_imports_run_along_the_arrows(path: Path) -> None:
-    found = imports(path.read_text(), package_of(path))
+def test_imports_run_along_the_arrows() -> None:
+    wrong = wrong_imports(sources(), lambda path, each: upward(layer_of_file(path), each))
 
-    wrong = [f"line {each.line}: {each.module}" for each in found if upward(layer_of_file(path), each)]
-
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
-@EVERY_SOURCE
-def test_no_module_imports_a_name_that_only_a_checkout_has(path: Path) -> None:
-    found = imports(path.read_text(), package_of(path))
+def test_no_module_imports_a_name_that_only_a_checkout_has() -> None:
+    wrong = wrong_imports(sources(), lambda _, each: top_of(each) in OURS_AT_TOP_LEVEL)
 
-    assert not [each for each in found if each.module.partition(".")[0] in OURS_AT_TOP_LEVEL]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sources() if path.relative_to(ROOT).parts[0] in FOLDERS and path.parent.parent != ROOT],
-    ids=lambda path: path.relative_to(ROOT).as_posix(),
-)
-def test_the_folders_of_a_layer_depend_on_each_other_in_one_direction(path: Path) -> None:
+def test_the_folders_of_a_layer_depend_on_each_other_in_one_direction() -> None:
+    inside = [path for path in sources() if path.relative_to(ROOT).parts[0] in FOLDERS and path.parent.parent != ROOT]
+
+    wrong = wrong_imports(inside, from_a_later_folder)
+
+    assert not wrong, "\n".join(wrong)
+
+
+def from_a_later_folder(path: Path, found: Import) -> bool:
+    """Return whether a file of a folder imports from one of those after it in the same layer."""
     top, folder = path.relative_to(ROOT).parts[:2]
+    module = found.module.split(".")
     below = FOLDERS[top][: FOLDERS[top].index(folder) + 1]
-
-    found = [each.module.split(".") for each in imports(path.read_text(), package_of(path))]
-
-    inside = [module for module in found if module[:2] == ["penstock", f"_{top}"]]
-    assert not [".".join(module) for module in inside if module[2] not in below]
+    return module[:2] == ["penstock", f"_{top}"] and module[2] not in below
 
 
 def test_no_files_import_each_other_in_a_circle_but_these() -> None:
@@ -248,21 +257,28 @@ def test_a_class_name_denotes_one_class() -> None:
     assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}
 
 
-@EVERY_SOURCE
-def test_torch_is_imported_where_tensors_live(path: Path) -> None:
-    if path.relative_to(ROOT).as_posix() in TORCH_AT_MODULE_LEVEL or layer_of_file(path) == "examples":
-        return
+def test_torch_is_imported_where_tensors_live() -> None:
+    without = [
+        path
+        for path in sources()
+        if path.relative_to(ROOT).as_posix() not in TORCH_AT_MODULE_LEVEL and layer_of_file(path) != "examples"
+    ]
 
-    found = imports(path.read_text(), package_of(path))
+    wrong = wrong_imports(without, imports_torch_with_the_file)
 
-    assert not [each for each in found if each.at_module_level and each.module.partition(".")[0] == "torch"]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "schemas").glob("*.py")), ids=lambda path: path.name)
-def test_records_import_numpy_and_msgspec_only(path: Path) -> None:
-    tops = {each.module.partition(".")[0] for each in imports(path.read_text(), "penstock._schemas")}
+def imports_torch_with_the_file(_: Path, found: Import) -> bool:
+    return found.at_module_level and top_of(found) == "torch"
 
-    assert tops <= sys.stdlib_module_names | FOREIGN_TO_SCHEMAS | {"penstock"}
+
+def test_records_import_numpy_and_msgspec_only() -> None:
+    allowed = sys.stdlib_module_names | FOREIGN_TO_SCHEMAS | {"penstock"}
+
+    wrong = wrong_imports(sorted((ROOT / "schemas").glob("*.py")), lambda _, each: top_of(each) not in allowed)
+
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,8 @@ def refusal_of(parse: Callable[[], object]) -> str:
     return ""
 
 
-fewer = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# A list replaces that of the profile.
+fewer = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 @fewer
