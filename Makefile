@@ -65,125 +65,99 @@ test-all: $(READY) $(OLDER)
 	$(BIN)/python -m coverage report --skip-covered
 	PYTHONPATH=$(OLDER) $(BIN)/python -m pytest tests/pipeline/weights/test_transformers_models.py
 
+# A framework may take minutes to begin.
+AGAINST := -m pytest -o faulthandler_timeout=0
+# Empty, whatever the environment has, except for the targets that set them.
+WARNINGS :=
+BELOW :=
+OPTIONS :=
+
 test-cuda: $(READY)
-	$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/cuda_real/against_*.py
+	$(BIN)/python $(AGAINST) tests/cuda_real/against_*.py
 
-test-vllm: $(READY) $(VLLM)/ready
-	VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/vllm/against_vllm.py
+test-vllm: $(VLLM)/ready
+	VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python $(AGAINST) tests/vllm/against_vllm.py
 
-$(VLLM)/ready: scripts/make_vllm_venv.sh scripts/vllm/requirements.txt scripts/vllm/vllm.txt | $(READY)
-	scripts/make_vllm_venv.sh $(VLLM)
-	touch $@
-
-test-trackers: $(READY) $(TRACKERS)/ready
+test-trackers: $(TRACKERS)/ready
 	PYTHONPATH=$(TRACKERS) $(BIN)/python -m pytest tests/trackers_real/against_trackers.py
 
-# Packages beside those of .venv, in a folder that only these tests have on their path.
-$(TRACKERS)/ready: scripts/trackers/requirements.txt | $(READY)
-	rm -rf $(TRACKERS)
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(TRACKERS) --requirement $<
-	touch $@
-
-test-trl: $(READY) $(TRL)/ready
-	PYTHONPATH=$(TRL) $(BIN)/python scripts/check_extra.py trl
-	PYTHONPATH=$(CURDIR)/$(TRL) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/trl_real/against_*.py
-
-$(TRL)/ready: scripts/trl/requirements.txt | $(READY)
-	rm -rf $(TRL)
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(TRL) --requirement $<
-	touch $@
-
-test-skyrl: $(READY) $(WITH_SKYRL)/ready
-	$(WITH_SKYRL)/bin/python scripts/check_extra.py skyrl
-	$(WITH_SKYRL)/bin/python -m pytest -o faulthandler_timeout=0 tests/skyrl_real/against_skyrl.py
-
-$(WITH_SKYRL)/ready: scripts/make_skyrl_venv.sh scripts/skyrl/requirements.txt | $(READY)
-	SKYRL_PYTHON="$(SKYRL_PYTHON)" scripts/make_skyrl_venv.sh $(WITH_SKYRL)
-	touch $@
-
 # Ray's warnings are no errors. Its processes begin as Python starts them, without the paths of pytest.
-test-ray: $(READY) $(RAY)/ready
-	PYTHONPATH=$(RAY) $(BIN)/python scripts/check_extra.py ray
-	PYTHONPATH=$(CURDIR)/$(RAY):$(CURDIR) $(BIN)/python -m pytest -W default -o faulthandler_timeout=0 tests/ray_real/against_ray.py
+test-ray: private WARNINGS := -W default
+test-ray: private BELOW := :$(CURDIR)
+test-trl test-ray test-verl: test-%: $(VENV)/%/ready
+	PYTHONPATH=$(<D) $(BIN)/python scripts/check_extra.py $*
+	PYTHONPATH=$(CURDIR)/$(<D)$(BELOW) $(BIN)/python $(AGAINST) $(WARNINGS) tests/$*_real/against_*.py
 
-$(RAY)/ready: scripts/ray/requirements.txt | $(READY)
-	rm -rf $(RAY)
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(RAY) --requirement $<
-	touch $@
-
-test-verl: $(READY) $(VERL)/ready
-	PYTHONPATH=$(VERL) $(BIN)/python scripts/check_extra.py verl
-	PYTHONPATH=$(CURDIR)/$(VERL) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/verl_real/against_verl.py
-
-# The wheel of TransferQueue has folders that are not its own.
-$(VERL)/ready: scripts/verl/requirements.txt | $(READY)
-	rm -rf $(VERL)
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(VERL) --requirement $<
-	rm -rf $(addprefix $(VERL)/,tests scripts recipe tutorial)
-	touch $@
+test-skyrl: $(WITH_SKYRL)/ready
+	$(WITH_SKYRL)/bin/python scripts/check_extra.py skyrl
+	$(WITH_SKYRL)/bin/python $(AGAINST) tests/skyrl_real/against_skyrl.py
 
 COMMIT_OF_PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
+COMMIT_OF_ROLL := 8eb27cc2dc34c4d1310b169d9b86d339004d811a
+COMMIT_OF_ATROPOS := 296a0bc55760e43b9c0743c052f8d6c2732606d1
+
+# A recipe looks at the checkouts that it needs before it installs anything.
+CHECK = scripts/check_checkout.sh $@
+CHECK_PRIME_RL = $(CHECK) PRIME_RL https://github.com/PrimeIntellect-ai/prime-rl $(COMMIT_OF_PRIME_RL) "$(PRIME_RL)"
+CHECK_ROLL = $(CHECK) ROLL https://github.com/alibaba/ROLL $(COMMIT_OF_ROLL) "$(ROLL)"
+CHECK_ATROPOS = $(CHECK) ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
+
 AT := $(CURDIR)/$(WITH_PRIME_RL):$(CURDIR)/$(TRACKERS):$(abspath $(PRIME_RL))/src:$(abspath $(PRIME_RL))/packages/prime-rl-configs/src
 
 test-prime-rl: $(READY)
-	scripts/check_checkout.sh test-prime-rl PRIME_RL https://github.com/PrimeIntellect-ai/prime-rl $(COMMIT_OF_PRIME_RL) "$(PRIME_RL)"
+	$(CHECK_PRIME_RL)
 	$(MAKE) $(WITH_PRIME_RL)/ready $(TRACKERS)/ready
-	PYTHONPATH=$(AT) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/prime_rl/against_prime_rl.py
-
-$(WITH_PRIME_RL)/ready: scripts/prime_rl/requirements.txt | $(READY)
-	rm -rf $(WITH_PRIME_RL)
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(WITH_PRIME_RL) --requirement $<
-	touch $@
-
-COMMIT_OF_ROLL := 8eb27cc2dc34c4d1310b169d9b86d339004d811a
+	PYTHONPATH=$(AT) $(BIN)/python $(AGAINST) tests/prime_rl/against_prime_rl.py
 
 # ROLL's checkout has a package `tests`, as penstock has: a link to its package `roll` alone is on the path. Its
 # warnings, and those of Ray, are no errors.
 test-roll: $(READY)
-	scripts/check_checkout.sh test-roll ROLL https://github.com/alibaba/ROLL $(COMMIT_OF_ROLL) "$(ROLL)"
+	$(CHECK_ROLL)
 	$(MAKE) $(WITH_ROLL)/ready
 	ln -sfn $(abspath $(ROLL))/roll $(WITH_ROLL)/roll
-	PYTHONPATH=$(CURDIR)/$(WITH_ROLL) $(BIN)/python -m pytest -W default -o faulthandler_timeout=0 tests/roll_real/against_roll.py
-
-# gem refuses Python 3.12.1 and later by its metadata alone. For the folders, see above.
-$(WITH_ROLL)/ready: scripts/roll/requirements.txt | $(READY)
-	rm -rf $(WITH_ROLL)
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --ignore-requires-python --target $(WITH_ROLL) --requirement $<
-	rm -rf $(addprefix $(WITH_ROLL)/,tests scripts recipe tutorial)
-	touch $@
-
-COMMIT_OF_ATROPOS := 296a0bc55760e43b9c0743c052f8d6c2732606d1
+	PYTHONPATH=$(CURDIR)/$(WITH_ROLL) $(BIN)/python $(AGAINST) -W default tests/roll_real/against_roll.py
 
 test-atropos: $(READY)
-	scripts/check_checkout.sh test-atropos ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
+	$(CHECK_ATROPOS)
 	$(MAKE) $(WITH_ATROPOS)/ready
-	ATROPOS="$(ATROPOS)" $(WITH_ATROPOS)/bin/python -m pytest -o faulthandler_timeout=0 tests/atropos_real/against_*.py
-
-$(WITH_ATROPOS)/ready: scripts/make_atropos_venv.sh scripts/atropos/requirements.txt | $(READY)
-	scripts/make_atropos_venv.sh $(WITH_ATROPOS)
-	touch $@
+	ATROPOS="$(ATROPOS)" $(WITH_ATROPOS)/bin/python $(AGAINST) tests/atropos_real/against_*.py
 
 # Each framework keeps its own packages: the launcher gives each program an interpreter or a path of its own.
-test-atropos-verl: $(READY) $(VERL)/ready
-	scripts/check_checkout.sh test-atropos-verl ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
+test-atropos-verl: $(VERL)/ready
+	$(CHECK_ATROPOS)
 	$(MAKE) $(WITH_ATROPOS)/ready
-	ATROPOS="$(ATROPOS)" $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/atropos_verl_real/against_*.py
+	ATROPOS="$(ATROPOS)" $(BIN)/python $(AGAINST) tests/atropos_verl_real/against_*.py
 
 # The environments of Atropos run in its interpreter, with its packages; ROLL in that of .venv.
 test-atropos-roll: $(READY)
-	scripts/check_checkout.sh test-atropos-roll ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
-	scripts/check_checkout.sh test-atropos-roll ROLL https://github.com/alibaba/ROLL $(COMMIT_OF_ROLL) "$(ROLL)"
+	$(CHECK_ATROPOS)
+	$(CHECK_ROLL)
 	$(MAKE) $(WITH_ROLL)/ready $(WITH_ATROPOS)/ready
 	ln -sfn $(abspath $(ROLL))/roll $(WITH_ROLL)/roll
 	ATROPOS="$(abspath $(ATROPOS))" ATROPOS_PYTHON=$(CURDIR)/$(WITH_ATROPOS)/bin/python PYTHONPATH=$(CURDIR)/$(WITH_ROLL) \
-		$(BIN)/python -m pytest -W default -o faulthandler_timeout=0 tests/atropos_roll_real/against_atropos_roll.py
+		$(BIN)/python $(AGAINST) -W default tests/atropos_roll_real/against_atropos_roll.py
 
 # SkyRL's interpreter runs the tests, and starts environments with that of Atropos.
 test-atropos-skyrl: $(READY)
-	scripts/check_checkout.sh test-atropos-skyrl ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
+	$(CHECK_ATROPOS)
 	$(MAKE) $(WITH_ATROPOS)/ready $(WITH_SKYRL)/ready
 	ATROPOS="$(ATROPOS)" ATROPOS_PYTHON="$(CURDIR)/$(WITH_ATROPOS)/bin/python" \
-		$(WITH_SKYRL)/bin/python -m pytest -o faulthandler_timeout=0 tests/atropos_skyrl_real/against_*.py
+		$(WITH_SKYRL)/bin/python $(AGAINST) tests/atropos_skyrl_real/against_*.py
+
+# Packages beside those of .venv, in a folder that only the tests with them have on their path. Some wheels have folders
+# that are not their own. gem, for ROLL, refuses Python 3.12.1 and later by its metadata alone.
+$(WITH_ROLL)/ready: private OPTIONS := --ignore-requires-python
+$(TRACKERS)/ready $(TRL)/ready $(RAY)/ready $(VERL)/ready $(WITH_PRIME_RL)/ready $(WITH_ROLL)/ready: $(VENV)/%/ready: scripts/%/requirements.txt | $(READY)
+	rm -rf $(@D)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps $(OPTIONS) --target $(@D) --requirement $<
+	rm -rf $(addprefix $(@D)/,tests scripts recipe tutorial)
+	touch $@
+
+# Interpreters of their own.
+$(VLLM)/ready: scripts/vllm/vllm.txt
+$(VLLM)/ready $(WITH_SKYRL)/ready $(WITH_ATROPOS)/ready: $(VENV)/%/ready: scripts/make_%_venv.sh scripts/%/requirements.txt | $(READY)
+	SKYRL_PYTHON="$(SKYRL_PYTHON)" $< $(@D)
+	touch $@
 
 # Every week too, each in a job of its own: .github/workflows/plugins.yml.
 PLUGINS := test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl
