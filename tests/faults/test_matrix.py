@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import get_args
 
 import pytest
-from tests.faults.cells import CELLS, COMBINATIONS, EXCLUDED, Cell, Moment, Role, exclusion_reason
+from tests.faults.cells import CELLS, COMBINATIONS, EXCLUDED, Cell, Fault, Moment, Role, exclusion_reason
 from tests.faults.mutants import MUTANTS
 from tests.faults.zygote import Zygote
 
@@ -38,17 +39,22 @@ def verdict(request: pytest.FixtureRequest, zygote: Zygote) -> Iterator[Callable
         yield problems_of
 
 
-SHORT_MOMENTS: dict[Role, Moment] = {
-    "producer": "published",
-    "consumer": "reading",
-    "middle": "reading",
-    "supervisor": "committing",
+DIAGONAL = {
+    Cell("producer", "SIGKILL", "published"),
+    Cell("producer", "SIGTERM", "idle"),
+    Cell("consumer", "SIGKILL", "reading"),
+    Cell("consumer", "exception", "shutdown"),
+    Cell("middle", "SIGKILL", "writing"),
+    Cell("middle", "_exit", "committing"),
+    Cell("middle", "zombie", "reading"),
+    Cell("supervisor", "SIGKILL", "committing"),
+    Cell("supervisor", "stall", "published"),
 }
-"""`make test` runs SIGKILL at every moment, and every other fault at one moment of each role."""
+"""What `make test` runs: SIGKILL in every role, and every fault and moment once; `make test-all` runs every cell."""
 
 
 def _mark(cell: Cell) -> Sequence[pytest.MarkDecorator]:
-    return [pytest.mark.long] if cell.fault != "SIGKILL" and cell.moment != SHORT_MOMENTS[cell.role] else []
+    return [] if cell in DIAGONAL else [pytest.mark.long]
 
 
 def _mark_of_mutant(mutant: Callable[[], None]) -> Sequence[pytest.MarkDecorator]:
@@ -80,3 +86,10 @@ def test_each_excluded_combination_has_a_reason() -> None:
 
     assert set(left_out.values()) == set(EXCLUDED.values())
     assert len(CELLS) + len(left_out) == 4 * 6 * 6
+
+
+def test_the_diagonal_has_a_kill_in_every_role_and_every_fault_and_moment() -> None:
+    assert set(CELLS) >= DIAGONAL
+    assert {cell.role for cell in DIAGONAL if cell.fault == "SIGKILL"} == set(get_args(Role))
+    assert {cell.fault for cell in DIAGONAL} == set(get_args(Fault))
+    assert {cell.moment for cell in DIAGONAL} == set(get_args(Moment))
