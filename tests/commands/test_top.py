@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import subprocess
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from tests.commands.waiting_run import PENSTOCK, finish, printed, waiting_run
 from tests.namespaces import read_only
 from tests.pipeline.view.watched import MEMORY_HERE
+from tests.terminals import open_terminal
 
 
 def read_until(master: int, text: str, seen: str = "") -> str:
@@ -25,7 +25,7 @@ def files_in(folder: Path) -> set[str]:
 
 
 def test_a_run_is_shown_from_another_terminal_and_its_death_too(tmp_path: Path) -> None:
-    master, slave = pty.openpty()
+    master, slave = open_terminal()
     with waiting_run(tmp_path, steps=6) as run:
         environment = os.environ | {"COLUMNS": "160", "TERM": "xterm-256color"}
         top = subprocess.Popen([*PENSTOCK, "top", str(tmp_path)], stdout=slave, stderr=slave, env=environment)

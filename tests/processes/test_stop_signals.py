@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from typing import IO
 
 import pytest
 from tests.processes.script_of_a_stopped_run import GROUPS
+from tests.terminals import open_terminal
 
 SCRIPT = "tests.processes.script_of_a_stopped_run"
 ROOT = Path(__file__).parent.parent.parent
@@ -159,7 +159,7 @@ def test_a_run_without_a_folder_reports_that_there_is_no_checkpoint() -> None:
 
 
 def test_ctrl_c_in_a_terminal_reaches_no_worker_and_stops_the_run(tmp_path: Path) -> None:
-    terminal, line = pty.openpty()
+    terminal, line = open_terminal()
     with script_in_terminal("run", "waiting", tmp_path, line, stderr=subprocess.PIPE) as running:
         read_until(running.stdout, "waiting")
         os.write(terminal, b"\x03")
@@ -174,7 +174,7 @@ def test_ctrl_c_in_a_terminal_reaches_no_worker_and_stops_the_run(tmp_path: Path
 
 
 def test_a_terminal_that_is_closed_stops_the_run_and_what_it_prints_goes_nowhere(tmp_path: Path) -> None:
-    terminal, line = pty.openpty()
+    terminal, line = open_terminal()
     with script_in_terminal("run", "printing", tmp_path, line, stderr=line) as running:
         read_until(running.stdout, "printing")
         os.close(terminal)

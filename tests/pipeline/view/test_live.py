@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pty
 import re
 import sys
 import threading
@@ -17,6 +16,7 @@ import anyio
 import pytest
 from tests.pipeline.flow_stages import Collect
 from tests.pipeline.view.watched import MEMORY_HERE, STEPS, Silent, small_run
+from tests.terminals import open_terminal
 
 from penstock import source
 from penstock._pipeline.view import live
@@ -29,7 +29,7 @@ class Terminal:
     """A terminal in place of stdout and stderr, and what was written to it."""
 
     def __init__(self) -> None:
-        self._master, slave = pty.openpty()
+        self._master, slave = open_terminal()
         self.stdout: TextIO = os.fdopen(slave, "w")
         self.stderr: TextIO = os.fdopen(os.dup(slave), "w")
         self._read = bytearray()
