@@ -39,7 +39,7 @@ def _share_right(model: Transformer, problems: Sequence[dict[str, Any]]) -> floa
     prompts = [np.array(TOKENIZER.encode(entry["question"]), np.int32) for entry in problems]
     sampling = SamplingParams(max_completion_tokens=LONGEST_ANSWER, greedy=True)
     rows = [SampledRow(SamplingRequest(prompt, sampling)) for prompt in prompts]
-    batch = SamplingBatch(model, end_ids=frozenset({TOKENIZER.eos_id}), generator=torch.Generator())
+    batch = SamplingBatch(model, end_ids=frozenset({TOKENIZER.eos_id}), device=torch.device("cpu"))
     batch.join(batch.read(rows, version=0))
     while batch.live:
         batch.step(version=0)

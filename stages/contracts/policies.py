@@ -103,6 +103,16 @@ class FollowsWeights(Protocol):
         ...
 
 
+@runtime_checkable
+class Seeded(Protocol):
+    """A policy that samples here: `SourceEnv` derives a seed for each turn of each rollout from its own."""
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of its random numbers."""
+        ...
+
+
 class Policy(Protocol):
     """A picklable description of an engine."""
 

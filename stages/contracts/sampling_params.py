@@ -99,6 +99,12 @@ class SamplingParams(Config, frozen=True):
         """Return these parameters with `ids` among the tokens that end a completion."""
         return msgspec.structs.replace(self, stop_ids=tuple(sorted({*self.stop_ids, *ids})))
 
+    def seeded_by(self, seed: int | None) -> SamplingParams:
+        """Return these parameters with `seed` where they have none, unless they are greedy."""
+        if self.greedy or self.seed is not None:
+            return self
+        return msgspec.structs.replace(self, seed=seed)
+
     def seeded_for(self, *numbers: int) -> SamplingParams:
         """Return these parameters with a seed that depends on the seed and `numbers`; unchanged without a seed."""
         if self.seed is None:

@@ -86,12 +86,8 @@ class TorchEngine:
         """True if every batch loads newer weights by itself; else `update_weights` does."""
         self._end_ids = end_ids
         self._seed = seed
-        self._seeded_for: int | None = None
-        """The version that the generator was seeded for last."""
-        self._drawn = 0
-        """Rows without a seed that were admitted with this version; each draws with the numbers of its place."""
-        self._generator: torch.Generator | None = None
-        """Made with the first batch, on the model's device, which is unknown before if the model was made on `meta`."""
+        self._drawn = (NO_VERSION, 0)
+        """A version, and the number of rows without a seed that were admitted with it, by which such a row draws."""
         self._max_rows = max_rows
         self._in_flight = in_flight
         self._tokenizer = tokenizer
@@ -276,13 +272,13 @@ class TorchEngine:
                         yield
                     return
 
-    def _generator_of_device(self) -> torch.Generator:
-        if self._generator is None:
-            device = next(self._model.parameters()).device
-            if device.type == "meta" and self._weights is not None:
-                device = torch.device(self._weights.device)
-            self._generator = torch.Generator(device)
-        return self._generator
+    @property
+    def _device(self) -> torch.device:
+        """Return the device of the model, which has one since its weights were loaded."""
+        device = next(self._model.parameters()).device
+        if device.type == "meta" and self._weights is not None:
+            return torch.device(self._weights.device)
+        return device
 
     def _advance(self) -> bool:
         """Sample until a row is done, others can join, or, with updates in flight, a pause waits.
@@ -300,7 +296,6 @@ class TorchEngine:
                 if self._pause_waits:
                     return False
                 self._load_newest()
-            self._reseed()
             batch.step(self._version)
             self._check_intact()
         return self._admits
@@ -308,7 +303,6 @@ class TorchEngine:
     def _join(self, batch: SamplingBatch) -> None:
         """Read the prompts of the rows that join, and draw their first tokens."""
         self._check_open()
-        self._reseed()
         rows = {SampledRow(row.request, self._seed_of(row.request.sampling)): row for row in self._joining}
         try:
             read = batch.read(list(rows), self._version)
@@ -323,10 +317,11 @@ class TorchEngine:
 
     def _seed_of(self, sampling: SamplingParams) -> int:
         """Return the seed of a row's random numbers: of its request, or of its place among those of this version."""
-        if sampling.seed is not None:
-            return sampling.seed
-        self._drawn += not sampling.greedy
-        return as_seed([self._seed, self._version, self._drawn])
+        if sampling.seed is not None or sampling.greedy:
+            return sampling.seed or 0
+        version, drawn = self._drawn
+        self._drawn = self._version, drawn + 1 if version == self._version else 1
+        return as_seed([self._seed, *self._drawn])
 
     @property
     def _admits(self) -> bool:
@@ -338,8 +333,7 @@ class TorchEngine:
         return self._in_flight or not self._follows or self._weights is None or not self._weights.stale
 
     def _new_batch(self) -> SamplingBatch:
-        generator = self._generator_of_device()
-        return SamplingBatch(self._model, end_ids=self._end_ids, generator=generator, autocast=self._autocast)
+        return SamplingBatch(self._model, end_ids=self._end_ids, device=self._device, autocast=self._autocast)
 
     def _load_newest(self) -> None:
         """Load the newest version into a model that follows its publisher."""
@@ -352,12 +346,6 @@ class TorchEngine:
     def _check_intact(self) -> None:
         if self._weights is not None and not self._weights.intact:
             raise _WeightsOverwritten
-
-    def _reseed(self) -> None:
-        """Begin the random numbers of the version, so that a resumed run draws the same."""
-        if self._seeded_for != self._version:
-            self._generator_of_device().manual_seed(as_seed([self._seed, self._version]))
-            self._seeded_for, self._drawn = self._version, 0
 
     def _check_open(self) -> None:
         if self._closed:

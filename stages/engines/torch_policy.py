@@ -42,8 +42,9 @@ class TorchPolicy:
     `WeightPublisher.serve` yields, for samplers on any host; without one the model keeps its initial weights, version
     0, until `update_weights`."""
     seed: int = 0
-    """Makes sampling repeatable if the order of requests is; the random numbers differ between workers, and between
-    versions of the weights."""
+    """Makes sampling repeatable. `SourceEnv` derives the random numbers of a rollout from it, the number of its prompt
+    and its repetition, so that they are the same in any worker. Those of other requests depend on their order, on the
+    worker and on the version of the weights."""
     max_rows: int = 256
     """Bound on the rows of a batch, and so on the memory of the cache."""
     weight_updates: WeightUpdates = "between_batches"

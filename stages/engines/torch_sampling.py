@@ -59,23 +59,23 @@ class SamplingBatch:
         model: CausalModel,
         *,
         end_ids: frozenset[int],
-        generator: torch.Generator,
+        device: torch.device,
         autocast: torch.dtype | None = None,
     ) -> None:
         """Begin without rows.
 
         Args:
-            model: on any device, in evaluation mode.
+            model: on `device`, in evaluation mode.
             end_ids: the tokens that end a completion, beside those of a request.
-            generator: on the model's device; makes the noise of rows without a seed, unless that is a CPU.
+            device: where it computes.
             autocast: the dtype in which the model computes where that is safe; None for that of its parameters.
         """
         self._model = model
         self._end_ids = end_ids
-        self._generator = generator
+        self._device = device
         self._autocast = autocast
         self._inverse = InverseDraw()
-        self._sampled = SampledRows([], None, torch.empty(0, dtype=torch.int64, device=generator.device))
+        self._sampled = SampledRows([], None, torch.empty(0, dtype=torch.int64, device=device))
         """Also rows that are done and did not leave yet."""
         self._columns: _Columns
         """Of these rows."""
@@ -106,8 +106,7 @@ class SamplingBatch:
     def read(self, rows: list[SampledRow], version: int) -> SampledRows:
         """Read each different prompt of `rows` once, and draw the first token of each, with weights of `version`."""
         tokens, mask, owner = (
-            torch.from_numpy(array).to(self._generator.device)
-            for array in _left_padded([row.request.prompt for row in rows])
+            torch.from_numpy(array).to(self._device) for array in _left_padded([row.request.prompt for row in rows])
         )
         longest = max(row.request.sampling.max_completion_tokens for row in rows)
         cache: Cache = self._model.new_cache(len(tokens), mask.shape[1] + longest)
@@ -203,25 +202,10 @@ class SamplingBatch:
             chosen, normalizer = self._inverse(scores, torch.tensor(uniform, dtype=torch.float64))
         else:
             normalizer = scores.logsumexp(dim=-1)
-            chosen = draw_by_noise(scores, self._exponential(rows, scores))
+            chosen = draw_by_noise(scores, _exponential(rows, scores))
         if columns.any_greedy:
             chosen = torch.where(columns.greedy, scores.argmax(dim=-1), chosen)
         return chosen, normalizer
-
-    def _exponential(self, rows: Sequence[SampledRow], like: Tensor) -> Tensor:
-        """Return noise [b, V], of a row's own generator where its request has a seed.
-
-        The other rows share one, because a generator for each takes a call of the device for each. Greedy and seeded
-        rows alone take no number of it.
-        """
-        shared = any(row.request.sampling.seed is None and not row.request.sampling.greedy for row in rows)
-        exponential = (
-            torch.empty_like(like).exponential_(generator=self._generator) if shared else torch.ones_like(like)
-        )
-        for place, row in enumerate(rows):
-            if row.request.sampling.seed is not None:
-                exponential[place].exponential_(generator=row.noise(like.device))
-        return exponential
 
 
 class _Columns:
@@ -245,6 +229,15 @@ class _Columns:
         """[b, 1] int64 number of keys at the left of the cache that the row must not see."""
         self.moves = torch.ones_like(self.position)
         """[b, 1] int64; 0 once the row is done, so that its position stays within the model's."""
+
+
+def _exponential(rows: Sequence[SampledRow], like: Tensor) -> Tensor:
+    """Return noise [b, V], each row of its own generator; ones where it is greedy."""
+    exponential = torch.ones_like(like)
+    for noise, row in zip(exponential, rows, strict=True):
+        if not row.request.sampling.greedy:
+            noise.exponential_(generator=row.noise(like.device))
+    return exponential
 
 
 def _left_padded(

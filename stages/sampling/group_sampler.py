@@ -49,7 +49,7 @@ class GroupSampler:
         self, source: SourceEnv, begin: TaskFn, engine: Engine, context: Context, limiter: anyio.CapacityLimiter
     ) -> None:
         """Sample by the fields of `source`; `limiter` bounds the rollouts at once."""
-        self._source = source.ending_completions()
+        self._source = source.requested()
         self._begin_task = begin
         self._engine = engine
         self._context = context

@@ -34,7 +34,7 @@ from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.util.user_code import await_user, open_user
 from ..._schemas import GroupId, TrajectoryGroup, TrajectoryId
 from ..._schemas.numbers import normalize_counts, normalize_numbers
-from ..contracts.policies import Completion, Engine, FollowsWeights, Policy, Tokenizer
+from ..contracts.policies import Completion, Engine, FollowsWeights, Policy, Seeded, Tokenizer
 from ..contracts.prompts import identity_of
 from ..contracts.sampling_params import TEMPERATURES, SamplingParams
 from ..tokenizers.chat_format import ChatFormat
@@ -175,15 +175,15 @@ class SourceEnv:
         """Return the parameters of each turn; the last are those of all later turns."""
         return self.sampling if isinstance(self.sampling, tuple) else (self.sampling,)
 
-    def ending_completions(self) -> SourceEnv:
-        """Return this source with the `end_ids` of its tokenizer in every request, which any engine obeys.
+    def requested(self) -> SourceEnv:
+        """Return this source with the parameters that its requests have, which any engine obeys.
 
-        A tokenizer with `eos_id` alone adds none: an engine knows that token.
+        1. The `end_ids` of its tokenizer end completions; an engine knows the `eos_id` of a tokenizer without them.
+        2. The seed of the policy, if it has one, is that of sampling without a seed.
         """
-        tokenizer = self.decodes_with
-        if not isinstance(tokenizer, HasEndTokens):
-            return self
-        return replace(self, sampling=tuple(sampling.ending_at(tokenizer.end_ids) for sampling in self.samplings))
+        tokenizer, seed = self.decodes_with, self.policy.seed if isinstance(self.policy, Seeded) else None
+        end_ids = tokenizer.end_ids if isinstance(tokenizer, HasEndTokens) else ()
+        return replace(self, sampling=tuple(each.ending_at(end_ids).seeded_by(seed) for each in self.samplings))
 
     @property
     def recorded(self) -> dict[str, Any]:
