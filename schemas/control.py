@@ -25,7 +25,7 @@ from .bounds import (
     Text,
 )
 from .descriptor import Descriptor
-from .errors import UNREADABLE, ProtocolMismatch
+from .errors import UNREADABLE, InvalidConfig, ProtocolMismatch
 from .ids import MAX_REPETITION_ID, GroupId
 from .tokenizer import TokenizerIdentity
 
@@ -56,11 +56,11 @@ def check_name(name: str) -> str:
     """Return the name of a peer, which errors and logs quote as it is.
 
     Raises:
-        ValueError: it is too long, or holds characters that a terminal or a log would not print, such as newlines.
+        InvalidConfig: it is too long, or holds characters that a terminal or a log would not print, such as newlines.
     """
     if len(name) > MOST_NAME_CHARACTERS or not name.isprintable():
         shown = f"{name[:MOST_NAME_CHARACTERS]!r} ({len(name)} characters)"
-        raise ValueError(f"name: expected at most {MOST_NAME_CHARACTERS} printable characters, got {shown}")
+        raise InvalidConfig(f"name: expected at most {MOST_NAME_CHARACTERS} printable characters, got {shown}")
     return name
 
 

@@ -17,7 +17,7 @@ class InvalidRecord(PenstockError, ValueError):
 
 
 class InvalidConfig(PenstockError, ValueError):
-    """A configuration does not fit its schema: the message has its path, the expected value and the actual one."""
+    """A configuration or an argument cannot be used: the message has its name, what was expected and what came."""
 
 
 class ProtocolMismatch(PenstockError):

@@ -46,10 +46,15 @@ def finite_number(name: str, value: object, *, zero: bool = False) -> float:
     Raises:
         InvalidConfig: it is no number, not finite, or too small. A bool is no number.
     """
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    number = number_or_nan(value)
     if not (0 < number < math.inf or (zero and number == 0)):
         raise InvalidConfig(f"{name}: expected a finite number {'of 0 or more' if zero else 'above 0'}, got {value!r}")
     return value if isinstance(value, int) else number
+
+
+def number_or_nan(value: object) -> float:
+    """Return a number as a `float`; NaN, which every comparison refuses, for what is none. A bool is no number."""
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
 
 
 def normalize_counts(owner: Any, *names: str, least: int = 1) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from .bounds import MOST_NAMES, Count, Line, Name, Signed
-from .errors import TokenizersDiffer
+from .errors import InvalidConfig, TokenizersDiffer
 
 
 class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,12 +68,14 @@ def tokenizer_identity(tokenizer: Any) -> TokenizerIdentity:
     The identity of an identity is itself.
 
     Raises:
-        TypeError: it has no vocabulary.
+        InvalidConfig: it has no vocabulary.
     """
     if isinstance(tokenizer, TokenizerIdentity):
         return tokenizer
     if not hasattr(tokenizer, "get_vocab"):
-        raise TypeError(f"expected a tokenizer with get_vocab() -> {{token: id}}, got {type(tokenizer).__name__}")
+        raise InvalidConfig(
+            f"tokenizer: expected one with get_vocab() -> {{token: id}}, got {type(tokenizer).__name__}"
+        )
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     template = getattr(tokenizer, "chat_template", None)
     return TokenizerIdentity(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from ..._schemas import tokenizer_identity
+from ..._schemas.choices import check_choice
 from ..._schemas.control import check_name
 from ..._schemas.numbers import finite_number, whole_number
 from ..errors import InvalidConfig
@@ -80,9 +81,9 @@ def serve(
             raises RecordCorrupted, which is a PeerLost. Costs each end about 2 s for a GB.
 
     Raises:
-        TypeError: `tokenizer` has no identity.
         InvalidConfig: a count that is no whole number or below 1, seconds that are not finite, a name that is too long
-            or not printable, an unknown scheme, a key that is missing, or one that shm does not use.
+            or not printable, an unknown scheme, a key that is missing, or one that shm does not use, or a tokenizer
+            without an identity.
         InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
         OutOfFileDescriptors: this process has too few left.
         DiskFull, NotWritable: the folder for the sockets cannot be written; the message names it.
@@ -90,8 +91,7 @@ def serve(
     absence_timeout_s = finite_number("absence_timeout_s", absence_timeout_s)
     if senders is not None:
         senders = whole_number("senders", senders)
-    if on_absence not in get_args(OnAbsence):
-        raise InvalidConfig(f"on_absence: expected one of {', '.join(get_args(OnAbsence))}, got {on_absence!r}")
+    check_choice("on_absence", on_absence, OnAbsence)
     counted = None if senders is None else Members(senders, absence_timeout_s=absence_timeout_s, on_absence=on_absence)
     config = ReceiverConfig(
         capacity=whole_number("capacity", capacity),
@@ -105,7 +105,7 @@ def serve(
         tokenizer=None if tokenizer is None else tokenizer_identity(tokenizer),
         checksum=checksum,
     )
-    scheme = _scheme(url, key)
+    scheme = scheme_of(url, key)
     opened = serve_shm if scheme == "shm" else serve_tcp
     return _with_descriptors(DESCRIPTORS[scheme], "the receiving end of a channel", opened(url, record_type, config))
 
@@ -135,7 +135,7 @@ def connect(
 
     Raises:
         TokenizersDiffer: the receiver has another tokenizer; the message lists the differences and both identities.
-        TypeError: `tokenizer` has no identity.
+        InvalidConfig: `tokenizer` has no identity, or `url` is not one of a channel.
         NobodyListens: no receiver answers at `url`.
         ProtocolMismatch: the receiver carries another kind of record, or speaks another version.
         TooManySenders: the receiver has granted all its places.
@@ -150,7 +150,7 @@ def connect(
     heartbeat_timeout_s = _heartbeat_timeout_s(heartbeat_timeout_s)
     name = check_name(name or "")
     identity = None if tokenizer is None else tokenizer_identity(tokenizer)
-    scheme = _scheme(url, key)
+    scheme = scheme_of(url, key)
     if scheme == "shm":
         opened = connect_shm(url, record_type, name=name, heartbeat_timeout_s=heartbeat_timeout_s, tokenizer=identity)
     else:
@@ -172,10 +172,15 @@ def _heartbeat_timeout_s(heartbeat_timeout_s: float | None) -> float | None:
     return None if heartbeat_timeout_s is None else finite_number("heartbeat_timeout_s", heartbeat_timeout_s)
 
 
-def _scheme(url: str, key: ChannelKey | None) -> str:
+def scheme_of(url: str, key: ChannelKey | None) -> str:
+    """Return the transport of a URL: shm or tcp.
+
+    Raises:
+        InvalidConfig: it has another one, or a key with shm.
+    """
     scheme = url.partition("://")[0]
     if scheme not in {"shm", "tcp"}:
-        raise InvalidConfig(f"expected a URL that begins with shm:// or tcp://, got {url!r}")
+        raise InvalidConfig(f"url: expected one that begins with shm:// or tcp://, got {url!r}")
     if scheme == "shm" and key is not None:
-        raise InvalidConfig("expected no key for shm://: only this user can open its sockets and its memory")
+        raise InvalidConfig("key: expected none for shm://: only this user can open its sockets and its memory")
     return scheme

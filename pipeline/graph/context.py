@@ -16,6 +16,7 @@ from typing import Protocol
 
 from ..._schemas import TrajectoryGroup, TrajectoryId
 from ..._schemas.bounds import Count, SmallCount
+from ..._schemas.choices import check_choice
 from ..accounting.ledger import Ledger
 from ..accounting.sample import SampleSink
 from ..accounting.shared_counters import EndState
@@ -159,7 +160,9 @@ def drop(what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason
 
     Raises:
         LedgerImbalance: one of them is not in flight.
+        InvalidConfig: no such state.
     """
+    check_choice("state", state, EndState)
     ids = what if isinstance(what, TrajectoryGroup) else list(what)
     context = current()
     context.ledger.end(ids, state, reason)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from ..._schemas.choices import check_choice
 from ..._schemas.errors import InvalidConfig
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 
@@ -103,8 +104,7 @@ class Ray:
                 f"address: expected auto, local or HOST:PORT, got {self.address!r}: actors send to the pipeline; run "
                 f"it on a node of the cluster, or as a job (ray job submit)"
             )
-        if self.strategy not in get_args(Strategy):
-            raise InvalidConfig(f"strategy: expected one of {', '.join(get_args(Strategy))}, got {self.strategy!r}")
+        check_choice("strategy", self.strategy, Strategy)
 
     def __str__(self) -> str:
         actors = "1 actor" if self.count == 1 else f"{self.count} actors"

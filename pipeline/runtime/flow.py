@@ -207,8 +207,7 @@ class Pipeline:
             RunStopped: a signal has stopped the run; alone, or in an exception group. Leave it to end the script.
             RuntimeError: the pipeline is running already.
             InvalidConfig: `view` is none of its values.
-            TypeError: one of `trackers` is none.
-            ValueError: `stop_timeout_s` is not positive.
+            InvalidConfig: one of `trackers` is none, or `stop_timeout_s` is not positive.
         """
         refuse_unknown_view(view)
         require_trackers(trackers)

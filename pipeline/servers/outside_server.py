@@ -60,7 +60,7 @@ def http_ready(url: str) -> Probe:
     """
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
-        raise InvalidConfig(f"expected a URL that begins with http:// and names a host, got {url!r}")
+        raise InvalidConfig(f"url: expected one that begins with http:// and names a host, got {url!r}")
     return partial(_get, url)
 
 

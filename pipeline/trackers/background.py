@@ -14,6 +14,7 @@ import anyio
 
 from ..accounting.sample import Sample, SampleSink
 from ..accounting.telemetry import Metrics, get_logger
+from ..errors import InvalidConfig
 from ..util.blocking import in_thread
 from ..util.repeated_errors import RepeatedErrors
 from ..util.user_code import call_user
@@ -134,11 +135,11 @@ def require_trackers(trackers: Sequence[object]) -> None:
     """Check that all are trackers.
 
     Raises:
-        TypeError: one is none.
+        InvalidConfig: one is none.
     """
     for tracker in trackers:
         if not isinstance(tracker, Tracker) or isinstance(tracker, type):
-            raise TypeError(
+            raise InvalidConfig(
                 f"trackers: expected objects with start(run), log(metrics, step), samples(samples, step) and "
                 f"close(ok), got {tracker!r}"
             )

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from ..._schemas.numbers import whole_number
 from ..errors import CheckpointDamaged
 from .atomic_file import sync_to_disk
 from .json_file import set_aside
@@ -44,6 +45,7 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> 
         DiskFull, NotWritable, OutOfFileDescriptors: the files cannot be written; earlier checkpoints are intact, and
             the files of this one are removed.
     """
+    step = whole_number("step", step, least=0)
     with explaining_os_errors(f"the files of step {step}", folder, or_else=INTACT):
         return _write_checkpoint(folder, step, write)
 

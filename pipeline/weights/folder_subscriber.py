@@ -20,7 +20,16 @@ import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
-from ..errors import FileDamaged, NobodyListens, PeerClosed, PeerLost, PenstockError, StaleHandle, WeightsDamaged
+from ..errors import (
+    FileDamaged,
+    InvalidConfig,
+    NobodyListens,
+    PeerClosed,
+    PeerLost,
+    PenstockError,
+    StaleHandle,
+    WeightsDamaged,
+)
 from ..util.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from ..util.json_file import read_json
 from ..util.manifest import MANIFEST, Manifest
@@ -47,7 +56,13 @@ class FolderSubscriber:
     """Loads the newest weights of a `WeightFolder` into a model."""
 
     def __init__(self, url: str) -> None:
-        """Prepare to subscribe at `url`."""
+        """Prepare to subscribe at `url`, that of a `WeightFolder`.
+
+        Raises:
+            InvalidConfig: it is not one.
+        """
+        if not url.startswith(FOLDER_SCHEME):
+            raise InvalidConfig(f"url: expected one that begins with {FOLDER_SCHEME}, got {url!r}")
         self.url = url
         self._folder = Path(url.removeprefix(FOLDER_SCHEME))
         self._owner: Owner | None = None
@@ -108,7 +123,7 @@ class FolderSubscriber:
 
         Raises:
             WeightsMismatch: the published tensors differ; lists every difference.
-            TypeError: a value is no tensor.
+            InvalidConfig: a value is no tensor.
         """
         owner, manifest = self._opened(), self._layout.manifest
         what = f"weights of {owner.name} do not fit the model"

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from ..._schemas.errors import UNREADABLE
+from ..errors import InvalidConfig
 from .weight_specs import (
     DTYPES,
     FusedTensor,
@@ -159,7 +160,7 @@ class WritePlan:
 
         Raises:
             WeightsMismatch: `fused` names tensors that are absent or do not go together.
-            ValueError: `cast` names a dtype that cannot be published.
+            InvalidConfig: `cast` names a dtype that cannot be published.
         """
         self._given = given.tensors
         specs, parts = packed(cast_specs(given.tensors, cast), fused, "weights to publish")
@@ -176,11 +177,11 @@ class WritePlan:
 
         Raises:
             WeightsMismatch: the tensors are not those that were planned for.
-            ValueError: `version` is not above `newest`.
+            InvalidConfig: `version` is not above `newest`.
         """
         fitted(self._given, specs_of(tensors), (), "weights to publish")
         if version <= newest:
-            raise ValueError(f"expected a version above {newest}, got {version}")
+            raise InvalidConfig(f"version: expected one above {newest}, got {version}")
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor, TensorSpec]]:
         """Yield the offset of each tensor, the tensor, and its published dtype and shape: in order, without gaps."""

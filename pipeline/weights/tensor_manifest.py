@@ -15,7 +15,7 @@ def manifest_of(given: Mapping[str, Tensor] | nn.Module) -> TensorManifest:
     """Return the description of a module, or of tensors by name.
 
     Raises:
-        TypeError: a value is not a tensor, or has a dtype that cannot be published, or is a table on the meta device.
+        InvalidConfig: a value is no tensor, or has a dtype that cannot be published, or is a table on the meta device.
     """
     if isinstance(given, Mapping):
         return TensorManifest(specs_of(given))

@@ -55,7 +55,7 @@ async def connect_publisher(url: str) -> ControlConnection:
         NobodyListens: there is no publisher.
     """
     if not url.startswith(SCHEME):
-        raise InvalidConfig(f"expected a URL that begins with {SCHEME}, got {url!r}: use WeightPublisher.url")
+        raise InvalidConfig(f"url: expected one that begins with {SCHEME}, got {url!r}: use WeightPublisher.url")
     try:
         return await connect_control(directory_of(url) / CONTROL_SOCKET)
     except OSError as error:

@@ -43,7 +43,7 @@ def attached(
 
     Raises:
         WeightsMismatch: a list of every difference.
-        TypeError: a value is not a tensor.
+        InvalidConfig: a value is not a tensor.
     """
     if copied or isinstance(model, Mapping):
         return CopiedModel(model, published, fused, whose)
@@ -66,7 +66,7 @@ class CopiedModel:
 
         Raises:
             WeightsMismatch: a list of every difference.
-            TypeError: a value is not a tensor.
+            InvalidConfig: a value is not a tensor.
         """
         self._tensors = dict(model if isinstance(model, Mapping) else model.state_dict())
         self._parts, lines = fit(specs_of(self._tensors), published.tensors, fused)

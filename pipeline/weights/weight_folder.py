@@ -26,7 +26,7 @@ import msgspec
 from torch import nn
 
 from ..accounting.telemetry import get_logger
-from ..errors import WeightsInUse
+from ..errors import InvalidConfig, WeightsInUse
 from ..util.atomic_file import UNFINISHED, remove_unfinished
 from ..util.checkpoint import FOLDER_SCHEME, remove_old_checkpoints, write_checkpoint
 from ..util.json_file import write_json
@@ -88,9 +88,9 @@ class WeightFolder:
         """Prepare for tensors like these, without publishing. The arguments are those of `WeightPublisher`.
 
         Raises:
-            TypeError: a value is no tensor, or has an unsupported dtype; or a buffer is on the meta device.
+            InvalidConfig: a value is no tensor, or has an unsupported dtype; or a buffer is on the meta device.
             WeightsMismatch: `fused` does not fit the tensors.
-            ValueError: `cast` names an unsupported dtype.
+            InvalidConfig: `cast` names an unsupported dtype.
         """
         self.folder: Path = Path(folder).absolute()
         self.name: str = name or f"publisher in process {os.getpid()} of {socket.gethostname()}"
@@ -109,7 +109,7 @@ class WeightFolder:
 
         Raises:
             WeightsInUse: another publisher has locked it.
-            ValueError: it contains other files than published weights.
+            InvalidConfig: it contains other files than published weights.
             DiskFull, NotWritable, OutOfFileDescriptors: it cannot be used.
         """
         await anyio.to_thread.run_sync(self._take)
@@ -142,7 +142,7 @@ class WeightFolder:
 
         Raises:
             WeightsMismatch: the tensors differ from those at construction; lists every difference.
-            ValueError: `version` is not newer than the last.
+            InvalidConfig: `version` is not newer than the last.
             anyio.ClosedResourceError: the folder is not locked.
             DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written; the versions before it stay.
         """
@@ -176,7 +176,9 @@ class WeightFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         foreign = sorted(path.name for path in self.folder.iterdir() if not _ours(path))
         if foreign:
-            raise ValueError(f"expected {self.folder} to be empty, or of published weights, got {foreign} in it")
+            raise InvalidConfig(
+                f"folder: expected {self.folder} to be empty, or of published weights, got {foreign} in it"
+            )
         lock = LockFile(self.folder / LOCK)
         try:
             self._take_over(lock)

@@ -82,10 +82,9 @@ class WeightPublisher:
             name: of this publisher, for messages.
 
         Raises:
-            InvalidConfig: seconds that are not finite.
-            TypeError: a value is no tensor, or has a dtype that cannot be published; or a buffer is on the meta device.
+            InvalidConfig: seconds that are not finite, a value that is no tensor, a buffer on the meta device, or a
+                dtype, also in `cast`, that cannot be published.
             WeightsMismatch: `fused` does not fit the tensors.
-            ValueError: `cast` names a dtype that cannot be published.
         """
         self._plan = WritePlan(manifest_of(model), fused, cast)
         self._device = device
@@ -164,7 +163,7 @@ class WeightPublisher:
 
         Raises:
             WeightsMismatch: the tensors differ from those at construction; lists all differences.
-            ValueError: `version` is not newer than the last.
+            InvalidConfig: `version` is not newer than the last.
             anyio.ClosedResourceError: the publisher is not open.
         """
         async with self._publishing:
@@ -212,7 +211,7 @@ class WeightPublisher:
 
         Raises:
             InvalidConfig: `heartbeat_timeout_s` is not above 0 and finite.
-            ValueError: the URL is not such a one, or a host beyond loopback without a key; or the versions lie on a
+            InvalidConfig: the URL is not such a one, or a host beyond loopback without a key; or the versions lie on a
                 device.
             OSError: the port is in use, or no address belongs to this machine.
             InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.

@@ -59,6 +59,7 @@ from ..channels.tcp_handshakes import (
 )
 from ..channels.transport import HANDSHAKE_S, MAX_HANDSHAKES, router
 from ..channels.unread import FRAMING_BYTES, BlockedLoopWatch, Inflow
+from ..errors import InvalidConfig
 from ..util.file_descriptors import available
 from ..util.host import host_identity
 from .event_socket import EventSocket
@@ -502,8 +503,8 @@ async def serving(
 ) -> AsyncIterator[WeightAddress]:
     """Serve the versions of `writer` to other hosts within the body; see `WeightPublisher.serve`."""
     if writer.handle is not None:
-        raise ValueError(
-            f"expected versions in memory of the host, which other hosts can receive, got some on "
+        raise InvalidConfig(
+            f"device: expected versions in memory of the host, which other hosts can receive, got some on "
             f"{writer.handle.device}: publish with device='cpu'"
         )
     available(DESCRIPTORS, "weights over tcp")

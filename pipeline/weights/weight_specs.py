@@ -97,7 +97,7 @@ def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     (TensorSpec(name='bias', dtype='float32', shape=(3,), tied=''),)
 
     Raises:
-        TypeError: a value is not a tensor, or has a dtype that cannot be published.
+        InvalidConfig: a value is not a tensor, or has a dtype that cannot be published.
     """
     first: dict[tuple[object, ...], str] = {}
     return tuple(_spec_of(name, tensor, first) for name, tensor in tensors.items())
@@ -106,7 +106,7 @@ def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 def _spec_of(name: str, tensor: Tensor, first: dict[tuple[object, ...], str]) -> TensorSpec:
     dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise TypeError(f"{name}: expected a tensor of {', '.join(DTYPES)}, got {type(tensor).__name__} {dtype}")
+        raise InvalidConfig(f"{name}: expected a tensor of {', '.join(DTYPES)}, got {type(tensor).__name__} {dtype}")
     tied = first.setdefault((dtype, *_memory_of(tensor)), name) if math.prod(tensor.shape) else name
     return TensorSpec(name, dtype, tuple(tensor.shape), "" if tied == name else tied)
 

@@ -121,7 +121,7 @@ class WeightSubscriber:
             StaleHandle: another publisher answers, on another host.
             OutOfSharedMemory: this host has no room for weights of another host, twice.
             OutOfFileDescriptors: this process has too few left.
-            ValueError: `url` is not one of a publisher, or an address without a host to connect to.
+            InvalidConfig: `url` is not one of a publisher, or an address without a host to connect to.
         """
         available(DESCRIPTORS, "a subscriber to weights")
         self._loop = asyncio.get_running_loop()
@@ -227,7 +227,7 @@ class WeightSubscriber:
             WeightsMismatch: a published tensor differs in name, dtype or shape, lies on another device, or is tied
                 where the model's is not; a non-persistent buffer differs from that of the published module; or a
                 model on the meta device cannot be completed. Lists every difference; the model was not changed.
-            TypeError: a value is no tensor.
+            InvalidConfig: a value is no tensor.
         """
         reader, whose = self._opened(), f"weights of {self._publisher} do not fit the model"
         target = attached(model, reader.layout.manifest, fused, whose, device=self.device, copied=copied)

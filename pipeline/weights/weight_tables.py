@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import xxhash
 from torch import Tensor, nn
 
+from ..errors import InvalidConfig
 from .weight_memory import bytes_of
 from .weight_specs import TableSpec
 
@@ -36,11 +37,11 @@ def published_tables(model: nn.Module) -> tuple[TableSpec, ...]:
     float32 [2] of xxh3 8574b1eb820552229b6204a3f4c0dfc5
 
     Raises:
-        TypeError: one is on the meta device, without values.
+        InvalidConfig: one is on the meta device, without values.
     """
     specs = [_spec_of(name, module.get_buffer(own)) for name, module, own in tables_of(model)]
     if empty := [spec.name for spec in specs if not spec.xxh3]:
-        raise TypeError(f"expected a model whose tables are computed, got {empty} on the meta device")
+        raise InvalidConfig(f"model: expected one whose tables are computed, got {empty} on the meta device")
     return tuple(specs)
 
 

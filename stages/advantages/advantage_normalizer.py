@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,8 @@ from ..._pipeline.graph.context import current
 from ..._pipeline.graph.flush import FlushableInbox
 from ..._pipeline.graph.stage_info import StageInfo
 from ..._schemas import TrajectoryGroup
-from ..._schemas.numbers import normalize_counts
+from ..._schemas.choices import check_choice
+from ..._schemas.numbers import normalize_counts, number_or_nan
 from ..contracts.group_stack import GroupStack
 from .estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
 from .formulas import Mode, RunningStatistics
@@ -70,15 +70,15 @@ class AdvantageNormalizer:
     """Statistics of mode `global`; saved and restored."""
 
     def __post_init__(self) -> None:
-        _check_choice("mode", self.mode, get_args(Mode))
-        _check_choice("rewards", self.rewards, get_args(RewardLevel))
+        check_choice("mode", self.mode, Mode)
+        check_choice("rewards", self.rewards, RewardLevel)
         if self.preset is not None:
-            _check_choice("preset", self.preset, get_args(Library))
+            check_choice("preset", self.preset, Library)
         preset = OURS if self.preset is None else PRESETS[self.preset]
-        _check_choice(f"mode with preset {self.preset!r}", self.mode, preset.modes)
+        check_choice(f"mode with preset {self.preset!r}", self.mode, preset.modes)
         normalize_counts(self, "batch_groups")
         low, high = self._bounds
-        if math.isnan(low) or math.isnan(high) or not low <= 0 <= high or low == high:
+        if not low <= 0 <= high or low == high:
             raise InvalidConfig(f"clip: expected a positive number, or a pair with 0 between, got {self.clip}")
         self._check_batch_groups(gae_is_whitened=preset.gae_is_whitened)
         _check_discount("gamma", self.gamma, BY_TOKEN, self.mode)
@@ -166,7 +166,8 @@ class AdvantageNormalizer:
     def _bounds(self) -> tuple[float, float]:
         if self.clip is None:
             return -math.inf, math.inf
-        return self.clip if isinstance(self.clip, tuple) else (-self.clip, self.clip)
+        low, high = self.clip if isinstance(self.clip, tuple) else (-number_or_nan(self.clip), self.clip)
+        return number_or_nan(low), number_or_nan(high)
 
     def _observe(self, estimate: Estimate, clipped: NDArray[np.bool_]) -> None:
         metrics, deviations = current().metrics, estimate.deviations
@@ -176,13 +177,8 @@ class AdvantageNormalizer:
             metrics.mean("advantages/clip_fraction", clipped, weight=estimate.trains)
 
 
-def _check_choice(name: str, given: str, choices: Sequence[str]) -> None:
-    if given not in choices:
-        raise InvalidConfig(f"{name}: expected one of {', '.join(choices)}, got {given!r}")
-
-
 def _check_discount(name: str, discount: float, modes: Sequence[str], mode: str) -> None:
-    if not 0 <= discount <= 1:
+    if not 0 <= number_or_nan(discount) <= 1:
         raise InvalidConfig(f"{name}: expected a number from 0 to 1, got {discount}")
     if discount != 1 and mode not in modes:
         raise InvalidConfig(f"{name}: expected 1 but with {' and '.join(modes)}, got {discount} with {mode}")

@@ -6,19 +6,19 @@ reward, which later stages normalise and discount. Knows no model: the log-proba
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ..._pipeline.channels.channel import ReceiveChannel, SendChannel
-from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.stage_info import StageInfo
 from ..._schemas import InvalidRecord, TrajectoryGroup
+from ..._schemas.choices import check_choice
 from ..._schemas.columns import as_column, freeze
+from ..._schemas.numbers import normalize_numbers
 from ..contracts.kl_estimate import KLEstimator, kl_estimate
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -48,14 +48,9 @@ class KLReward:
     level: Literal["sequence", "token"] = "sequence"
 
     def __post_init__(self) -> None:
-        if not (self.factor > 0 and math.isfinite(self.factor)):
-            raise InvalidConfig(f"factor: expected a positive number, got {self.factor}")
-        if self.estimator not in get_args(KLEstimator):
-            raise InvalidConfig(
-                f"estimator: expected one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}"
-            )
-        if self.level not in ("sequence", "token"):
-            raise InvalidConfig(f"level: expected 'sequence' or 'token', got {self.level!r}")
+        normalize_numbers(self, "factor")
+        check_choice("estimator", self.estimator, KLEstimator)
+        check_choice("level", self.level, ("sequence", "token"))
 
     def stage_info(self) -> StageInfo:
         """State the columns of the two policies."""

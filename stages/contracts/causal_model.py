@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..._schemas.numbers import whole_number
 from .attention import Attention
 
 
@@ -36,7 +37,8 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (layers, batch, heads, capacity, width)
+        sizes = {"layers": layers, "batch": batch, "heads": heads, "capacity": capacity, "width": width}
+        shape = [whole_number(name, size) for name, size in sizes.items()]
         self._keys = torch.empty(shape, dtype=dtype, device=device)
         self._values = torch.empty(shape, dtype=dtype, device=device)
         self.length: int = 0

@@ -192,11 +192,12 @@ def check_prompts(prompts: Sequence[NDArray[np.int32]], vocabulary: int | None =
     """Check the prompts of `Engine.generate`, and their tokens if the `vocabulary` of the model is known.
 
     Raises:
-        ValueError: one is empty.
-        InvalidConfig: one has a token that the model does not have.
+        InvalidConfig: one is empty, or has a token that the model does not have.
     """
     if not all(len(prompt) for prompt in prompts):
-        raise ValueError(f"expected prompts of at least one token, got lengths {[len(prompt) for prompt in prompts]}")
+        raise InvalidConfig(
+            f"expected prompts of at least one token, got lengths {[len(prompt) for prompt in prompts]}"
+        )
     if vocabulary is not None and prompts and (highest := max(int(prompt.max()) for prompt in prompts)) >= vocabulary:
         raise InvalidConfig(
             f"expected prompts of tokens below {vocabulary}, the rows of the model's embedding, got token {highest}: "

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from ..._pipeline.accounting.telemetry import get_logger
+from ..._schemas.numbers import normalize_counts
 
 log = get_logger("penstock.data")
 
@@ -25,6 +26,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Added to the `meta` of the group; values that JSON can hold."""
     max_tokens: int | None = None
     """Bound on its length: a longer prompt is dropped as rejected."""
+
+    def __post_init__(self) -> None:
+        normalize_counts(self, "max_tokens")
 
 
 @runtime_checkable

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 from ..._pipeline.errors import InvalidConfig, InvalidData
+from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..contracts.prompts import Prompt
 from ..tokenizers.messages import Message, are_messages, asked
@@ -81,8 +82,7 @@ class PromptDataset:
             raise InvalidConfig(
                 f"PromptDataset.evaluation: expected a share below 1 or a whole number of rows, got {self.evaluation}"
             )
-        if self.split not in get_args(Split):
-            raise InvalidConfig(f"PromptDataset.split: expected 'train' or 'evaluation', got {self.split!r}")
+        check_choice("PromptDataset.split", self.split, Split)
         if self.split == "evaluation" and not self.evaluation:
             raise InvalidConfig("PromptDataset.evaluation: expected a share or a number with split='evaluation', got 0")
         if self.system and self.chat is None:

@@ -135,7 +135,7 @@ class HttpEngine:
         """Return one completion for each prompt, in order; see `Engine.generate`. Cancellation stops the sampling.
 
         Raises:
-            ValueError: a prompt is empty.
+            InvalidConfig: a prompt is empty.
             InvalidConfig: the server has no parameter that `sampling` needs.
             EngineRefused: the server rejected the request, or its weights could not be updated.
             EngineTimedOut: it took too long at the last attempt.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.context import Worker
 from ..._pipeline.util.extras import extra
+from ..._schemas.choices import check_choice
 from ..._schemas.config import check_url
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..contracts.policies import Engine
@@ -54,10 +55,8 @@ class HttpPolicy:
             InvalidConfig: naming the field.
         """
         check_url(self.url, "HttpPolicy.url")
-        if self.server != "auto" and self.server not in SERVERS:
-            raise InvalidConfig(f"HttpPolicy.server: expected one of auto, {', '.join(SERVERS)}, got {self.server!r}")
-        if self.versions not in {"engine", "server"}:
-            raise InvalidConfig(f"HttpPolicy.versions: expected one of engine, server, got {self.versions!r}")
+        check_choice("HttpPolicy.server", self.server, ("auto", *SERVERS))
+        check_choice("HttpPolicy.versions", self.versions, ("engine", "server"))
         normalize_counts(self, "concurrency")
         normalize_numbers(self, "request_timeout_s")
         if self.server != "auto":

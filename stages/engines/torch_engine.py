@@ -122,7 +122,7 @@ class TorchEngine:
         """Return one completion for each prompt, in order; see `Engine.generate`.
 
         Raises:
-            ValueError: a prompt is empty.
+            InvalidConfig: a prompt is empty.
             InvalidConfig: there are stop strings, and no tokenizer, or a token that the model lacks, or more of them
                 than the model has positions.
             LogitsNotFinite: the model computed logits that are not finite.

@@ -17,6 +17,7 @@ import torch
 from ..._pipeline.graph.context import Worker
 from ..._pipeline.util.user_code import call_user
 from ..._pipeline.weights.weight_address import WeightAddress
+from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts
 from ..contracts.autocast import check_autocast
 from ..contracts.causal_model import CausalModel
@@ -58,7 +59,9 @@ class TorchPolicy:
 
     def __post_init__(self) -> None:
         check_autocast("TorchPolicy", self.autocast)
+        check_choice("weight_updates", self.weight_updates, WeightUpdates)
         normalize_counts(self, "max_rows")
+        normalize_counts(self, "eos_id", "seed", least=0)
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[Engine]:

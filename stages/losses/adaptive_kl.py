@@ -5,13 +5,12 @@ The only term with state: a trainer adapts the weight after each step, and its c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..._pipeline.errors import InvalidConfig
-from ..._schemas.numbers import whole_number
+from ..._schemas.numbers import normalize_numbers, whole_number
 from ..contracts.kl_estimate import KLEstimator
 from .kl import KL
 from .metrics import Mean
@@ -56,9 +55,7 @@ class AdaptiveKL(Term):
     def __post_init__(self) -> None:
         KL(self.estimator)
         self._given = self.weight
-        for name, value in (("weight", self.weight), ("target", self.target)):
-            if not 0 < value < math.inf:
-                raise InvalidConfig(f"{name}: expected a positive number, got {value}")
+        normalize_numbers(self, "weight", "target")
         self.horizon = whole_number("horizon", self.horizon)
 
     @property

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..._pipeline.errors import InvalidConfig
 from ..._schemas import InvalidRecord
+from ..._schemas.choices import check_choice
+from ..._schemas.numbers import number_or_nan
 from .metrics import Metric, TokensUsed
 from .policy import AdvantageWeighted, PolicyTerm
 from .scored import Scored, clamped
@@ -72,15 +74,14 @@ class Distillation(Term):
     name: ClassVar[str] = "distillation"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("divergence", get_args(Divergence)), ("mode", get_args(Rest))):
-            if getattr(self, name) not in allowed:
-                raise InvalidConfig(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        check_choice("divergence", self.divergence, Divergence)
+        check_choice("mode", self.mode, Rest)
         if (self.divergence == "jsd") != (self.beta is not None):
             raise InvalidConfig(
                 f"beta: expected with 'jsd' and only there, got {self.beta} with {self.divergence!r}: "
                 f"forward_kl and reverse_kl are its limits"
             )
-        if self.beta is not None and not 0 < self.beta < 1:
+        if self.beta is not None and not 0 < number_or_nan(self.beta) < 1:
             raise InvalidConfig(f"beta: expected between 0 and 1, got {self.beta}: at the limits use a KL divergence")
 
     @property

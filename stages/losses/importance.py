@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import torch
 
 from ..._pipeline.errors import InvalidConfig
+from ..._schemas.choices import check_choice
+from ..._schemas.numbers import number_or_nan
 from .metrics import Mean, Metric, weights_metrics
 from .policy import PolicyTerm
 from .scored import Scored, clamped
@@ -45,15 +47,14 @@ class ImportanceWeight:
     beyond: Beyond = "truncate"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low <= 1 <= self.high or self.low == self.high:
+        if not 0 <= number_or_nan(self.low) <= 1 <= number_or_nan(self.high) or self.low == self.high:
             raise InvalidConfig(
                 f"expected bounds with 1 between them, 0 <= low <= 1 <= high, got {self.low} and {self.high}"
             )
-        for name, allowed in (("level", get_args(Level)), ("beyond", get_args(Beyond))):
-            if getattr(self, name) not in allowed:
-                raise InvalidConfig(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        check_choice("level", self.level, Level)
+        check_choice("beyond", self.beyond, Beyond)
         if self.beyond == "mask" and self.low == 0 and math.isinf(self.high):
-            raise InvalidConfig("expected a bound with beyond='mask', got none")
+            raise InvalidConfig("high: expected a bound, here or in low, with beyond='mask', got none")
 
     def __rmul__(self, term: PolicyTerm) -> Weighted:
         return Weighted(term, self) if isinstance(term, PolicyTerm) else NotImplemented

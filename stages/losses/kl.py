@@ -8,11 +8,11 @@ the divergence the other way round, and k1's is 0 on average. In the reward the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 
-from ..._pipeline.errors import InvalidConfig
+from ..._schemas.choices import check_choice
 from ..contracts.kl_estimate import KLEstimator, kl_estimate
 from .scored import Scored
 from .terms import PerToken, Term
@@ -30,10 +30,7 @@ class KL(Term):
     name: ClassVar[str] = "kl"
 
     def __post_init__(self) -> None:
-        if self.estimator not in get_args(KLEstimator):
-            raise InvalidConfig(
-                f"estimator: expected one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}"
-            )
+        check_choice("estimator", self.estimator, KLEstimator)
 
     @property
     def needs_columns(self) -> tuple[str, ...]:

@@ -9,15 +9,16 @@ Knows no model, no optimizer, no batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..._pipeline.errors import InvalidConfig
+from ..._schemas.choices import check_choice
+from ..._schemas.numbers import normalize_numbers, number_or_nan
 from .metrics import Mean, Metric
 from .scored import OldPolicy, Scored, clamped
 from .terms import PerToken, Term
@@ -111,7 +112,8 @@ class PPOClip(RatioTerm):
 
     def __post_init__(self) -> None:
         _check_clip(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and not self.dual_clip > 1:
+        check_choice("old", self.old, OldPolicy)
+        if self.dual_clip is not None and not number_or_nan(self.dual_clip) > 1:
             raise InvalidConfig(f"expected dual_clip above 1, got {self.dual_clip}")
 
     def per_token(self, scored: Scored, /) -> PerToken:
@@ -143,6 +145,7 @@ class GSPO(RatioTerm):
 
     def __post_init__(self) -> None:
         _check_clip(self.clip_low, self.clip_high)
+        check_choice("old", self.old, OldPolicy)
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the value of each token; see `Term`. Metrics as of `PPOClip`."""
@@ -167,8 +170,9 @@ class CISPO(RatioTerm):
     old: OldPolicy = "behavior"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lowest < 1 < self.highest:
+        if not 0 <= number_or_nan(self.lowest) < 1 < number_or_nan(self.highest):
             raise InvalidConfig(f"expected 0 <= lowest < 1 < highest, got {self.lowest} and {self.highest}")
+        check_choice("old", self.old, OldPolicy)
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the value of each token; see `Term`. Metrics as of `PPOClip`, for either sign of the advantage."""
@@ -198,11 +202,9 @@ class DPPO(RatioTerm):
     old: OldPolicy = "behavior"
 
     def __post_init__(self) -> None:
-        if self.divergence not in get_args(Divergence):
-            raise InvalidConfig(
-                f"divergence: expected one of {', '.join(get_args(Divergence))}, got {self.divergence!r}"
-            )
-        if not (self.low > 0 and self.high > 0 and self.highest > 1):
+        check_choice("divergence", self.divergence, Divergence)
+        check_choice("old", self.old, OldPolicy)
+        if not (number_or_nan(self.low) > 0 and number_or_nan(self.high) > 0 and number_or_nan(self.highest) > 1):
             raise InvalidConfig(
                 f"expected low > 0, high > 0 and highest > 1, got {self.low}, {self.high} and {self.highest}"
             )
@@ -246,8 +248,8 @@ class SAPO(RatioTerm):
     old: OldPolicy = "behavior"
 
     def __post_init__(self) -> None:
-        if not (0 < self.tau_pos < math.inf and 0 < self.tau_neg < math.inf):
-            raise InvalidConfig(f"expected tau_pos and tau_neg above 0, got {self.tau_pos} and {self.tau_neg}")
+        normalize_numbers(self, "tau_pos", "tau_neg")
+        check_choice("old", self.old, OldPolicy)
 
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the value of each token; see `Term`. `gate`: mean of 4 σ (1 − σ), the share of the gradient left."""
@@ -259,7 +261,7 @@ class SAPO(RatioTerm):
 
 
 def _check_clip(low: float, high: float) -> None:
-    if not (0 < low < 1 and high > 0):
+    if not (0 < number_or_nan(low) < 1 and number_or_nan(high) > 0):
         raise InvalidConfig(f"expected 0 < clip_low < 1 and clip_high > 0, got {low} and {high}")
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..._pipeline.errors import InvalidConfig
+from ..._schemas.numbers import number_or_nan
 from .importance import Weighted
 from .metrics import Mean
 from .policy import PolicyTerm
@@ -110,7 +111,7 @@ class OffPolicyMask(SequenceMask):
     name: ClassVar[str] = "off_policy"
 
     def __post_init__(self) -> None:
-        if not 0 < self.most_kl < math.inf:
+        if not 0 < number_or_nan(self.most_kl) < math.inf:
             raise InvalidConfig(f"most_kl: expected a positive number of nats per token, got {self.most_kl}")
 
     @property
@@ -161,8 +162,8 @@ Maskable: TypeAlias = PolicyTerm | Weighted | Masked
 
 
 def _check_bounds(low: float, high: float) -> None:
-    if not 0 <= low < 1 < high or (low == 0 and math.isinf(high)):
-        raise InvalidConfig(f"expected a bound, with 0 <= low < 1 < high, got {low} and {high}")
+    if not 0 <= number_or_nan(low) < 1 < number_or_nan(high) or (low == 0 and math.isinf(high)):
+        raise InvalidConfig(f"low, high: expected a bound, with 0 <= low < 1 < high, got {low} and {high}")
 
 
 def _outside(log_ratio: Tensor, low: float, high: float) -> Tensor:

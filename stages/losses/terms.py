@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, get_args
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 from ..._pipeline.errors import InvalidConfig
+from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts
 from .metrics import Mean, Metric
 from .scored import Scored
@@ -165,14 +166,10 @@ class Aggregated:
     counted: Counted = "trained"
 
     def __post_init__(self) -> None:
-        if self.counted not in get_args(Counted):
-            raise InvalidConfig(f"counted: expected one of {', '.join(get_args(Counted))}, got {self.counted!r}")
+        check_choice("counted", self.counted, Counted)
         if self.counted == "all" and self.aggregation in ("token-mean", "prompt-mean"):
             raise InvalidConfig(f"counted: expected 'all' with a mean over sequences, got it with {self.aggregation!r}")
-        if self.aggregation not in get_args(Aggregation):
-            raise InvalidConfig(
-                f"aggregation: expected one of {', '.join(get_args(Aggregation))}, got {self.aggregation!r}"
-            )
+        check_choice("aggregation", self.aggregation, Aggregation)
         if (self.aggregation == "seq-mean-token-sum-norm") != (self.longest is not None):
             raise InvalidConfig(
                 f"longest: expected with 'seq-mean-token-sum-norm' and only there, got {self.longest} "

@@ -296,11 +296,11 @@ class HFModel(nn.Module):
         """Return the model without its adapters, as the reference of a trainer; it takes no memory.
 
         Raises:
-            ValueError: the model has no adapters, so the reference would train with it.
+            InvalidConfig: the model has no adapters, so the reference would train with it.
         """
         if self.lora is None:
-            raise ValueError(
-                "expected a model with adapters, whose parameters stay as they are, got one without: load the "
+            raise InvalidConfig(
+                "lora: expected a model with adapters, whose parameters stay as they are, got one without: load the "
                 "reference with HFModel.from_pretrained(folder)"
             )
         return _Unadapted(self)

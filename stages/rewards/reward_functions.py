@@ -33,7 +33,7 @@ class RewardComponent(ABC):
     """The options that every component has. Subclasses define `open`.
 
     Raises:
-        ValueError: a number out of range, or a component without a name.
+        InvalidConfig: a number out of range, or a component without a name.
     """
 
     name: str = ""

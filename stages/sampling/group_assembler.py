@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import anyio
 import msgspec
@@ -24,6 +24,7 @@ from ..._pipeline.graph.context import current, drop
 from ..._pipeline.graph.flush import flush_cancels
 from ..._pipeline.graph.stage_info import StageInfo
 from ..._schemas import InvalidRecord, TrainBatch, TrajectoryGroup
+from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from .group_buffer import Flush, GroupBuffer, Why
 
@@ -75,10 +76,7 @@ class GroupAssembler:
     def __post_init__(self) -> None:
         normalize_counts(self, "group_size", "max_groups", "max_bytes")
         normalize_numbers(self, "deadline_s")
-        if self.stragglers not in get_args(Stragglers):
-            raise InvalidConfig(
-                f"stragglers: expected one of {', '.join(get_args(Stragglers))}, got {self.stragglers!r}"
-            )
+        check_choice("stragglers", self.stragglers, Stragglers)
         if self.stragglers == "wait" and self.deadline_s is not None:
             raise InvalidConfig(f"deadline_s: expected none with stragglers='wait', got {self.deadline_s}")
         if self.stragglers != "wait" and self.deadline_s is None:

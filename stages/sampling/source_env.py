@@ -148,7 +148,7 @@ class SourceEnv:
         """
         normalize_counts(self, "group_size", "max_length")
         normalize_counts(self, "concurrency", "threads", "step_groups")
-        normalize_counts(self, "max_lag", "groups", "first_task", least=0)
+        normalize_counts(self, "max_lag", "groups", "first_task", "seed", least=0)
         normalize_numbers(self, "rollout_timeout_s")
         self._check_sampling()
         if self.evaluation is not None and self.groups is not None:

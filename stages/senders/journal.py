@@ -52,7 +52,7 @@ class Journal:
             but not that of the machine.
 
     Raises:
-        ValueError: a capacity below 64 KiB.
+        InvalidConfig: a capacity below 64 KiB.
     """
 
     folder: str | Path

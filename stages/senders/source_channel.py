@@ -26,7 +26,7 @@ from ..._pipeline.channels.keys import ChannelKey
 from ..._pipeline.channels.members import DEFAULT_ABSENCE_TIMEOUT_S, OnAbsence
 from ..._pipeline.channels.peer import Peer
 from ..._pipeline.channels.remote_receiver import RemoteReceiver
-from ..._pipeline.channels.transports import DEFAULT_MAX_SENDERS, serve
+from ..._pipeline.channels.transports import DEFAULT_MAX_SENDERS, scheme_of, serve
 from ..._pipeline.errors import PeerLost
 from ..._pipeline.graph.context import current, outliving_the_sink
 from ..._pipeline.graph.stage_info import StageInfo, tokenizer_of
@@ -35,6 +35,7 @@ from ..._pipeline.util.os_errors import explaining_os_errors
 from ..._pipeline.util.user_code import call_user
 from ..._pipeline.util.waiting import Waiters
 from ..._schemas import GroupId, TrajectoryGroup, tokenizer_identity
+from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 
 log = get_logger("penstock.source_channel")
@@ -67,7 +68,7 @@ class SourceChannel:
             and `pipeline.check()` compares it with that of the trainer.
 
     Raises:
-        InvalidConfig: a count that is not whole or is below 1, or seconds that are not finite.
+        InvalidConfig: a URL of another kind, a count that is not whole or is below 1, or seconds that are not finite.
     """
 
     url: str = "shm://"
@@ -83,6 +84,8 @@ class SourceChannel:
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
+        scheme_of(self.url, self.key)
+        check_choice("on_absence", self.on_absence, OnAbsence)
         normalize_counts(self, "senders", "max_senders", "capacity", "capacity_bytes")
         normalize_numbers(self, "absence_timeout_s", "heartbeat_timeout_s")
 

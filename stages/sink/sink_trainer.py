@@ -35,6 +35,7 @@ from ..._pipeline.util.exception_groups import unwrap_first, unwrap_single
 from ..._pipeline.util.user_code import await_user, call_user, open_user
 from ..._pipeline.weights.shielded import limit_once_cancelled
 from ..._schemas import GroupId, StopReason, TrainBatch
+from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..sampling.evaluation import Evaluation
 from ..sampling.samples import Samples
@@ -194,6 +195,7 @@ class SinkTrainer:
             _require(self.trainer, WeightedTrainer, "publishing", "weights() -> tensors by name")
         if self.checkpoints is not None:
             _require(self.trainer, Checkpointed, "checkpoints", "steps, committed and save(folder, committed)")
+        check_choice("sampling", self.sampling, ("overlap", "pause"))
         normalize_counts(self, "max_steps", "checkpoint_every", "keep_checkpoints")
         normalize_numbers(self, "cancel_timeout_s", zero=True)
 
@@ -218,14 +220,13 @@ class SinkTrainer:
         """Return the same sink with checkpoints in `folder`, resumed from the last one, and its ResumePoint.
 
         Raises:
-            TypeError: the trainer is not `Resumable`.
-            InvalidConfig: the sink has a folder for checkpoints.
+            InvalidConfig: the trainer is not `Resumable`, or the sink has a folder for checkpoints.
         """
         if self.checkpoints is not None:
             raise InvalidConfig(f"checkpoints: expected none in a run that is kept in a folder, got {self.checkpoints}")
         trainer = self.trainer
         if not isinstance(trainer, Resumable):
-            raise TypeError(
+            raise InvalidConfig(
                 f"trainer: expected steps, committed, save(folder, committed), keep(state) and resume(checkpoint) for "
                 f"a run that is kept in a folder, got {type(trainer).__name__}"
             )
@@ -421,7 +422,7 @@ def _ended(ledger: Ledger) -> int:
 
 def _require(trainer: object, protocol: type, purpose: str, methods: str) -> None:
     if not isinstance(trainer, protocol):
-        raise TypeError(f"trainer: expected {methods} for {purpose}, got {type(trainer).__name__}")
+        raise InvalidConfig(f"trainer: expected {methods} for {purpose}, got {type(trainer).__name__}")
 
 
 def _samples_of(samples: Samples, batch: TrainBatch | None, found: Sequence[Sample], step: int) -> list[Sample]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.channels.channel import ReceiveChannel, SendChannel
-from ..._pipeline.errors import EngineFailed, EngineTimedOut, InvalidConfig, PenstockError
+from ..._pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
 from ..._pipeline.graph.context import Worker, current, drop
 from ..._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from ..._pipeline.util.exception_groups import unwrap_single
 from ..._pipeline.util.user_code import await_user, call_user, open_user
 from ..._schemas import TrajectoryGroup
+from ..._schemas.choices import check_choice
 from ..._schemas.columns import freeze
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..._schemas.tokenizer import check_tokenizers
@@ -103,10 +104,7 @@ class Teacher:
     def __post_init__(self) -> None:
         normalize_counts(self, "top_k", "concurrency")
         normalize_numbers(self, "teacher_timeout_s")
-        if self.on_failure not in get_args(OnFailure):
-            raise InvalidConfig(
-                f"on_failure: expected one of {', '.join(get_args(OnFailure))}, got {self.on_failure!r}"
-            )
+        check_choice("on_failure", self.on_failure, OnFailure)
 
     def stage_info(self) -> StageInfo:
         """State the tokenizers of the stage and of the teacher, and the columns."""

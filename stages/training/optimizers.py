@@ -42,7 +42,12 @@ def adamw(
         weight_decay: decay of parameters of two or more dimensions.
         betas: decay rates of the two running means.
         eps: added to the denominator.
+
+    Raises:
+        InvalidConfig: a number out of range.
     """
+    lr, eps = finite_number("lr", lr, zero=True), finite_number("eps", eps, zero=True)
+    weight_decay = finite_number("weight_decay", weight_decay, zero=True)
     trained = list(parameters)
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from ..._pipeline.durability.resumption import Stateful
 from ..._pipeline.durability.run_changes import StageFacts
-from ..._pipeline.errors import PeerLost
+from ..._pipeline.errors import InvalidConfig, PeerLost
 from ..._pipeline.util.checkpoint import verify_checkpoint
 from ..._pipeline.util.exception_groups import single_exception
 from ..._pipeline.util.signals import STOP_SIGNALS
@@ -43,12 +43,12 @@ class RankedTrainer:
             to `fully_shard`; all begin with the same weights.
 
     Raises:
-        ValueError: its model is neither.
+        InvalidConfig: its model is neither.
     """
 
     def __init__(self, trainer: TorchTrainer) -> None:
         if trainer.ranks is None:
-            raise ValueError(
+            raise InvalidConfig(
                 "trainer: expected one of a model that its ranks share: wrap it in DistributedDataParallel, or call "
                 "fully_shard(model), before the TorchTrainer is made"
             )

@@ -36,7 +36,7 @@ class TorchReference:
         temperature: temperature of the policy and the reference. A group may have its own, see TorchTrainer.
 
     Raises:
-        ValueError: a number out of range.
+        InvalidConfig: a number out of range.
     """
 
     make_model: Callable[[], CausalModel]

@@ -114,10 +114,9 @@ class TorchTrainer:
             teachers, and a checkpoint contains its identity.
 
     Raises:
-        TypeError: the vocabulary of `tokenizer` is unknown.
         InvalidConfig: parameters that train are in bfloat16 or float16, or another `autocast`.
-        ValueError: a number out of range; updates of a reference that is absent, or of a model
-            that ranks share in parts.
+        InvalidConfig: a number out of range, a tokenizer whose vocabulary is unknown, or updates of a reference that is
+            absent, or of a model that ranks share in parts.
         WeightsMismatch: the reference is to be updated, and has other tensors than the model.
     """
 
@@ -285,10 +284,12 @@ class TorchTrainer:
 
     def _check_reference(self) -> None:
         if self._reference is None:
-            raise ValueError("reference_updates: expected with a reference, got none")
+            raise InvalidConfig("reference_updates: expected with a reference, got none")
         model = bare(self._model)
         if is_shared(model):
-            raise ValueError("reference_updates: expected a model that every rank has whole, got one in parts (FSDP2)")
+            raise InvalidConfig(
+                "reference_updates: expected a model that every rank has whole, got one in parts (FSDP2)"
+            )
         problem = "the reference, which is to be updated, does not fit the model"
         check_weights(specs_of(model.state_dict()), specs_of(self._reference.state_dict()), problem)
 

@@ -222,7 +222,7 @@ LEAST: dict[str, Any] = {"trainer": "python train.py", "environments": {"sums": 
         ({"environments": {"trainer": "a"}}, "expected one name for each, without / and other than .*, got trainer"),
         ({"environments": {"a/b": "a"}}, "expected one name for each, without / .*, got a/b"),
         ({"gateway": "https://127.0.0.1:8000"}, "gateway: expected http://host:port, got 'https://127.0.0.1:8000'"),
-        ({"servers": {"model": {"command": "a", "ready": "9001"}}}, "expected a URL that begins with http://"),
+        ({"servers": {"model": {"command": "a", "ready": "9001"}}}, "expected one that begins with http://"),
         ({"servers": {"sums": {"command": "a", "ready": "http://a:1/"}}}, "expected one name for each.*, got sums"),
         ({"ready_timeout_s": 0}, "ready_timeout_s: expected"),
         ({"environment": {"sums": "a"}}, "did you mean 'environments'?"),

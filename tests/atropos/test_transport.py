@@ -200,7 +200,7 @@ def test_mixed_in_behind_an_environment_it_is_refused() -> None:
 
 
 def test_what_is_no_environment_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"expected an environment of Atropos.*got a dict"):
+    with pytest.raises(ValueError, match=r"expected an environment of Atropos.*got a dict"):
         ShmTransport.attach({})
 
 

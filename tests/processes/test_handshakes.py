@@ -157,9 +157,9 @@ async def test_a_sender_that_outlives_its_receiver_does_not_ask_again_where_it_h
 
 
 async def test_a_tokenizer_without_an_identity_is_no_answer() -> None:
-    with pytest.raises(TypeError, match="expected a tokenizer with get_vocab"):
+    with pytest.raises(ValueError, match="tokenizer: expected one with get_vocab"):
         serve("shm://", TrajectoryGroup, tokenizer=object())
-    with pytest.raises(TypeError, match="expected a tokenizer with get_vocab"):
+    with pytest.raises(ValueError, match="tokenizer: expected one with get_vocab"):
         connect("shm:///nowhere", TrajectoryGroup, tokenizer=object())
 
 

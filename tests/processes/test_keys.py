@@ -158,5 +158,5 @@ def test_an_invalid_key_is_refused(tmp_path: Path, text: str) -> None:
 
 
 async def test_shm_has_no_use_for_a_key() -> None:
-    with pytest.raises(ValueError, match="expected no key for shm"):
+    with pytest.raises(ValueError, match="key: expected none for shm"):
         serve("shm://", TrajectoryGroup, key=KEY)

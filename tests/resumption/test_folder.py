@@ -7,7 +7,7 @@ import pytest
 from tests.pipeline.flow_stages import Collect, Groups, Pack
 
 from penstock import ReceiveChannel, SinkTrainer, TrainBatch, current, source
-from penstock.errors import InvalidPipeline, RunInUse
+from penstock.errors import InvalidConfig, InvalidPipeline, RunInUse
 from penstock.training import ResumePoint
 
 
@@ -22,7 +22,7 @@ async def test_a_sink_that_keeps_no_checkpoints_cannot_be_gone_on_with(tmp_path:
 
 
 async def test_a_trainer_that_cannot_resume_is_an_error_with_the_missing_methods(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"expected .* keep\(state\) and resume\(checkpoint\)"):
+    with pytest.raises(InvalidConfig, match=r"expected .* keep\(state\) and resume\(checkpoint\)"):
         await source(Groups(1)).then(Pack()).sink(SinkTrainer(Foreign())).run(folder=tmp_path)
 
 

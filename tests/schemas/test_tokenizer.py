@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from penstock.errors import TokenizersDiffer
+from penstock.errors import InvalidConfig, TokenizersDiffer
 from penstock.policies import TokenizerIdentity, check_tokenizers, tokenizer_identity
 
 
@@ -92,5 +92,5 @@ def test_an_identity_travels_without_its_tokenizer() -> None:
 
 
 def test_a_tokenizer_without_a_vocabulary_has_no_identity() -> None:
-    with pytest.raises(TypeError, match=r"expected a tokenizer with get_vocab\(\) -> {token: id}, got object"):
+    with pytest.raises(InvalidConfig, match=r"tokenizer: expected one with get_vocab\(\) -> {token: id}, got object"):
         tokenizer_identity(object())

@@ -22,6 +22,7 @@ from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.channels.remote_sender import RemoteSender
 from ...._pipeline.channels.transports import connect
 from ...._pipeline.errors import (
+    InvalidConfig,
     NobodyListens,
     OutOfSharedMemory,
     PeerClosed,
@@ -359,11 +360,11 @@ class ShmTransport:
         from the password of `rollout_server_url`, and a CA from the variable SSL_CERT_FILE.
 
         Raises:
-            TypeError: it is no environment of Atropos.
+            InvalidConfig: it is no environment of Atropos.
         """
         by_http = getattr(env, METHOD, None)
         if by_http is None:
-            raise TypeError(f"expected an environment of Atropos, with {METHOD}, got a {type(env).__name__}")
+            raise InvalidConfig(f"env: expected an environment of Atropos, with {METHOD}, got a {type(env).__name__}")
         connection = _connection_of(env, token, ca)
         if isinstance(env, ShmTransport):
             return env

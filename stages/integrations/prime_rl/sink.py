@@ -37,7 +37,7 @@ def PrimeRLSink(  # noqa: N802 (makes a stage)
         step_timeout_s: bound on one of its steps, and on the start of its trainer.
 
     Raises:
-        ValueError: a URL without `output`.
+        InvalidConfig: a URL without `output`.
         InvalidConfig: a number out of range.
     """
     trainer = PrimeRLTrainer(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...._pipeline.accounting.committed_prompts import CommittedPrompts, CommittedState
 from ...._pipeline.durability.resumption import Stateful
-from ...._pipeline.errors import PeerLost, StepsOfAnotherRun, TrainerSilent
+from ...._pipeline.errors import InvalidConfig, PeerLost, StepsOfAnotherRun, TrainerSilent
 from ...._pipeline.util.checkpoint import verify_checkpoint, write_checkpoint
 from ...._schemas import GroupId, TrainBatch
 from ...._schemas.numbers import finite_number, whole_number
@@ -64,7 +64,7 @@ class PrimeRLTrainer:
         step_timeout_s: bound on one of its steps, and on the start of its trainer.
 
     Raises:
-        ValueError: a URL without `output`.
+        InvalidConfig: a URL without `output`.
         InvalidConfig: a number out of range.
     """
 
@@ -80,7 +80,7 @@ class PrimeRLTrainer:
     ) -> None:
         is_url = isinstance(to, str) and to.startswith("tcp://")
         if is_url and output is None:
-            raise ValueError(
+            raise InvalidConfig(
                 f"output: expected the output_dir of prime-rl beside {to}, where it writes weights, got None"
             )
         self.ranks: int = whole_number("ranks", ranks)

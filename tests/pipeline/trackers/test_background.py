@@ -134,7 +134,7 @@ async def test_a_tracker_is_told_that_a_run_failed() -> None:
 
 
 async def test_what_is_no_tracker_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"^trackers: expected objects with start\(run\), .* got 'wandb'$"):
+    with pytest.raises(ValueError, match=r"^trackers: expected objects with start\(run\), .* got 'wandb'$"):
         await small_run().run(trackers=["wandb"])  # type: ignore[list-item]
 
 

@@ -116,7 +116,7 @@ async def test_a_model_that_does_not_fit_is_refused_before_the_first_version(tmp
         with pytest.raises(RuntimeError, match=r"call attach\(model\) first"):
             await refreshed(subscriber)
         await publisher.publish(tied().state_dict(), 1)
-        with pytest.raises(ValueError, match="expected a version above 1, got 1"):
+        with pytest.raises(ValueError, match="version: expected one above 1, got 1"):
             await publisher.publish(tied().state_dict(), 1)
 
 

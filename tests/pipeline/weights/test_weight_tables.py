@@ -161,7 +161,7 @@ async def test_a_module_is_filled_in_place_where_it_is_to_be_copied(tmp_path: Pa
 
 
 def test_a_publisher_whose_tables_are_not_computed_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"tables are computed, got \['layers\.0\.inv_freq'\] on the meta device"):
+    with pytest.raises(ValueError, match=r"tables are computed, got \['layers\.0\.inv_freq'\] on the meta device"):
         WeightPublisher(on_meta(1e4))
 
 

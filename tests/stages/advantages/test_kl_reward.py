@@ -87,10 +87,10 @@ async def test_a_group_that_lacks_log_probabilities_is_named(missing: str) -> No
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: KLReward(0), "factor: expected a positive number, got 0"),
-        (lambda: KLReward(math.inf), "factor: expected a positive number, got inf"),
+        (lambda: KLReward(0), "factor: expected a finite number above 0, got 0"),
+        (lambda: KLReward(math.inf), "factor: expected a finite number above 0, got inf"),
         (lambda: KLReward(1, "k4"), "estimator: expected one of k1, k2, k3, got 'k4'"),  # type: ignore[arg-type]
-        (lambda: KLReward(1, level="group"), "level: expected 'sequence' or 'token', got"),  # type: ignore[arg-type]
+        (lambda: KLReward(1, level="group"), "level: expected one of sequence, token, got"),  # type: ignore[arg-type]
     ],
 )
 def test_invalid_arguments_are_refused(make: Callable[[], KLReward], message: str) -> None:

@@ -392,7 +392,7 @@ async def test_a_run_ends_with_its_stream_though_its_trainer_is_watched() -> Non
 def test_a_trainer_that_cannot_do_what_is_asked_is_refused(options: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"trainer": Foreign()} | options
 
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(ValueError, match=message):
         SinkTrainer(**given)
 
 
