@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from tests import wire
 from tests.failsafe import FAILSAFE_S
 from tests.fixed_limits import set_limits
+from tests.moments import moment
 
 from penstock import TrajectoryGroup
 from penstock.channels import RemoteReceiver, RemoteSender, connect, serve
@@ -90,7 +91,7 @@ async def test_an_unfinished_handshake_ends_after_its_timeout(sent: bytes, monke
         with stranger_at(inbox) as stranger, anyio.fail_after(FAILSAFE_S):
             stranger.sendall(sent)
             while not inbox.rejected:
-                await anyio.lowlevel.checkpoint()
+                await moment()
         monkeypatch.undo()
         await still_works(inbox)
         assert inbox.rejected == 1
@@ -102,9 +103,9 @@ async def test_a_sender_that_stops_during_its_handshake_is_not_rejected() -> Non
             with stranger_at(inbox) as stranger:
                 stranger.sendall(connect_frame())
                 while not inbox.admission.granted:
-                    await anyio.lowlevel.checkpoint()
+                    await moment()
             while inbox.admission.granted:
-                await anyio.lowlevel.checkpoint()
+                await moment()
         await still_works(inbox)
         assert not inbox.rejected
 

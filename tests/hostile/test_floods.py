@@ -14,6 +14,7 @@ import zmq
 from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
 from tests.fixed_limits import set_limits
+from tests.moments import moment
 
 from penstock import TrajectoryGroup
 from penstock.channels import RemoteReceiver, connect, serve
@@ -39,7 +40,7 @@ async def still_works(inbox: Inbox) -> None:
 async def until_rejected(inbox: Inbox, count: int) -> None:
     with anyio.fail_after(FAILSAFE_S):
         while inbox.rejected < count:
-            await anyio.lowlevel.checkpoint()
+            await moment()
 
 
 @contextmanager
@@ -87,7 +88,7 @@ async def test_the_end_of_a_connection_is_handled_while_messages_pour_in(monkeyp
             await still_works(inbox)
             with anyio.fail_after(FAILSAFE_S):
                 while inbox.peers:
-                    await anyio.lowlevel.checkpoint()
+                    await moment()
             assert inbox.rejected < flood
 
 
@@ -134,7 +135,7 @@ async def test_unrequested_file_descriptors_are_closed() -> None:
         await still_works(inbox)
         with anyio.fail_after(FAILSAFE_S):
             while open_descriptors() > before:
-                await anyio.lowlevel.checkpoint()
+                await moment()
 
 
 FEW_DESCRIPTORS = """

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests import wire
 from tests.failsafe import FAILSAFE_S
+from tests.moments import moment
 
 from penstock import TrainBatch, TrajectoryGroup
 from penstock._pipeline.channels.tcp import FrameReader
@@ -159,7 +160,7 @@ async def test_a_sender_that_sends_one_record_more_than_its_credit_is_disconnect
             send_frames(outbox, (number, 1, number, 0, 0, 4096), frames_of(record(str(number))))
         with anyio.fail_after(FAILSAFE_S):
             while not inbox.rejected:
-                await anyio.lowlevel.checkpoint()
+                await moment()
         received = [await inbox.receive() for _ in range(3)]  # sent before the excess was noticed
         with pytest.raises(PeerLost, match="expected at most 2 records in flight, got 3"):
             await inbox.receive()

@@ -18,6 +18,7 @@ from tests import wire
 from tests.failsafe import FAILSAFE_S
 from tests.fixed_limits import set_limits
 from tests.hostile.test_frames import frames_of, record, send_frames
+from tests.moments import moment
 
 from penstock import TrajectoryGroup
 from penstock.channels import ChannelKey, RemoteReceiver, connect, serve
@@ -60,20 +61,20 @@ def is_ended(connection: socket.socket) -> bool:
 async def until_rejected(inbox: Inbox, count: int) -> None:
     with anyio.fail_after(FAILSAFE_S):
         while inbox.rejected < count:
-            await anyio.lowlevel.checkpoint()
+            await moment()
 
 
 async def until_accepted(inbox: Inbox) -> None:
     """Wait until the acceptor knows of a connection."""
     with anyio.fail_after(FAILSAFE_S):
         while "1 in handshake" not in repr(inbox.on_unknown):
-            await anyio.lowlevel.checkpoint()
+            await moment()
 
 
 async def until_closed(connection: socket.socket) -> None:
     with anyio.fail_after(FAILSAFE_S):
         while not is_ended(connection):
-            await anyio.lowlevel.checkpoint()
+            await moment()
 
 
 async def still_works(inbox: Inbox, key: ChannelKey | None = None) -> None:
@@ -131,7 +132,7 @@ async def answer(one: zmq.Socket[bytes]) -> tuple[str, Any]:
     """Receive the next message: its type by name, and the message."""
     with anyio.fail_after(FAILSAFE_S):
         while not int(one.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            await anyio.lowlevel.checkpoint()
+            await moment()
     return wire.decode(one.recv(zmq.NOBLOCK))
 
 
@@ -139,7 +140,7 @@ async def until_ended(one: zmq.Socket[bytes]) -> None:
     """Wait until the connection of a key holder is closed."""
     with anyio.fail_after(FAILSAFE_S):
         while int(one.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
-            await anyio.lowlevel.checkpoint()
+            await moment()
 
 
 # -- strangers ---------------------------------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ async def test_a_sender_beyond_the_maximum_is_rejected_and_uses_no_place() -> No
                         pass
         with anyio.fail_after(FAILSAFE_S):
             while inbox.statistics().senders or inbox.peers:
-                await anyio.lowlevel.checkpoint()
+                await moment()
         await still_works(inbox)
 
 
@@ -294,7 +295,7 @@ async def test_a_place_that_was_granted_and_not_used_is_free_again_after_the_tim
                     pass
             with anyio.fail_after(FAILSAFE_S):
                 while inbox.admission.granted:
-                    await anyio.lowlevel.checkpoint()
+                    await moment()
         monkeypatch.undo()
         await still_works(inbox, KEY)
 

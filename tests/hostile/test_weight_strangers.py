@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
 from tests.fixed_limits import set_limits
 from tests.hostile.test_tcp_strangers import is_ended, key_holder, no_more_than, until_closed, until_ended
+from tests.moments import moment
 
 from penstock._schemas.control import (
     PROTOCOL_VERSION,
@@ -80,7 +81,7 @@ async def still_works(address: WeightAddress) -> None:
 async def answer(one: zmq.Socket[bytes]) -> Message:
     with anyio.fail_after(FAILSAFE_S):
         while not int(one.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            await anyio.lowlevel.checkpoint()
+            await moment()
     return decode(one.recv(zmq.NOBLOCK))
 
 
@@ -107,7 +108,7 @@ async def test_more_idle_connections_than_permitted_keep_no_mirror_out_and_are_c
             await still_works(address)
             with anyio.fail_after(FAILSAFE_S):
                 while sum(map(is_ended, strangers)) < 300 - MAX_HANDSHAKES:
-                    await anyio.lowlevel.checkpoint()
+                    await moment()
 
 
 async def test_an_idle_connection_is_closed_after_the_timeout_of_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +132,7 @@ async def test_a_peer_with_the_key_that_does_not_complete_the_handshake_is_disco
                 assert isinstance(await answer(one), WeightLayout)
             with anyio.fail_after(FAILSAFE_S):  # it is writable once it is connected
                 while not int(one.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
-                    await anyio.lowlevel.checkpoint()
+                    await moment()
             await until_ended(one)
         monkeypatch.undo()
         await still_works(address)
@@ -259,7 +260,7 @@ async def test_a_mirror_that_requests_chunks_and_receives_none_fills_no_memory(m
                 one.send(encode(ChunkRequest(1, 0)))
             with anyio.fail_after(FAILSAFE_S):
                 while not any("when chunks arrive, got more while" in str(entry) for entry in logs):
-                    await anyio.lowlevel.checkpoint()
+                    await moment()
         await still_works(address)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import anyio
 import anyio.lowlevel
 from anyio.abc import SocketAttribute, SocketStream
+from tests.moments import moment
 
 PART_BYTES = 2**14
 
@@ -48,7 +49,7 @@ class Proxy:
         """Wait until so many more parts were forwarded."""
         aim = self.parts + count
         while self.parts < aim:
-            await anyio.lowlevel.checkpoint()
+            await moment()
 
     async def handle(self, near: SocketStream) -> None:
         self.connections += 1

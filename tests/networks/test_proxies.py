@@ -15,6 +15,7 @@ from anyio.abc import SocketAttribute, SocketStream, TaskStatus
 from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
 from tests.fixed_limits import set_limits
+from tests.moments import moment
 from tests.networks.proxy import Proxy, proxied
 from tests.processes.test_members import SavesAtOnce
 
@@ -80,7 +81,7 @@ async def test_without_heartbeats_a_proxy_closes_an_idle_connection_and_a_replay
     ):
         with anyio.fail_after(FAILSAFE_S):
             while proxy.connections < 3:
-                await anyio.lowlevel.checkpoint()
+                await moment()
         proxy.idle_timeout_s = float("inf")
         await outbox.send(group(instance_id="after", completion_lengths=[2]))
         assert (await inbox.receive()).instance_id == "after"
@@ -115,10 +116,10 @@ async def test_a_replaying_sender_sends_again_what_did_not_arrive(fault: Any) ->
             await send(range(20, 40))
             with anyio.fail_after(FAILSAFE_S):
                 while not any(entry["event"] == "receiver_disconnected" for entry in logs):
-                    await anyio.lowlevel.checkpoint()
+                    await moment()
                 proxy.resume()
                 while outbox.unsaved:
-                    await anyio.lowlevel.checkpoint()
+                    await moment()
             tasks.cancel_scope.cancel()
 
     assert received == {str(number) for number in range(40)}
@@ -136,7 +137,7 @@ async def test_a_mirror_continues_a_transfer_that_was_interrupted(fault: Any) ->
             fault(proxy)
             with anyio.fail_after(FAILSAFE_S):
                 while not any(entry["event"] == "weights_reconnect" for entry in logs):
-                    await anyio.lowlevel.checkpoint()
+                    await moment()
                 proxy.part_s = 0
                 proxy.resume()
                 assert await subscriber.newer() == 1
@@ -194,7 +195,7 @@ async def test_a_sampler_whose_mirror_ends_during_a_cut_takes_over_when_the_link
             leaving.set()
             with anyio.fail_after(FAILSAFE_S):
                 while proxy.connections < 6:  # one of the mirror, and attempts
-                    await anyio.lowlevel.checkpoint()
+                    await moment()
             proxy.to = upstream
             await publisher.publish(weights(2), 2)
 

@@ -14,6 +14,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from anyio.abc import Process
+from tests.moments import moment
 
 from penstock import TrajectoryGroup
 from penstock.channels import RemoteReceiver, connect, serve
@@ -201,7 +202,7 @@ async def test_the_sockets_of_a_killed_receiver_are_swept_by_a_sender_that_saw_i
             receiver.send_signal(signal.SIGKILL)
             await receiver.wait()
             while outbox.failure is None:
-                await anyio.lowlevel.checkpoint()
+                await moment()
             assert await left.exists()
         assert not await left.exists()
 

@@ -26,7 +26,13 @@ def relaying(name: str) -> Pipeline:
     return source(Groups(8)).then(ExitsAsStage(name), on=processes(1)).sink(Commit())
 
 
-@pytest.mark.parametrize("name", EXITS)
+OFTEN = ("CancelledError", "SystemExit")
+"""What `make test` raises; `make test-all` raises each of them."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.long]) for name in EXITS]
+)
 async def test_an_exit_in_a_worker_ends_a_run_by_name(name: str) -> None:
     with anyio.fail_after(FAILSAFE_S):
         with pytest.raises(RolloutsFailed, match=f"environment raised {name}: in a worker"):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zmq
 from tests.failsafe import FAILSAFE_S
+from tests.moments import moment
 
 from penstock import TrajectoryGroup
 from penstock.channels import ChannelKey, RemoteReceiver, connect, serve
@@ -77,7 +78,7 @@ async def test_messages_without_the_key_are_ignored_and_counted() -> None:
         await still_works(inbox)
         with anyio.fail_after(FAILSAFE_S):
             while inbox.rejected < len(strangers):
-                await anyio.lowlevel.checkpoint()
+                await moment()
         assert inbox.statistics().received == 1
         for stranger in strangers:
             stranger.close(linger=0)
@@ -99,7 +100,7 @@ async def test_messages_cannot_be_read_nor_replayed_by_others() -> None:
         with socket.create_connection(("127.0.0.1", port)) as again:
             again.sendall(sent)
             while not inbox.rejected:
-                await anyio.lowlevel.checkpoint()
+                await moment()
         await still_works(inbox)
 
 

@@ -18,6 +18,7 @@ import pytest
 from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 from tests.failsafe import FAILSAFE_S
+from tests.moments import moment
 from tests.processes.children import child, line
 
 from penstock.errors import NobodyListens, PeerClosed, PeerLost, WeightsMismatch
@@ -91,7 +92,7 @@ async def test_waiting_for_a_newer_version_ends_when_there_is_one() -> None:
         tasks.start_soon(wait, subscriber)
         await publisher.publish(tensors(), version=0)
         while not seen:
-            await checkpoint()
+            await moment()
         await publisher.publish(tensors(), version=3)
 
     assert seen == [0, 3]
@@ -188,7 +189,7 @@ async def test_a_pause_waits_until_sampling_has_stopped() -> None:
         async with subscriber.sampling():
             entered.set()
             while not subscriber.paused:
-                await checkpoint()
+                await moment()
             story.append("last token")
 
     async with pair() as (publisher, subscriber), anyio.create_task_group() as tasks:
@@ -231,7 +232,7 @@ async def test_sampling_goes_on_when_a_pause_is_cancelled_while_it_waits() -> No
         async with subscriber.sampling(), anyio.create_task_group() as tasks:
             tasks.start_soon(pause, publisher)
             while not subscriber.paused:
-                await checkpoint()
+                await moment()
             tasks.cancel_scope.cancel()
         async with subscriber.sampling():
             pass
@@ -289,7 +290,7 @@ async def test_a_subscriber_killed_during_a_pause_does_not_hang_the_publisher() 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(pause, publisher)
                 while not publisher._subscriptions.pause:
-                    await checkpoint()
+                    await moment()
                 sampler.send_signal(signal.SIGKILL)
 
         assert publisher.subscribers == []
@@ -345,7 +346,7 @@ async def test_the_death_of_the_publisher_ends_a_wait_for_the_end_of_a_pause() -
     with child(paused) as publisher:
         async with WeightSubscriber(await line(publisher)) as subscriber:
             while not subscriber.paused:
-                await checkpoint()
+                await moment()
             publisher.send_signal(signal.SIGKILL)
             with pytest.raises(PeerLost):
                 async with subscriber.sampling():

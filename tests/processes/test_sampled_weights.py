@@ -13,6 +13,7 @@ import torch
 from anyio.lowlevel import checkpoint
 from tests.fake_policy import Letters
 from tests.fixed_limits import set_limits
+from tests.moments import moment
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
@@ -315,7 +316,7 @@ async def test_with_updates_in_flight_a_pause_does_not_wait_for_the_batch() -> N
             async def until_paused() -> None:
                 begun.set()
                 while opened._weights is None or not opened._weights.paused:
-                    await checkpoint()
+                    await moment()
 
             model.before = {5: lambda: anyio.from_thread.run(until_paused)}
             tasks.start_soon(pause, publisher, engine)
@@ -339,7 +340,7 @@ async def test_an_engine_that_is_updated_in_flight_continues_with_the_new_weight
             async def update() -> None:
                 tasks.start_soon(engine.update_weights, publisher.url, 1)
                 while "awake" in repr(engine):
-                    await checkpoint()
+                    await moment()
 
             model.before = {3: lambda: anyio.from_thread.run(update)}
             (sampled,) = await engine.generate([PROMPT], SamplingParams(max_completion_tokens=8, greedy=True))
@@ -495,7 +496,7 @@ async def test_no_row_joins_those_that_a_pause_waits_for(by: str) -> None:
             async def begin_pause() -> None:
                 tasks.start_soon(pause)
                 while not opened._pause_waits:
-                    await checkpoint()
+                    await moment()
 
             model.before = {1: lambda: anyio.from_thread.run(begin_pause)}
             tasks.start_soon(talk, engine, talked)

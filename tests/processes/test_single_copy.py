@@ -12,6 +12,7 @@ import pytest
 import torch
 from anyio.lowlevel import checkpoint
 from tests.failsafe import FAILSAFE_S
+from tests.moments import moment
 from tests.processes.children import child, line
 from torch import nn
 
@@ -172,10 +173,10 @@ async def test_publishing_waits_for_the_batch_that_is_sampled_from_the_buffer_it
         async with anyio.create_task_group() as tasks, subscriber.sampling():
             subscriber.refresh()
             while not _holding(publisher):
-                await checkpoint()
+                await moment()
             tasks.start_soon(publish, publisher)
             while subscriber.latest < 2:
-                await checkpoint()
+                await moment()
             for _ in range(100):
                 await checkpoint()
             assert values(model) == {1}
@@ -251,7 +252,7 @@ async def test_a_sampler_that_is_stopped_or_killed_in_a_batch_delays_others_for_
         with child(SAMPLING, publisher.url) as sampler:
             printed = [await line(sampler)]
             while not _holding(publisher):
-                await checkpoint()
+                await moment()
             sampler.send_signal(signal.SIGSTOP)
             for version in (2, 3):
                 await publisher.publish(filled(model, version), version)
@@ -259,7 +260,7 @@ async def test_a_sampler_that_is_stopped_or_killed_in_a_batch_delays_others_for_
             print(file=sampler.stdin, flush=True)
             printed += [await line(sampler), await line(sampler)]
             while not _holding(publisher):
-                await checkpoint()
+                await moment()
             publisher._subscriptions.release_timeout_s = 60
             await publisher.publish(filled(model, 4), 4)
             async with anyio.create_task_group() as tasks:
@@ -307,4 +308,4 @@ async def test_the_weights_of_a_killed_publisher_stay_and_its_files_are_removed_
             assert directory.parent == anyio.Path(tmp_path)
             with anyio.fail_after(FAILSAFE_S):
                 while await directory.exists():
-                    await checkpoint()
+                    await moment()

@@ -95,24 +95,19 @@ def trained_in(folder: Path) -> Counter[str]:
     return Counter((folder / "trained").read_text().splitlines())
 
 
-WAYS = [
-    "run",
-    "anyio.run",
-    "run_until_complete",
-    "in_task_group",
-    "in_body_of_task_group",
-    "in_asyncio_group",
-    "gathered",
-]
-"""The ways in which a script may await the run."""
+OTHER_WAYS = ["anyio.run", "run_until_complete", "in_task_group", "in_asyncio_group", "gathered"]
+"""The ways in which a script may await the run, besides `run` and the body of a task group."""
 
 
 @pytest.mark.parametrize(
     ("how", "number"),
     [
-        *((how, signal.SIGTERM) for how in WAYS),
-        *((how, signal.SIGINT) for how in ("run", "run_until_complete")),
+        ("run", signal.SIGTERM),
+        ("in_body_of_task_group", signal.SIGTERM),
+        ("run_until_complete", signal.SIGINT),
         ("run", signal.SIGHUP),
+        *(pytest.param(how, signal.SIGTERM, marks=pytest.mark.long) for how in OTHER_WAYS),
+        pytest.param("run", signal.SIGINT, marks=pytest.mark.long),
     ],
 )
 def test_a_signal_finishes_the_step_writes_a_checkpoint_and_ends_the_script_without_a_traceback(

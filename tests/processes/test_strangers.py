@@ -12,6 +12,7 @@ import pytest
 import zmq
 from tests import wire
 from tests.failsafe import FAILSAFE_S
+from tests.moments import moment
 
 from penstock import TrainBatch, TrajectoryGroup
 from penstock.channels import RemoteReceiver, RemoteSender, connect, serve
@@ -82,7 +83,7 @@ async def test_messages_of_a_stranger_at_the_data_socket_are_ignored() -> None:
         stranger.send(wire.encode(wire.publish((1, 1, 0, 1, 1, 64))))
         stranger.send(b"\xc1" * 1000)
         while inbox.rejected < 2:
-            await anyio.lowlevel.checkpoint()
+            await moment()
         stranger.close(linger=0)
         await still_works(inbox)
 

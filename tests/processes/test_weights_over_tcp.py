@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from anyio.abc import TaskStatus
-from anyio.lowlevel import checkpoint
+from tests.moments import moment
 from tests.processes.children import child, line
 from tests.processes.weight_relay import Relay, relay
 from torch import nn
@@ -253,7 +253,7 @@ async def test_a_pause_waits_for_samplers_of_other_hosts() -> None:
         async with subscriber.sampling():
             entered.set()
             while not subscriber.paused:
-                await checkpoint()
+                await moment()
             story.append("last token")
         async with subscriber.sampling():
             story.append("resumed")
@@ -448,7 +448,7 @@ async def test_a_sampler_within_a_batch_keeps_its_weights_when_the_mirror_leaves
                     subscriber.refresh()
                     leaving.set()
                     while publisher.subscribers:
-                        await checkpoint()
+                        await moment()
                     await publisher.publish(weights(2), version=2)
                     await publisher.publish(weights(3), version=3)
                     assert subscriber.intact

@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
+from tests.moments import moment
 from tests.processes import worker_stages as stages
 from tests.processes.script_of_a_stopped_run import Pack, Trainer
 from tests.processes.worker_sinks import Attentive, Commit
@@ -181,7 +182,7 @@ async def test_statistics_contain_the_state_of_a_worker_that_has_not_started() -
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(pipeline.run)
         while not pipeline.statistics().stages or not starting_of(pipeline).startswith("unpickling"):
-            await anyio.lowlevel.checkpoint()
+            await moment()
         taken.append(pipeline.statistics().stages[0])
         tasks.cancel_scope.cancel()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
+from tests.moments import moment
 from tests.pipeline.flow_stages import Pack, Train
 from tests.processes import worker_stages as stages
 from tests.processes.worker_sinks import Commit
@@ -150,7 +150,7 @@ async def test_statistics_say_that_a_worker_has_not_started_yet() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(pipeline.run)
         while not pipeline.statistics().stages:
-            await checkpoint()
+            await moment()
         assert pipeline.statistics().stages[0].waiting_for in {"", "start of Sample 1/1"}
         assert pipeline.statistics().stages[0].workers[0].state == "starting"
 
