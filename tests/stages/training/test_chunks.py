@@ -93,14 +93,32 @@ def use_chunks_of(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "NUMBERS_OF_A_TILE", numbers)
 
 
+PACKED = [
+    pytest.param(model, temperature, None, id=f"{model.__name__}-{temperature or 'own'}-packed")
+    for model in (TinyModel, ReadModel)
+    for temperature in (1.0, 0.6, None)
+]
+
+ONE_BY_ONE = [
+    pytest.param(
+        model,
+        temperature,
+        1,
+        id=f"{model.__name__}-{temperature or 'own'}-one by one",
+        marks=[] if model is ReadModel and temperature is None else [pytest.mark.long],
+    )
+    for model in (TinyModel, ReadModel)
+    for temperature in (1.0, 0.6, None)
+]
+"""A step of as many backward passes as sequences: `make test` takes one for each loss."""
+
+
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("temperature", [1.0, 0.6, None], ids=["1", "0.6", "own"])
-@pytest.mark.parametrize("model", [TinyModel, ReadModel])
-@pytest.mark.parametrize("micro_batch_tokens", [None, 1], ids=["packed", "one by one"])
+@pytest.mark.parametrize(("model", "temperature", "micro_batch_tokens"), [*PACKED, *ONE_BY_ONE])
 def test_chunks_of_one_token_change_neither_metrics_nor_gradients(
     name: str,
-    temperature: float | None,
     model: Callable[[], Any],
+    temperature: float | None,
     micro_batch_tokens: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
