@@ -273,7 +273,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"split": "test"}, "split: expected 'train' or 'evaluation', got 'test'"),
+        ({"split": "test"}, "split: expected one of train, evaluation, got 'test'"),
         ({"split": "evaluation"}, "evaluation: expected a share or a number"),
         ({"evaluation": 1.5}, "evaluation: expected a share below 1 or a whole number of rows, got 1.5"),
         ({"evaluation": -0.1}, "evaluation: expected a finite number of 0 or more"),
