@@ -49,9 +49,9 @@ from .keys import ChannelKey
 from .message_counts import count_interval_s
 from .remote_receiver import ReceiverConfig, RemoteReceiver
 from .remote_sender import RemoteSender, SenderConnection
-from .tcp_acceptor import TcpAcceptor
 from .tcp_address import TcpAddress, bind, bracketed, resolved
 from .tcp_control import TcpControl, connected
+from .tcp_senders import TcpSenders
 from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Bundle, R, Released, router, start_zero_copy
 
 NO_ADDRESS = "is its name right, and does the resolver answer?"
@@ -196,7 +196,7 @@ async def serve_tcp(url: str, record_type: type[R], config: ReceiverConfig) -> A
         config=config,
     )
     reader = FrameReader(record_type.schema, checksum=config.checksum)
-    acceptor = TcpAcceptor(receiver, socket, reader, port)
+    acceptor = TcpSenders(receiver, socket, reader, port).acceptor
     stack = AsyncExitStack()
     stack.push_async_callback(acceptor.aclose)
     receiver.start_accepting(stack)

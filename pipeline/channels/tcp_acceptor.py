@@ -1,37 +1,34 @@
-"""The acceptor of the tcp transport: one port, and one ZeroMQ socket, for all messages.
+"""The acceptor of a tcp port, at which senders of a channel or mirrors of weights join: one ZeroMQ socket, with a key.
 
 ZeroMQ's own handshake proves the key before a byte of a connection reaches this process, and its events report the
 descriptor of each connection and its end. They come in order: a descriptor is reported closed before it is reported
 open again. So after reading all events, the connection of a message with that descriptor is known, unless it has ended
-meanwhile. A sender therefore is admitted when it has answered the receiver: by then its connection is known to have
-been open after its events were read. Messages of a connection that has ended may still come, with the descriptor of a
-new one: they cost that one nothing, because their sender can be sent no answer.
+meanwhile. A peer therefore is admitted when it has answered this side: by then its connection is known to have been
+open after its events were read. Messages of a connection that has ended may still come, with the descriptor of a new
+one: they cost that one nothing, because their sender can be sent no answer.
 
-A connection that has not sent Connect holds no place. It has `HANDSHAKE_S` to do so; where too many wait, the oldest
-one of the address with the most is closed, because an honest one is hardly ever the oldest.
+A connection without an admitted peer has `HANDSHAKE_S` to join; where too many wait, the oldest one of the address with
+the most is closed, because an honest one is hardly ever the oldest. Knows neither records nor weights: a `Service`
+answers first messages, and each peer is its `Session` from then on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import anyio
 import zmq
 
 from ..._schemas import ProtocolMismatch
-from ..._schemas.control import Connect, Message, Ready, Reject, decode
-from ..errors import PenstockError
-from .heartbeat import CHECKS_PER_TIMEOUT, DAMAGED, GRACE_S, timeout_with
-from .message_counts import MessageCounts
-from .peer import Peer
-from .rejections import DisconnectOnError, rejection_of
-from .remote_receiver import ENDED, RemoteReceiver
+from ..._schemas.control import Connect, Message, Ready, Reject, Subscribe, decode
+from .heartbeat import CHECKS_PER_TIMEOUT, GRACE_S
+from .rejections import DisconnectOnError, RejectionCounter, rejection_of
 from .socket_monitor import ENDS_AND_BEGINNINGS, SocketMonitor
 from .tcp_connection import TcpConnection
 from .tcp_handshakes import (
@@ -44,320 +41,391 @@ from .tcp_handshakes import (
     shut_down,
     shut_down_flood,
 )
-from .transport import EVENTS, HANDSHAKE_S, MAX_HANDSHAKES, Frames, PayloadReader
-from .unread import BlockedLoopWatch
+from .transport import EVENTS, HANDSHAKE_S, MAX_HANDSHAKES
+from .unread import FRAMING_BYTES, BlockedLoopWatch, Inflow
 
 CLOSE_WAIT_S, FLUSH_S, FLUSH_CHECK_S = 4.0, 5.0, 0.001
-"""Bound on the time in which senders handle the last messages, which they confirm by closing; bound on the time in
-which ZeroMQ sends them, and the pause between two checks of that."""
+"""Bound on the time in which peers handle the last messages, which they confirm by closing; bound on the time in which
+ZeroMQ sends them, and the pause between two checks of that."""
 
 CHECK_INTERVAL_S = 1.0
-"""The longest interval between checks for senders that are unresponsive, or have sent too much."""
+"""The longest interval between checks for peers that are unresponsive, or have sent too much."""
 
 
-class _Connection:
-    """A connection to the port: a `PeerControl` once its sender is admitted."""
+class Session(Protocol):
+    """The peer of a connection, from its first message on: a sender of a channel, or a mirror of weights."""
 
-    def __init__(self, acceptor: TcpAcceptor, fd: int) -> None:
+    inflow: Inflow
+    """Bytes of its messages that were handled; set when it is admitted."""
+    most_unread: int
+    """Bytes of it that may wait to be handled."""
+    timeout_s: float | None
+    """Seconds without a byte after which it is unresponsive."""
+    holds_place: bool
+    """Whether a place is granted to it: it is not among the connections that are too many."""
+
+    @property
+    def open(self) -> bool:
+        """Return whether it may still send: its bytes are counted, and its silence."""
+        ...
+
+    def on_admitted(self, tcp: TcpConnection) -> None:
+        """Begin to serve it: it has answered.
+
+        Raises:
+            PenstockError: it may not join any more.
+        """
+        ...
+
+    def on_message(self, message: Message) -> None:
+        """Handle a message of the admitted peer.
+
+        Raises:
+            ProtocolMismatch: it may not send it.
+        """
+        ...
+
+    def on_check(self) -> None:
+        """Send what is due at each check of the connections."""
+        ...
+
+    def on_error(self, error: Exception) -> None:
+        """Disconnect the admitted peer: it has violated the protocol."""
+        ...
+
+    def on_unresponsive(self) -> None:
+        """Disconnect the admitted peer: it is unresponsive."""
+        ...
+
+    def on_end(self, *, damaged: bool) -> None:
+        """Release what is held for it: its connection has ended; `damaged` if ZeroMQ ended it for what came on it."""
+        ...
+
+
+class Service(Protocol):
+    """What a port serves: it answers first messages, and carries those of all peers."""
+
+    @property
+    def first(self) -> type[Connect | Subscribe]:
+        """Return the message that begins a handshake."""
+        ...
+
+    def begin(self, connection: Connection, identity: bytes, request: Any) -> tuple[Session, Message] | Reject:
+        """Return the session that a `first` begins, and the answer to it; or why it is rejected.
+
+        Raises:
+            PenstockError: the same, as an error.
+        """
+        ...
+
+    def drain(self) -> bool:
+        """Handle the messages that have arrived, of each peer as many as it may send; return whether none is left."""
+        ...
+
+    def send(self, identity: bytes, message: Message) -> bool:
+        """Send a message; return whether its connection exists."""
+        ...
+
+
+class Connection:
+    """A connection to the port."""
+
+    def __init__(self, fd: int, port: int) -> None:
         self.fd = fd
         self.since_s = time.monotonic()
         self.host = ""
         """The other side's address, where the kernel still knew it."""
         self.identity = b""
-        """The identity of its ZeroMQ socket, once it has sent Connect."""
-        self.request: Connect | None = None
-        """Its Connect, from the grant of a place until it is admitted."""
-        self.peer: Peer | None = None
-        """The sender that was admitted on it."""
+        """The identity of its ZeroMQ socket, once its session has begun."""
+        self.session: Session | None = None
+        """Of its peer, from the first message on."""
         self.tcp: TcpConnection | None = None
-        """Held once its sender is admitted."""
-        self.timeout_s: float | None = None
-        """Seconds without a byte after which its sender is unresponsive."""
+        """Held once its peer is admitted."""
         self.closing = False
-        """Whether it is about to be closed."""
+        """Whether it is about to be closed: its messages are ignored."""
         self.deadline: asyncio.TimerHandle | None = None
-        self._acceptor = acceptor
+        """Closes it, unless its peer is admitted before."""
+        self._port = port
+        with suppress(OSError), TcpConnection(fd) as tcp:
+            self.host = tcp.host
 
     @property
     def unserved(self) -> bool:
-        return is_unserved(self.fd, self.host, self._acceptor.port)
+        """Return whether something that came on it waits to be read."""
+        return is_unserved(self.fd, self.host, self._port)
 
-    async def send(self, message: Message) -> None:
-        self._acceptor.receiver.send(self.identity, message)
+    @property
+    def pending(self) -> bool:
+        """Return whether no place is granted on it."""
+        return not self.closing and self.tcp is None and not (self.session is not None and self.session.holds_place)
 
-    def shutdown_read(self) -> None:
-        self._acceptor.shutdown_soon(self)
+    def exceeds(self, received: int) -> bool:
+        """Return whether `received` bytes are more than twice those that may wait. Safe from any thread."""
+        session = self.session
+        if self.tcp is None or session is None:
+            return _exceeds_handshake(received)
+        return session.inflow.unread(received) > 2 * session.most_unread
+
+    def cancel_deadline(self) -> None:
+        """Let it stay: its peer is admitted, or it has ended."""
+        if self.deadline is not None:
+            self.deadline.cancel()
 
 
 class TcpAcceptor:
-    """Accepts senders at a receiver's socket, and detects when one has closed, died or become unresponsive."""
+    """Admits the peers of a port to its service, and detects when one has closed, died or become unresponsive."""
 
     def __init__(
         self,
-        receiver: RemoteReceiver[Any],
+        service: Service,
         socket: zmq.Socket[bytes],
-        reader: PayloadReader,
         port: int,
+        *,
+        rejections: RejectionCounter,
+        heartbeat_timeout_s: float | None,
+        places: int = 0,
     ) -> None:
-        self.receiver = receiver
-        receiver.on_unknown = self._on_unknown
-        self._admission, self._rejections = receiver.admission, receiver.rejections
+        """Accept connections to `port`, to which `socket` is bound; `places` is how many the service may grant."""
+        self._service = service
         self._socket = socket
-        self._reader = reader
-        self.port = port
-        self._most_unread = receiver.most_waiting.nbytes
-        """Bytes of a sender that may wait to be handled: those within its credit, and other messages."""
-        self._heartbeat_timeout_s = receiver.config.heartbeat_timeout_s
+        self._port = port
+        self._rejections = rejections
+        self._most_pending = places + MAX_HANDSHAKES
         self._loop = asyncio.get_running_loop()
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
         """By descriptor, the oldest first."""
         self._timers: WeakSet[asyncio.TimerHandle] = WeakSet()
         self._limit_scheduled = False
-        """Whether a count of the connections in handshake is scheduled."""
-        self._ending = 0
-        """Senders whose connection has ended, and whose end is scheduled."""
-        self._closed = False
+        """Whether a count of the pending connections is scheduled."""
+        self.closed = False
         self._check_interval_s = (
             CHECK_INTERVAL_S
-            if self._heartbeat_timeout_s is None
-            else min(CHECK_INTERVAL_S, self._heartbeat_timeout_s / CHECKS_PER_TIMEOUT)
+            if heartbeat_timeout_s is None
+            else min(CHECK_INTERVAL_S, heartbeat_timeout_s / CHECKS_PER_TIMEOUT)
         )
         self._monitor = SocketMonitor(socket, ENDS_AND_BEGINNINGS, self._on_event)
         self._call_later(self._check_interval_s, self._check_connections)
         self.watch: BlockedLoopWatch = BlockedLoopWatch(2 * CHECK_INTERVAL_S, self._shut_down_floods)
 
+    def __len__(self) -> int:
+        return len(self._connections)
+
     def __repr__(self) -> str:
-        waiting = sum(connection.peer is None for connection in self._connections.values())
-        return f"<TcpAcceptor: {waiting} in handshake, {self._admission!r}>"
+        waiting = sum(connection.tcp is None for connection in self._connections.values())
+        return f"<TcpAcceptor: {len(self)} connections, {waiting} in handshake>"
 
     # -- the events of connections -----------------------------------------------------------------------------------
 
-    def _on_event(self, event: int, value: int) -> None:
-        if event == zmq.EVENT_ACCEPTED:
-            self._on_accepted(value)
-        else:
-            self._on_disconnected(value)
+    def read_events(self) -> None:
+        """Learn of all connections that have begun or ended."""
+        self._monitor.read()
 
-    @property
-    def _most_pending(self) -> int:
-        return self._admission.max_senders + MAX_HANDSHAKES
+    def _on_event(self, event: int, fd: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._on_accepted(fd)
+        else:
+            self._on_disconnected(fd)
 
     def _on_accepted(self, fd: int) -> None:
-        connection = self._connections[fd] = _Connection(self, fd)
+        connection = self._connections[fd] = Connection(fd, self._port)
         self._set_deadline(connection)
-        with suppress(OSError), TcpConnection(fd) as tcp:
-            connection.host = tcp.host
-        if not self._limit_scheduled and len(self._connections) > self._most_pending:
+        if not self._limit_scheduled and len(self) > self._most_pending:
             self._limit_scheduled = True
-            self._loop.call_soon(self._limit_handshakes)
+            self._loop.call_soon(self._limit_pending)
 
     def _on_disconnected(self, fd: int) -> None:
         connection = self._connections.pop(fd, None)
         if connection is None:
             return
-        if connection.deadline is not None:
-            connection.deadline.cancel()
-        if connection.peer is not None:
-            self._ending += 1
-            self._loop.call_soon(self._on_peer_disconnect, connection, connection.peer)
-        elif not (connection.identity or connection.closing):
+        connection.cancel_deadline()
+        # ZeroMQ has closed its descriptor; where the connection is not ended, that was for what came on it.
+        damaged = connection.tcp is not None and connection.tcp.established
+        if connection.session is not None:
+            connection.session.on_end(damaged=damaged)
+        elif not connection.closing:
             self._rejections.record(FAILED)
-        elif connection.request is not None:
-            self._admission.granted -= 1
-            self._loop.call_soon(self.receiver.drain)  # the stream may have waited only for it
-
-    def _on_peer_disconnect(self, connection: _Connection, peer: Peer) -> None:
-        if self.receiver.peers.get(peer.identity) is peer and not self._closed:
-            # ZeroMQ has closed its descriptor; where the connection is not ended, that was for what came on it.
-            damaged = connection.tcp is not None and connection.tcp.established
-            self.receiver.on_disconnect(peer, DAMAGED if damaged else ENDED)
-        self._ending -= 1  # only now: taking it off drains the socket, where a Connect may wait
         if connection.tcp is not None:
             connection.tcp.close()
 
-    def _set_deadline(self, connection: _Connection) -> None:
+    def _set_deadline(self, connection: Connection) -> None:
         """Close a connection that has not joined within `HANDSHAKE_S` from now."""
         due_s = self._loop.time() + HANDSHAKE_S
         connection.deadline = self._call_later(HANDSHAKE_S, lambda: self._expired(connection, due_s))
 
-    def _expired(self, connection: _Connection, due_s: float) -> None:
+    def _expired(self, connection: Connection, due_s: float) -> None:
         late = self._loop.time() - due_s > SETTLED_S
-        self.receiver.drain()
-        if connection.peer is None and (late or connection.unserved):
+        self._drain()
+        if connection.tcp is None and (late or connection.unserved):
             self._set_deadline(connection)  # the time in which this port did not get to it is not its peer's
-        elif connection.peer is None:
-            self._drop(connection, f"a connection from {connection.host} sent no Connect for {HANDSHAKE_S} s")
+        elif connection.tcp is None:
+            reason = f"sent no {self._service.first.__name__} for {HANDSHAKE_S} s"
+            self.drop(connection, f"a connection from {connection.host} {reason}")
 
-    def _limit_handshakes(self) -> None:
-        """Close the oldest connections of the address with the most, where too many have sent no Connect."""
+    def _limit_pending(self) -> None:
+        """Close the oldest connections of the address with the most, where too many are pending."""
         self._limit_scheduled = False
-        if self._closed:
+        if self.closed:
             return
-        self.receiver.drain()  # a connection whose Connect has arrived does not count
-        self._monitor.read()
-        pending = [
-            connection
-            for connection in self._connections.values()
-            if connection.request is None and connection.peer is None and not connection.closing
-        ]
+        self._drain()  # a connection whose first message has arrived may not count
+        pending = [connection for connection in self._connections.values() if connection.pending]
         for connection in excess(pending, self._most_pending):
-            self._drop(connection, f"too many connections from {connection.host} send no Connect")
+            reason = f"send no {self._service.first.__name__}"
+            self.drop(connection, f"too many connections from {connection.host} {reason}")
 
-    def _drop(self, connection: _Connection, reason: str) -> None:
-        self._rejections.record(reason)
-        self._shutdown(connection)
-
-    # -- handshakes --------------------------------------------------------------------------------------------------
-
-    def _on_unknown(self, identity: bytes, frames: Frames) -> None:
-        """Take a step of a handshake."""
+    def _drain(self) -> bool:
+        emptied = self._service.drain()
         self._monitor.read()
-        if self._ending:  # a member that was restarted returns once its former connection is taken off
-            self._loop.call_soon(self._take, identity, frames)
-        else:
-            self._take(identity, frames)
+        return emptied
 
-    def _take(self, identity: bytes, frames: Frames) -> None:
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def handle(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+        """Handle a message of the socket with `identity`."""
+        self._monitor.read()
         connection = self._connections.get(int(frames[0].get(zmq.SRCFD)))
-        if connection is None or connection.closing or connection.peer is not None:
+        if connection is None or connection.closing:
             self._rejections.record("a message from an unknown peer")
             return
-        with DisconnectOnError(self._fail_handshake, connection, identity):
-            self._handshake_step(connection, identity, _handshake_message(frames))
+        with DisconnectOnError(self._on_error, connection, identity):
+            self._step(connection, identity, frames)
 
-    def _fail_handshake(self, connection: _Connection, identity: bytes, error: Exception) -> None:
-        self._reject(connection, identity, rejection_of(error), "handshake failed: ", error)
-
-    def _handshake_step(self, connection: _Connection, identity: bytes, message: Message) -> None:
-        if isinstance(message, Connect) and identity != connection.identity:
-            self._handshake(connection, identity, message)
-        elif isinstance(message, Ready) and identity == connection.identity and connection.request is not None:
-            self._admit(connection, connection.request)
+    def _step(self, connection: Connection, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+        # There are four cases:
+        #
+        # 1. The peer of this connection was admitted: the message is for its session.
+        # 2. It answers now: it is admitted.
+        # 3. No peer was admitted: one begins. If another one had begun, its connection had the same descriptor.
+        # 4. The message is one of a connection that had the same descriptor.
+        session = connection.session
+        if session is not None and connection.identity == identity:
+            if connection.tcp is not None:
+                session.inflow.handled += sum(map(len, frames)) + FRAMING_BYTES * len(frames)
+                session.on_message(_message(frames))
+            elif not isinstance(message := _message(frames), Ready):
+                raise ProtocolMismatch(f"expected Ready, got {type(message).__name__}")
+            else:
+                self._admit(connection, session)
+        elif connection.tcp is None:
+            self._begin(connection, identity, _message(frames))
         else:
-            raise ProtocolMismatch(f"expected a Connect, got {type(message).__name__}")
+            self._rejections.record("a message from an unknown peer")
 
-    def _handshake(self, connection: _Connection, identity: bytes, request: Connect) -> None:
-        if request.identity != identity:
-            raise ProtocolMismatch("expected a Connect with the sender's own identity, got another")
-        rejection = self._admission.rejection(request)
-        if rejection is not None:
-            self._reject(connection, identity, rejection, f"{request.name} (pid {request.pid}): ")
+    def _begin(self, connection: Connection, identity: bytes, message: Message) -> None:
+        if not isinstance(message, self._service.first):
+            raise ProtocolMismatch(f"expected {self._service.first.__name__}, got {type(message).__name__}")
+        begun = self._service.begin(connection, identity, message)
+        if isinstance(begun, Reject):
+            self.refuse(connection, identity, f"{message.name} (pid {message.pid})", begun)
             return
-        self.receiver.check(request)
-        if self._reaches(identity, self.receiver.accept_message("", 0)):
-            self._forget_request(connection)
-            connection.identity, connection.request = identity, request
-            self._admission.granted += 1
+        session, answer = begun
+        if not self._reaches(identity, answer):
+            session.on_end(damaged=False)
+            return
+        if connection.session is not None:
+            connection.session.on_end(damaged=False)
+        connection.identity, connection.session = identity, session
 
-    def _forget_request(self, connection: _Connection) -> None:
-        """Free the place that was granted, if one was."""
-        if connection.request is not None:
-            connection.request = None
-            self._admission.granted -= 1
-
-    def _admit(self, connection: _Connection, request: Connect) -> None:
-        self._forget_request(connection)
+    def _admit(self, connection: Connection, session: Session) -> None:
         tcp = TcpConnection(connection.fd)
         try:
-            connection.peer = self.receiver.admit(request, connection, self._reader)
-        except PenstockError:
+            session.on_admitted(tcp)
+        except BaseException:
             tcp.close()
             raise
+        session.inflow.begin(tcp.bytes_received)
         connection.tcp = tcp
-        connection.peer.inflow.begin(tcp.bytes_received)
-        connection.timeout_s = timeout_with(request.ping_s, self._heartbeat_timeout_s)
-        self.receiver.send(connection.identity, Ready())
-        connection.peer.counts = MessageCounts()
+        connection.cancel_deadline()
 
-    def _reject(
-        self,
-        connection: _Connection,
-        identity: bytes,
-        rejection: Reject,
-        subject: str,
-        error: Exception | None = None,
+    def _on_error(self, connection: Connection, identity: bytes, error: Exception) -> None:
+        if connection.tcp is not None and connection.session is not None:
+            connection.session.on_error(error)
+        else:
+            self.refuse(connection, identity, f"handshake with {connection.host} failed", rejection_of(error), error)
+
+    def refuse(
+        self, connection: Connection, identity: bytes, subject: str, rejection: Reject, error: Exception | None = None
     ) -> None:
-        self._rejections.record(f"{subject}{rejection.reason}", error)
+        """Notify a peer that it is refused, and close its connection when that has had the time to leave.
+
+        Another one may have had a connection with the same descriptor: then this connection is not to blame.
+        """
+        self._rejections.record(f"{subject}: {rejection.reason}", error)
         if self._reaches(identity, rejection):
-            self.shutdown_soon(connection)
+            self.close_soon(connection)
 
     def _reaches(self, identity: bytes, answer: Message) -> bool:
         """Send an answer; return whether its connection exists: a new one may have the descriptor of one that ended."""
         self._socket.getsockopt(EVENTS)  # learn first of connections that have ended
-        return self.receiver.send(identity, answer)
+        return self._service.send(identity, answer)
 
-    # -- unresponsive senders, and floods ----------------------------------------------------------------------------
+    # -- unresponsive peers, and floods ------------------------------------------------------------------------------
 
     def _check_connections(self) -> None:
         self._call_later(self._check_interval_s, self._check_connections)
-        emptied = self.receiver.drain()
-        self._monitor.read()
+        emptied = self._drain()
         self.watch.beat()
-        if len(self._connections) > self._most_pending:
-            self._limit_handshakes()
+        if len(self) > self._most_pending:
+            self._limit_pending()
         for connection in list(self._connections.values()):
-            if connection.peer is None or connection.tcp is None:
+            if connection.tcp is None or connection.session is None:
                 self._check_pending(connection)
             else:
-                if connection.peer.open:
-                    self._check_sender(connection, connection.peer, connection.tcp, emptied=emptied)
-                self.receiver.answer_count(connection.peer)
+                if connection.session.open:
+                    self._check_session(connection.session, connection.tcp, emptied=emptied)
+                connection.session.on_check()
 
-    def _check_pending(self, connection: _Connection) -> None:
-        if shut_down_flood(connection.fd, connection.host, self.port, _exceeds_handshake):
-            self._drop(connection, f"a connection from {connection.host} sent too much before it joined")
+    def _check_pending(self, connection: Connection) -> None:
+        if shut_down_flood(connection.fd, connection.host, self._port, _exceeds_handshake):
+            self.drop(connection, f"a connection from {connection.host} sent too much before it joined")
 
-    def _check_sender(self, connection: _Connection, peer: Peer, tcp: TcpConnection, *, emptied: bool) -> None:
+    def _check_session(self, session: Session, tcp: TcpConnection, *, emptied: bool) -> None:
         received = tcp.bytes_received
         if emptied:
-            peer.inflow.settle(received)
-        if (unread := peer.inflow.unread(received)) > self._most_unread:
+            session.inflow.settle(received)
+        if (unread := session.inflow.unread(received)) > session.most_unread:
             what = "of messages that wait, or of one that does not end"
-            self.receiver.disconnect_for_error(
-                peer, ProtocolMismatch(f"expected at most {self._most_unread} bytes {what}, got {unread}")
-            )
-        elif tcp.unresponsive(connection.timeout_s):
-            self._timeout(connection, peer)
+            session.on_error(ProtocolMismatch(f"expected at most {session.most_unread} bytes {what}, got {unread}"))
+        elif tcp.unresponsive(session.timeout_s):
+            session.on_unresponsive()
 
     def _shut_down_floods(self) -> None:
         """End connections that have sent more than twice what they may, while the loop is blocked: in a thread."""
         for event, fd in self._monitor.undelivered():
             if event == zmq.EVENT_ACCEPTED:
-                shut_down_flood(fd, None, self.port, _exceeds_handshake)
+                shut_down_flood(fd, None, self._port, _exceeds_handshake)
         for connection in list(self._connections.values()):
-            peer = connection.peer
-            exceeds = _exceeds_handshake if peer is None else partial(self._exceeds_twice, peer)
-            shut_down_flood(connection.fd, connection.host, self.port, exceeds)
-
-    def _exceeds_twice(self, peer: Peer, received: int) -> bool:
-        return peer.inflow.unread(received) > 2 * self._most_unread
-
-    def _timeout(self, connection: _Connection, peer: Peer) -> None:
-        peer.unresponsive_s = connection.timeout_s
-        rejection = self.receiver.on_disconnect(peer)
-        if rejection is not None:
-            self.receiver.send(peer.identity, rejection)
-        self.shutdown_soon(connection)
+            shut_down_flood(connection.fd, connection.host, self._port, connection.exceeds)
 
     # -- the end of connections --------------------------------------------------------------------------------------
 
-    def shutdown_soon(self, connection: _Connection) -> None:
-        """Close a connection, when the messages sent to it have had the time to leave."""
-        connection.closing = True
-        self._call_later(GRACE_S, lambda: self._shutdown(connection))
+    def drop(self, connection: Connection, reason: str) -> None:
+        """Count a connection as rejected, and close it at once."""
+        self._rejections.record(reason)
+        self._shut_down(connection)
 
-    def _shutdown(self, connection: _Connection) -> None:
+    def close_soon(self, connection: Connection) -> None:
+        """Ignore a connection from now on, and close it when the messages sent to it have had the time to leave."""
+        connection.closing = True
+        self._call_later(GRACE_S, partial(self._shut_down, connection))
+
+    def _shut_down(self, connection: Connection) -> None:
         connection.closing = True
         if self._connections.get(connection.fd) is not connection:
             return
         if connection.tcp is not None:
             connection.tcp.shutdown()
         else:
-            shut_down(connection.fd, connection.host, self.port)
+            shut_down(connection.fd, connection.host, self._port)
+
+    def broadcast(self, message: Message) -> None:
+        """Send a last message to all peers whose session has begun."""
+        for connection in self._connections.values():
+            if connection.session is not None:
+                self._service.send(connection.identity, message)
 
     async def aclose(self) -> None:
-        """Accept no more senders, and close the ZeroMQ socket when the last messages have left."""
-        self._closed = True
+        """Accept no more peers, and close the ZeroMQ socket when the last messages have left."""
+        self.closed = True
         self.watch.close()
         self._monitor.close()
         for timer in self._timers:
@@ -386,9 +454,9 @@ def _exceeds_handshake(received: int) -> bool:
     return received > MOST_OF_HANDSHAKE
 
 
-def _handshake_message(frames: Frames) -> Message:
-    if len(frames) != 1 or len(frames[0]) > LARGEST_HANDSHAKE_MESSAGE:
-        raise ProtocolMismatch(
-            f"expected a handshake message of at most {LARGEST_HANDSHAKE_MESSAGE} bytes in one frame"
-        )
+def _message(frames: Sequence[zmq.Frame]) -> Message:
+    if len(frames) != 1:
+        raise ProtocolMismatch(f"expected a message in one frame, got {len(frames)}")
+    if len(frames[0]) > LARGEST_HANDSHAKE_MESSAGE:
+        raise ProtocolMismatch(f"expected a message of at most {LARGEST_HANDSHAKE_MESSAGE} bytes, got {len(frames[0])}")
     return decode(frames[0].buffer)
