@@ -37,8 +37,11 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        sizes = {"layers": layers, "batch": batch, "heads": heads, "capacity": capacity, "width": width}
+        sizes = {"layers": layers, "batch": batch, "heads": heads, "capacity": capacity}
         shape = [whole_number(name, size) for name, size in sizes.items()]
+        shape.append(
+            whole_number("width", width, least=0)
+        )  # 0 for a model that keeps a place for each token and no keys
         self._keys = torch.empty(shape, dtype=dtype, device=device)
         self._values = torch.empty(shape, dtype=dtype, device=device)
         self.length: int = 0
