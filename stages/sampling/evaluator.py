@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -27,6 +27,7 @@ from ..._pipeline.accounting.telemetry import Metrics, get_logger
 from ..._pipeline.channels.channel import ReceiveChannel
 from ..._pipeline.errors import InvalidConfig, PenstockError
 from ..._pipeline.graph.context import Context, Worker, current
+from ..._pipeline.graph.stage import Source
 from ..._pipeline.runtime.flow import source
 from ..._pipeline.runtime.run import Run
 from ..._pipeline.util.user_code import call_user
@@ -37,9 +38,6 @@ from ..rewards.reward_shaping import right_from
 from .evaluated_samples import Candidates
 from .evaluation import Evaluation
 from .scores import ks, maj_at_n, mean_at_n, pass_at_k
-
-if TYPE_CHECKING:
-    from .source_env import SourceEnv
 
 log = get_logger("penstock.evaluation")
 
@@ -63,7 +61,7 @@ class Evaluator:
     def __init__(
         self,
         evaluation: Evaluation,
-        make_source: Callable[[Callable[[], Any], int], SourceEnv],
+        make_source: Callable[[Callable[[], Any], int], Source[TrajectoryGroup]],
         tokenizer: Tokenizer | None,
         context: Context,
         weights_arrived: Callable[[], Awaitable[None]] = checkpoint,

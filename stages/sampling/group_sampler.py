@@ -7,8 +7,8 @@ smaller; an error of the policy is raised. Knows no channel, and does not decide
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -26,9 +26,7 @@ from ..contracts.policies import Completion, Engine
 from ..contracts.sampling_params import SamplingParams
 from .environments import EnvironmentFailed, PromptRejected, RolloutFiltered, RolloutFn, RolloutResult, TaskFn, checked
 from .rollout_columns import columns_of, sampled_anything, tokens_of
-
-if TYPE_CHECKING:
-    from .source_env import SourceEnv
+from .turn_sampling import TurnSampling
 
 log = get_logger("penstock.source_env")
 
@@ -42,14 +40,25 @@ def number_of(instance_id: str) -> int:
     return int(instance_id.rpartition(".")[2])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutParams:
+    """The rollouts of a prompt; see the fields of `SourceEnv`."""
+
+    sampling: TurnSampling
+    group_size: int
+    max_length: int | None
+    timeout_s: float
+    turn_rewards: bool
+
+
 class GroupSampler:
     """Samples the prompts of one run of a source."""
 
     def __init__(
-        self, source: SourceEnv, begin: TaskFn, engine: Engine, context: Context, limiter: anyio.CapacityLimiter
+        self, params: RolloutParams, begin: TaskFn, engine: Engine, context: Context, limiter: anyio.CapacityLimiter
     ) -> None:
-        """Sample by the fields of `source`; `limiter` bounds the rollouts at once."""
-        self._source = source.requested()
+        """Sample by `params`; `limiter` bounds the rollouts at once."""
+        self._params = params
         self._begin_task = begin
         self._engine = engine
         self._context = context
@@ -74,14 +83,14 @@ class GroupSampler:
 
     async def begun(self, ids: Sequence[TrajectoryId], number: int) -> RolloutFn | None:
         """Begin prompt `number`, and return the function of its rollouts; None where the prompt has ended."""
-        with anyio.move_on_after(self._source.rollout_timeout_s):
+        with anyio.move_on_after(self._params.timeout_s):
             try:
                 return await self._begin_task(number)
             except EnvironmentFailed as error:
                 self._drop(ids, "failed", error)
                 return None
             except PromptRejected as error:
-                self._context.ledger.epoch = Epoch(error.epoch * self._source.group_size, none_fits=error.none_fits)
+                self._context.ledger.epoch = Epoch(error.epoch * self._params.group_size, none_fits=error.none_fits)
                 drop(ids, "rejected", str(error))  # not logged: it is the user's own bound
                 return None
         self._drop(ids, "failed", self._timed_out)
@@ -90,7 +99,7 @@ class GroupSampler:
     async def _attempt(self, rollout: RolloutFn, trajectory: TrajectoryId, rollouts: dict[int, RolloutResult]) -> None:
         """Do one rollout; put it into `rollouts` if it succeeds, drop it otherwise."""
         async with self._rollouts:
-            with anyio.move_on_after(self._source.rollout_timeout_s) as timeout:
+            with anyio.move_on_after(self._params.timeout_s) as timeout:
                 try:
                     generate = partial(self._generate, trajectory)
                     rollouts[trajectory.repetition_id] = checked(await rollout(trajectory.repetition_id, generate))
@@ -111,8 +120,8 @@ class GroupSampler:
         """Return the policy's completion of `turns`; None where `max_length` leaves no token."""
         prompt = np.concatenate([tokens_of(turn) for turn in turns])
         sampling = self._sampling(trajectory, sum(isinstance(turn, Completion) for turn in turns))
-        if self._source.max_length is not None:
-            allowance = self._source.max_length - len(prompt)
+        if self._params.max_length is not None:
+            allowance = self._params.max_length - len(prompt)
             if allowance < 1:
                 return None
             if allowance < sampling.max_completion_tokens:
@@ -122,12 +131,12 @@ class GroupSampler:
 
     def _sampling(self, trajectory: TrajectoryId, turn: int) -> SamplingParams:
         """Return the parameters of a turn of a rollout, with a seed of its own if there is a seed."""
-        sampling = self._source.turn_sampling(turn)
+        sampling = self._params.sampling.at(turn)
         return sampling.seeded_for(number_of(trajectory.instance_id), trajectory.repetition_id, turn)
 
     @property
     def _timed_out(self) -> TimeoutError:
-        return TimeoutError(f"rollout took longer than {self._source.rollout_timeout_s:g} s")
+        return TimeoutError(f"rollout took longer than {self._params.timeout_s:g} s")
 
     def _drop(self, ids: Sequence[TrajectoryId], state: EndState, why: Exception) -> None:
         drop(ids, state, str(why))
@@ -144,16 +153,15 @@ class GroupSampler:
 
     def _assembled(self, group: GroupId, number: int, rollouts: dict[int, RolloutResult]) -> TrajectoryGroup:
         """Return the group of the rollouts that succeeded, by repetition."""
-        succeeded = list(rollouts.values())
-        source = self._source
+        succeeded, sampling = list(rollouts.values()), self._params.sampling
         return TrajectoryGroup.build(
             env=group.env,
             instance_id=group.instance_id,
             rewards=np.array([rollout.reward for rollout in succeeded], np.float64),
             stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
             repetition_ids=np.array(list(rollouts), np.int64),
-            meta={**succeeded[0].meta, "task": number, **source.recorded, **source.temperatures(rollouts)},
-            **columns_of(succeeded, turn_rewards=source.turn_rewards),
+            meta={**succeeded[0].meta, "task": number, **sampling.recorded, **sampling.temperatures(rollouts)},
+            **columns_of(succeeded, turn_rewards=self._params.turn_rewards),
         )
 
     def _observe(self, group: TrajectoryGroup, rollouts: Iterable[RolloutResult]) -> None:

@@ -13,7 +13,7 @@ clock: a run can be repeated bit for bit as far as its environment and its polic
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -34,17 +34,17 @@ from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.util.user_code import await_user, open_user
 from ..._schemas import GroupId, TrajectoryGroup, TrajectoryId
 from ..._schemas.numbers import normalize_counts, normalize_numbers
-from ..contracts.policies import Completion, Engine, FollowsWeights, Policy, Seeded, Tokenizer
+from ..contracts.policies import Engine, FollowsWeights, Policy, Seeded, Tokenizer
 from ..contracts.prompts import identity_of
-from ..contracts.sampling_params import TEMPERATURES, SamplingParams
+from ..contracts.sampling_params import SamplingParams
 from ..tokenizers.chat_format import ChatFormat
 from ..tokenizers.end_tokens import HasEndTokens
-from .environments import Environment, RolloutResult, TaskFn, open_tasks
+from .environments import Environment, TaskFn, open_tasks
 from .evaluation import Evaluation
 from .evaluator import Evaluator, OpenedPolicy
-from .group_sampler import GroupSampler
+from .group_sampler import GroupSampler, RolloutParams
 from .lag_limiter import LagLimiter
-from .rollout_columns import tokens_of
+from .turn_sampling import TurnSampling
 
 log = get_logger("penstock.source_env")
 
@@ -175,44 +175,22 @@ class SourceEnv:
         """Return the parameters of each turn; the last are those of all later turns."""
         return self.sampling if isinstance(self.sampling, tuple) else (self.sampling,)
 
-    def requested(self) -> SourceEnv:
-        """Return this source with the parameters that its requests have, which any engine obeys.
+    @property
+    def rollout_params(self) -> RolloutParams:
+        """Return how the rollouts of a prompt are sampled, with the parameters that every engine obeys.
 
-        1. The `end_ids` of its tokenizer end completions; an engine knows the `eos_id` of a tokenizer without them.
+        1. The `end_ids` of the tokenizer end completions; an engine knows the `eos_id` of a tokenizer without them.
         2. The seed of the policy, if it has one, is that of sampling without a seed.
         """
         tokenizer, seed = self.decodes_with, self.policy.seed if isinstance(self.policy, Seeded) else None
         end_ids = tokenizer.end_ids if isinstance(tokenizer, HasEndTokens) else ()
-        return replace(self, sampling=tuple(each.ending_at(end_ids).seeded_by(seed) for each in self.samplings))
-
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """Return the parameters that every group has in `meta`; the bound is a list if it differs between turns."""
-        bounds = [sampling.max_completion_tokens for sampling in self.samplings]
-        bound: dict[str, Any] = {"max_completion_tokens": bounds if len(set(bounds)) > 1 else bounds[0]}
-        return bound if self.tempers_turns else {"temperature": self.samplings[0].logprob_temperature, **bound}
-
-    @property
-    def tempers_turns(self) -> bool:
-        """Return whether the temperature differs between turns."""
-        return len({sampling.logprob_temperature for sampling in self.samplings}) > 1
-
-    def turn_sampling(self, turn: int) -> SamplingParams:
-        """Return the parameters of a turn of the policy, from 0 on."""
-        return self.samplings[min(turn, len(self.samplings) - 1)]
-
-    def temperatures(self, rollouts: Mapping[int, RolloutResult]) -> dict[str, Any]:
-        """Return `meta["temperatures"]` of a group: where turns differ, by repetition the parts of its sequence."""
-        if not self.tempers_turns:
-            return {}
-        parts: list[list[tuple[int, float]] | None] = [None] * (max(rollouts) + 1)
-        for repetition, rollout in rollouts.items():
-            turns = itertools.accumulate((isinstance(turn, Completion) for turn in rollout.turns), initial=0)
-            parts[repetition] = [
-                (len(tokens_of(turn)), self.turn_sampling(number).logprob_temperature)
-                for turn, number in zip(rollout.turns, turns, strict=False)
-            ]
-        return {TEMPERATURES: parts}
+        return RolloutParams(
+            sampling=TurnSampling(self.samplings).requested(end_ids, seed),
+            group_size=self.group_size,
+            max_length=self.max_length,
+            timeout_s=self.rollout_timeout_s,
+            turn_rewards=self.turn_rewards,
+        )
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """Sample until the prompts run out, or until cancelled.
@@ -349,7 +327,9 @@ class _RolloutScheduler:
         self, source: SourceEnv, begin: TaskFn, engine: Engine, outbox: SendChannel[TrajectoryGroup], context: Context
     ) -> None:
         self._source = source
-        self._sampler = GroupSampler(source, begin, engine, context, anyio.CapacityLimiter(source.concurrency))
+        self._sampler = GroupSampler(
+            source.rollout_params, begin, engine, context, anyio.CapacityLimiter(source.concurrency)
+        )
         self._engine = engine
         self._outbox = outbox
         self._context = context

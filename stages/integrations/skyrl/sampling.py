@@ -131,8 +131,8 @@ class _Sampling:
         if asked.seed is None:
             sampling = msgspec.structs.replace(asked, seed=self.env.samplings[0].seed)
         if sampling not in self.samplers:
-            source = replace(self.env, sampling=sampling)
-            self.samplers[sampling] = GroupSampler(source, self.begin, self.engine, self.context, self.limiter)
+            params = replace(self.env, sampling=sampling).rollout_params
+            self.samplers[sampling] = GroupSampler(params, self.begin, self.engine, self.context, self.limiter)
         return self.samplers[sampling]
 
     def _number(self, request: TrajectoryGroup) -> int:
