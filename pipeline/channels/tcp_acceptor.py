@@ -62,7 +62,7 @@ class Session(Protocol):
     timeout_s: float | None
     """Seconds without a byte after which it is unresponsive."""
     holds_place: bool
-    """Whether a place is granted to it: it is not among the connections that are too many."""
+    """True if a place is granted to it: it is not among the connections that are too many."""
 
     @property
     def open(self) -> bool:
@@ -103,7 +103,7 @@ class Session(Protocol):
 
 
 class Service(Protocol):
-    """What a port serves: it answers first messages, and carries those of all peers."""
+    """Serves the peers of a port: answers their first messages, and carries those of all."""
 
     @property
     def first(self) -> type[Connect | Subscribe]:
@@ -142,7 +142,7 @@ class Connection:
         self.tcp: TcpConnection | None = None
         """Held once its peer is admitted."""
         self.closing = False
-        """Whether it is about to be closed: its messages are ignored."""
+        """True once it is about to be closed: its messages are ignored."""
         self.deadline: asyncio.TimerHandle | None = None
         """Closes it, unless its peer is admitted before."""
         self._port = port
@@ -196,7 +196,7 @@ class TcpAcceptor:
         """By descriptor, the oldest first."""
         self._timers: WeakSet[asyncio.TimerHandle] = WeakSet()
         self._limit_scheduled = False
-        """Whether a count of the pending connections is scheduled."""
+        """True while a count of the pending connections is scheduled."""
         self.closed = False
         self._check_interval_s = (
             CHECK_INTERVAL_S

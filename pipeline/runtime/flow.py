@@ -206,8 +206,7 @@ class Pipeline:
             WorkerFailed: a stage raised in a worker, whose traceback is in the message, or a worker died too often.
             RunStopped: a signal has stopped the run; alone, or in an exception group. Leave it to end the script.
             RuntimeError: the pipeline is running already.
-            InvalidConfig: `view` is none of its values.
-            InvalidConfig: one of `trackers` is none, or `stop_timeout_s` is not positive.
+            InvalidConfig: `view` is none of its values, one of `trackers` is none, or `stop_timeout_s` is not positive.
         """
         refuse_unknown_view(view)
         require_trackers(trackers)

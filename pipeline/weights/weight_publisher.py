@@ -210,9 +210,8 @@ class WeightPublisher:
                 again. A sign of life is sent every third of it, which also keeps proxies from closing idle connections.
 
         Raises:
-            InvalidConfig: `heartbeat_timeout_s` is not above 0 and finite.
-            InvalidConfig: the URL is not such a one, or a host beyond loopback without a key; or the versions lie on a
-                device.
+            InvalidConfig: `heartbeat_timeout_s` is not above 0 and finite, the URL is not such a one, or one of a host
+                beyond loopback without a key, or the versions lie on a device.
             OSError: the port is in use, or no address belongs to this machine.
             InvalidKey, KeyUnavailable: this user's key cannot be used; the message names the file.
             anyio.ClosedResourceError: the publisher is not open.

@@ -39,9 +39,7 @@ class KVCache:
     ) -> None:
         sizes = {"layers": layers, "batch": batch, "heads": heads, "capacity": capacity}
         shape = [whole_number(name, size) for name, size in sizes.items()]
-        shape.append(
-            whole_number("width", width, least=0)
-        )  # 0 for a model that keeps a place for each token and no keys
+        shape.append(whole_number("width", width, least=0))  # 0 in a model that has no keys
         self._keys = torch.empty(shape, dtype=dtype, device=device)
         self._values = torch.empty(shape, dtype=dtype, device=device)
         self.length: int = 0

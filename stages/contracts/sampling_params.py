@@ -100,10 +100,8 @@ class SamplingParams(Config, frozen=True):
         return msgspec.structs.replace(self, stop_ids=tuple(sorted({*self.stop_ids, *ids})))
 
     def seeded_by(self, seed: int | None) -> SamplingParams:
-        """Return these parameters with `seed` where they have none, unless they are greedy."""
-        if self.greedy or self.seed is not None:
-            return self
-        return msgspec.structs.replace(self, seed=seed)
+        """Return these parameters with `seed` where they have none."""
+        return self if self.seed is not None else msgspec.structs.replace(self, seed=seed)
 
     def seeded_for(self, *numbers: int) -> SamplingParams:
         """Return these parameters with a seed that depends on the seed and `numbers`; unchanged without a seed."""

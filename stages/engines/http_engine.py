@@ -135,8 +135,7 @@ class HttpEngine:
         """Return one completion for each prompt, in order; see `Engine.generate`. Cancellation stops the sampling.
 
         Raises:
-            InvalidConfig: a prompt is empty.
-            InvalidConfig: the server has no parameter that `sampling` needs.
+            InvalidConfig: a prompt is empty, or the server has no parameter that `sampling` needs.
             EngineRefused: the server rejected the request, or its weights could not be updated.
             EngineTimedOut: it took too long at the last attempt.
             EngineFailed: it failed at the last attempt.

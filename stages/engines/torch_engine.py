@@ -122,9 +122,8 @@ class TorchEngine:
         """Return one completion for each prompt, in order; see `Engine.generate`.
 
         Raises:
-            InvalidConfig: a prompt is empty.
-            InvalidConfig: there are stop strings, and no tokenizer, or a token that the model lacks, or more of them
-                than the model has positions.
+            InvalidConfig: a prompt is empty, there are stop strings and no tokenizer, or a token that the model lacks,
+                or more of them than the model has positions.
             LogitsNotFinite: the model computed logits that are not finite.
             anyio.ClosedResourceError: the policy was closed before the end.
         """

@@ -50,7 +50,7 @@ DIAGONAL = {
     Cell("supervisor", "SIGKILL", "committing"),
     Cell("supervisor", "stall", "published"),
 }
-"""What `make test` runs: SIGKILL in every role, and every fault and moment once; `make test-all` runs every cell."""
+"""Cells of `make test`: SIGKILL in every role, and every fault and moment once; `make test-all` runs every cell."""
 
 
 def _mark(cell: Cell) -> Sequence[pytest.MarkDecorator]:

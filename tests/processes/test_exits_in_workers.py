@@ -27,7 +27,7 @@ def relaying(name: str) -> Pipeline:
 
 
 OFTEN = ("CancelledError", "SystemExit")
-"""What `make test` raises; `make test-all` raises each of them."""
+"""Exceptions that `make test` raises; `make test-all` raises each of them."""
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,7 @@ def PrimeRLSink(  # noqa: N802 (makes a stage)
         step_timeout_s: bound on one of its steps, and on the start of its trainer.
 
     Raises:
-        InvalidConfig: a URL without `output`.
-        InvalidConfig: a number out of range.
+        InvalidConfig: a URL without `output`, or a number out of range.
     """
     trainer = PrimeRLTrainer(
         to, ranks, seq_len=seq_len, output=output, temperature=temperature, step_timeout_s=step_timeout_s

@@ -64,8 +64,7 @@ class PrimeRLTrainer:
         step_timeout_s: bound on one of its steps, and on the start of its trainer.
 
     Raises:
-        InvalidConfig: a URL without `output`.
-        InvalidConfig: a number out of range.
+        InvalidConfig: a URL without `output`, or a number out of range.
     """
 
     def __init__(

@@ -126,10 +126,7 @@ class _Sampling:
             await outbox.send(sampler.sampled(request.id, number, rollouts, began))
 
     def _sampler(self, request: TrajectoryGroup) -> GroupSampler:
-        asked = msgspec.convert(request.meta[SAMPLING], SamplingParams)
-        sampling = asked
-        if asked.seed is None:
-            sampling = msgspec.structs.replace(asked, seed=self.env.samplings[0].seed)
+        sampling = msgspec.convert(request.meta[SAMPLING], SamplingParams).seeded_by(self.env.samplings[0].seed)
         if sampling not in self.samplers:
             params = replace(self.env, sampling=sampling).rollout_params
             self.samplers[sampling] = GroupSampler(params, self.begin, self.engine, self.context, self.limiter)
