@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from types import FunctionType
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_origin
 
 from ..channels.channel import ReceiveChannel, SendChannel
@@ -102,7 +103,7 @@ def refuse_unknown_placement(on: object) -> None:
         return
     count = 4 if on is processes else on
     line = "ray(workers=4)" if on is ray else f"processes({count})" if type(count) is int else "here()"
-    got = on.__name__ if inspect.isfunction(on) else repr(on)
+    got = on.__name__.lower() if isinstance(on, FunctionType | type) else repr(on)
     raise InvalidPipeline(
         f"on: expected here(), processes(n), ray(workers=n) or joining(expected=n), got {got}: write on={line}"
     )

@@ -6,7 +6,7 @@ Placement belongs to the edge, not to the stage: the same stage runs alone in a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..._schemas.choices import check_choice
@@ -36,10 +36,23 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The placement in processes of its own, each with its own copy of the stage."""
+    """Place a stage in `count` processes. It is pickled to each, so it must open files and models in its `run`.
+
+    A worker that dies (a signal, `os._exit`) is restarted up to `restarts` times within an hour; prompts that it held
+    are assigned again, and records that were sent to it are counted as lost. An exception in a worker ends the pipeline
+    as it would here. A worker whose stage has not begun after `start_timeout_s` is killed, and counts as one that died.
+
+    >>> processes(4, restarts=2)
+    Processes(count=4, restarts=2, stop_timeout_s=3.0, start_timeout_s=60.0)
+
+    Raises:
+        InvalidConfig: fewer than one process, restarts that are no whole number or negative, seconds that are not
+            finite or negative, or no time to start.
+    """
 
     count: int
     """Workers, each in one process."""
+    _: KW_ONLY
     restarts: int = 1
     """Times that each worker is restarted after it died, within an hour, before the run fails."""
     stop_timeout_s: float = STOP_TIMEOUT_S
@@ -70,10 +83,24 @@ Strategy: TypeAlias = Literal["PACK", "SPREAD"]
 
 @dataclass(frozen=True, slots=True)
 class Ray:
-    """The placement in actors of Ray, each with its own copy of the stage, in a process of its own."""
+    """Place a stage in `workers` actors of Ray. Ray pickles it to each, so it opens files and models in its `run`.
+
+    Records travel over shared memory to actors on this host, and over tcp, encrypted with a key of the run, to those on
+    other hosts. A worker whose actor or node dies is restarted, on another node if need be, up to `restarts` times
+    within an hour; prompts that it held are assigned again. The run uses a cluster that exists: `address="auto"` finds
+    that of this host or of `RAY_ADDRESS`, `"local"` starts one for the run.
+
+    >>> ray(workers=2, num_gpus=1).bundle
+    {'CPU': 1, 'GPU': 1}
+
+    Raises:
+        InvalidConfig: fewer than one worker, restarts that are no whole number or negative, numbers that are not finite
+            or negative, no time to start, or another strategy.
+    """
 
     workers: int
     """Actors."""
+    _: KW_ONLY
     num_cpus: float = 1
     """CPUs that each actor reserves."""
     num_gpus: float = 0
@@ -131,18 +158,33 @@ ABSENCE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """The placement in workers that are started elsewhere, and join over tcp; each makes the stage itself."""
+    """Place a stage in workers that are started on other hosts, by `penstock worker --join URL --key FILE …`.
+
+    They may join, leave and come back while the run goes on. Each makes the stage of the configuration, or of the
+    script, on its own host, which must be equal to that of the pipeline. `SourceEnv` tells every worker which prompts
+    to sample, so there can be any number of them. Another source is shared by `expected` workers: more wait until one
+    leaves. A worker that dies is not restarted from here; the others get the prompts that it held.
+
+    >>> str(joining(expected=4))
+    'workers that join at tcp://0.0.0.0:5555, 4 expected'
+
+    Raises:
+        InvalidConfig: fewer than one worker, seconds that are not finite or negative, or a URL of another kind.
+    """
 
     expected: int
     """Workers that share the work of a source that cannot tell them which prompts to sample; more wait for a place."""
+    _: KW_ONLY
     url: str = JOIN_URL
-    """Address at which the pipeline listens for them."""
+    """Address at which to listen for them; by default port 5555 of every address."""
     key: str = ""
-    """Path of the key file; empty for this user's key."""
+    """Path of the key file, which is created if it does not exist; the workers need a copy. By default this user's key,
+    which the workers have too where the home folder is shared."""
     weights: WeightAddress | None = None
-    """The weights with which they sample."""
+    """What `publisher.serve(…)` yields, if they sample with published weights. Workers must reach its port too, at the
+    host of the URL that they join."""
     digest: str = ""
-    """The digest of the configuration from which they make the stage; empty for that of the running script."""
+    """The digest of what they make the stage of; by default that of the running script."""
     absence_timeout_s: float = ABSENCE_TIMEOUT_S
     """Seconds without any worker after which the run ends."""
     stop_timeout_s: float = STOP_TIMEOUT_S
@@ -188,117 +230,6 @@ def here() -> Here:
     return HERE
 
 
-def processes(
-    count: int,
-    *,
-    restarts: int = 1,
-    stop_timeout_s: float = STOP_TIMEOUT_S,
-    start_timeout_s: float = START_TIMEOUT_S,
-) -> Processes:
-    """Place a stage in `count` processes. It is pickled to each, so it must open files and models in its `run`.
-
-    A worker that dies (a signal, `os._exit`) is restarted up to `restarts` times within an hour, and the trajectories
-    that it held are counted as lost. An exception in a worker ends the pipeline as it would here. A worker whose stage
-    has not begun after `start_timeout_s` is killed, and counts as one that died.
-
-    >>> processes(4, restarts=2)
-    Processes(count=4, restarts=2, stop_timeout_s=3.0, start_timeout_s=60.0)
-
-    Raises:
-        InvalidConfig: fewer than one process, restarts that are no whole number or negative, seconds that are not
-            finite or negative, or no time to start.
-    """
-    return Processes(count, restarts, stop_timeout_s, start_timeout_s)
-
-
-def ray(
-    workers: int,
-    *,
-    num_cpus: float = 1,
-    num_gpus: float = 0,
-    resources: Mapping[str, float] | None = None,
-    strategy: Strategy = "SPREAD",
-    address: str = "auto",
-    runtime_env: Mapping[str, Any] | None = None,
-    placement_timeout_s: float = PLACEMENT_TIMEOUT_S,
-    restarts: int = 1,
-    stop_timeout_s: float = STOP_TIMEOUT_S,
-    start_timeout_s: float = START_TIMEOUT_S,
-) -> Ray:
-    """Place a stage in `workers` actors of Ray. Ray pickles it to each, so it opens files and models in its `run`.
-
-    Records travel over shared memory to actors on this host, and over tcp, encrypted with a key of the run, to those on
-    other hosts. A worker whose actor or node dies is restarted, on another node if need be, up to `restarts` times
-    within an hour, and the trajectories that it held are counted as lost. The run uses a cluster that exists:
-    `address="auto"` finds that of this host or of `RAY_ADDRESS`, `"local"` starts one for the run.
-
-    >>> ray(workers=2, num_gpus=1).bundle
-    {'CPU': 1, 'GPU': 1}
-
-    Args:
-        workers: how many actors.
-        num_cpus: CPUs that each reserves.
-        num_gpus: GPUs that each reserves.
-        resources: custom resources that each reserves.
-        strategy: `SPREAD` over as many nodes as possible, or `PACK` on as few as possible.
-        address: the address of the cluster.
-        runtime_env: Ray's runtime environment of the actors: their packages, files and variables.
-        placement_timeout_s: how long the cluster may take to reserve what they need; then the run fails with a table.
-        restarts: how often each worker is restarted within an hour after it died.
-        stop_timeout_s: how long a worker may take to stop before it is killed.
-        start_timeout_s: how long a worker may take until its stage begins; one that takes longer counts as dead.
-
-    Raises:
-        InvalidConfig: fewer than one worker, restarts that are no whole number or negative, numbers that are not finite
-            or negative, no time to start, or another strategy.
-    """
-    return Ray(
-        workers,
-        num_cpus,
-        num_gpus,
-        resources or {},
-        strategy,
-        address,
-        runtime_env or {},
-        placement_timeout_s,
-        restarts,
-        stop_timeout_s,
-        start_timeout_s,
-    )
-
-
-def joining(
-    expected: int,
-    *,
-    url: str = JOIN_URL,
-    key: str = "",
-    weights: WeightAddress | None = None,
-    digest: str = "",
-    absence_timeout_s: float = ABSENCE_TIMEOUT_S,
-    stop_timeout_s: float = STOP_TIMEOUT_S,
-) -> Joining:
-    """Place a stage in workers that are started on other hosts, by `penstock worker --join URL --key FILE …`.
-
-    They may join, leave and come back while the run goes on. Each makes the stage of the configuration, or of the
-    script, on its own host, which must be equal to that of the pipeline. `SourceEnv` tells every worker which prompts
-    to sample, so there can be any number of them. Another source is shared by `expected` workers: more wait until one
-    leaves. A worker that dies is not restarted from here, and the trajectories that it held are counted as lost.
-
-    >>> str(joining(expected=4))
-    'workers that join at tcp://0.0.0.0:5555, 4 expected'
-
-    Args:
-        expected: how many workers share the work of a source that cannot tell them which prompts to sample.
-        url: where to listen for them; by default at port 5555 of every address.
-        key: the path of the key file, which is created if it does not exist; the workers need a copy. By default this
-            user's key, which the workers have too where the home folder is shared.
-        weights: what `publisher.serve(…)` yields, if they sample with published weights. Its port must be reachable by
-            the workers too, by the host of the URL that they join.
-        digest: the digest of what they make the stage of; by default that of the running script.
-        absence_timeout_s: how long there may be no worker before the run fails.
-        stop_timeout_s: how long a worker may take to stop.
-
-    Raises:
-        InvalidConfig: fewer than one worker, seconds that are not finite or negative, or a URL of another kind.
-    """
-    return Joining(expected, url, key, weights, digest, absence_timeout_s, stop_timeout_s)
+processes = Processes
+ray = Ray
+joining = Joining
