@@ -1,11 +1,13 @@
 """Print the files and functions of penstock that one subject runs through, in one process.
 
-    python scripts/trace.py group | capacity | stop
+    python scripts/trace.py group | capacity | stop | death
 
 group: from the question to the environment to the return of `TorchTrainer.step`, in the second of three synchronous
     steps, so that code which runs only once in a process is not counted. The engine is of this script.
 capacity: functions that hold the capacity of an edge, from `.then(stage, capacity=…)` to the channel that applies it.
 stop: from SIGINT, sent during a step, to the end of `Pipeline.run`, with a checkpoint.
+death: from the end of a step to the beginning of the next one, for which a worker that samples is killed by SIGKILL,
+    and another one is started in its place. In the process of the trainer.
 
 docs/architecture.md quotes the totals.
 """
@@ -39,6 +41,8 @@ from penstock import (
     TrainBatch,
     Worker,
     current,
+    here,
+    processes,
     source,
 )
 from penstock.errors import RunStopped
@@ -123,7 +127,13 @@ class Characters:
 
 
 class Guesses(NoOpEngine):
-    """A policy that is its own engine: it samples one digit, uniformly, with the version of the current step."""
+    """A policy that is its own engine: it samples one digit, uniformly, with the version of the current step.
+
+    A deadly one ends its process instead, after the first step.
+    """
+
+    def __init__(self, *, deadly: bool) -> None:
+        self._deadly = deadly
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncIterator[Guesses]:
@@ -137,6 +147,8 @@ class Guesses(NoOpEngine):
         sampling: SamplingParams,  # noqa: ARG002 (of the protocol)
     ) -> list[Completion]:
         """Return a digit for each prompt."""
+        if self._deadly and current().ledger.step == 1 and not current().worker.restart:
+            os.kill(os.getpid(), signal.SIGKILL)
         return [
             Completion(
                 tokens=np.array([ord("0") + self._random.integers(10), 0], np.int32),
@@ -166,25 +178,30 @@ class Bigrams(torch.nn.Module):
 
 
 class TracedTrainer(TorchTrainer):
-    """A trainer whose second step ends the trace of a group, or begins that of a stop."""
+    """A trainer whose second step ends the trace of a group or a death, or begins that of a stop."""
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         """Train on `batch`."""
         if tracer.subject == "stop" and self.steps == 1:
             tracer.tracing = True
             os.kill(os.getpid(), signal.SIGINT)
+        if tracer.subject == "death":
+            tracer.tracing = False
         metrics = super().step(batch)
         if tracer.subject == "group":
             tracer.tracing = False
+        tracer.tracing = tracer.tracing or (tracer.subject == "death" and self.steps == 1)
         return metrics
 
 
 async def main(folder: str) -> None:
     """Train three groups, one in each step."""
     trainer = TracedTrainer(Bigrams(), optimizer=partial(torch.optim.SGD, lr=0.1))
-    env = SourceEnv(Digits, Guesses(), Characters(), group_size=GROUP_SIZE, groups=3, max_lag=0, step_groups=1)
+    dies = tracer.subject == "death"
+    guesses = Guesses(deadly=dies)
+    env = SourceEnv(Digits, guesses, Characters(), group_size=GROUP_SIZE, groups=3, max_lag=0, step_groups=1)
     await (
-        source(env)
+        source(env, on=processes(1) if dies else here())
         .then(AdvantageNormalizer("grpo"), capacity=CAPACITY)
         .then(Batcher(max_tokens=64, sequences=GROUP_SIZE, max_lag=0))
         .sink(SinkTrainer(trainer, checkpoints=folder))
@@ -194,7 +211,7 @@ async def main(folder: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Print the files and functions that one thing runs through.")
-    parser.add_argument("subject", choices=["group", "capacity", "stop"])
+    parser.add_argument("subject", choices=["group", "capacity", "stop", "death"])
     parser.parse_args()
     tracer.install()
     with tempfile.TemporaryDirectory() as folder, suppress(RunStopped):

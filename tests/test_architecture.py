@@ -18,6 +18,7 @@ PROTOCOL = "stages/contracts/policies.py"
 TOTALS = {
     "group": r"one group in.*?about (\d+)\s+functions in (\d+)\s+files",
     "stop": r"about (\d+)\s+functions in (\d+)\s+files, most of them in the running step",
+    "death": r"with such a death between.*?about (\d+) functions in (\d+) files",
     "capacity": r"about (\d+) functions in (\d+) files hold the value",
 }
 """Where the page gives the totals of a subject of scripts/trace.py: functions, then files."""
