@@ -9,7 +9,7 @@ from collections import Counter
 
 import msgspec
 
-from .shared_counters import END_STATES, OTHER_REASONS, EndState
+from .end_states import END_STATES, OTHER_REASONS, EndState
 
 MAX_REASONS = 64
 """Distinct reasons for each end state: error messages may all differ, and a run may fail for days."""

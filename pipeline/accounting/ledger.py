@@ -2,10 +2,9 @@
 
     admitted = in flight + trained + filtered + stale + rejected + failed + lost + unfinished
 
-One ledger a process. The ledger of the trainer's process is that of the run: a worker's ledger has counters in a page
-of shared memory (`SharedCounters`), which the trainer's ledger adds up, also after the worker was killed. The trainer's
-ledger takes over a trajectory that arrives from a worker; when it ends there, the worker's ledger is notified
-(`settle`), which frees its sampling allowance.
+One ledger a run, in the trainer's process. A trajectory that a worker samples or processes is in flight here meanwhile;
+one of a worker whose prompts are not assigned is admitted when it arrives. So a worker that is killed takes no count
+with it.
 
 A trajectory may be delivered twice. Only one copy is ever in flight: another one is refused where it enters the ledger,
 goes no further, and counts as admitted and rejected. Sans-I/O: knows no socket and no process. One event loop uses it.
@@ -25,20 +24,15 @@ from ..util.waiting import Waiters
 from .balance import Balance, EndCounts
 from .committed_prompts import CommittedPrompts
 from .constant_steps import ConstantSteps
+from .end_states import EndState
 from .epoch import UNKNOWN, Epoch
 from .pace import Pace
 from .repetition_sets import iter_bits, mask_of, masks_by_group, masks_in, set_mask
-from .shared_counters import END_STATES, EndState, SharedCounters
-
-Origin: TypeAlias = Callable[[GroupId, int, EndState, int], None]
-"""Notifies the process that sampled trajectories of their end: (group, repetitions as a bit mask, state, step)."""
 
 CheckpointListener: TypeAlias = Callable[[Mapping[GroupId, int]], None]
 """Called with the trajectories that a checkpoint holds as trained: `Ledger.committed` at the time of writing."""
 
 L = TypeVar("L")
-
-_FAILED, _REJECTED = END_STATES.index("failed"), END_STATES.index("rejected")
 
 
 class ProgressCounts(NamedTuple):
@@ -46,32 +40,24 @@ class ProgressCounts(NamedTuple):
 
     failed: int
     rejected: int
-    unsampled: int
-    """Those among the rejected whose prompt a worker of a source rejected."""
     untrained: int
-    """Trajectories that ended otherwise than trained, those of `unsampled` apart. A copy of a known trajectory counts
-    if more copies came than a replay sends, and what the trainer evaluated does not count."""
+    """Trajectories that ended otherwise than trained. A copy of a known trajectory counts if more copies came than a
+    replay sends, and what the trainer evaluated does not count."""
     succeeded: int
     """Rollouts that succeeded."""
     trained: int
 
 
 class Ledger:
-    """Counts the trajectories of one process from admission to end."""
+    """Counts the trajectories of a run from admission to end."""
 
-    def __init__(self, counters: SharedCounters | None = None, *, admits_on_end: bool = False) -> None:
-        self._counters = counters
-        """In a worker: the counters that its parent reads."""
+    def __init__(self, *, admits_on_end: bool = False) -> None:
         self._admits_on_end = admits_on_end
         """True where trajectories may end that were not admitted: stages that run without a pipeline."""
-        self._worker_counters: list[SharedCounters] = []
-        """The workers' counters, in the trainer's process."""
         self._open: dict[GroupId, int] = {}
         """Repetitions in flight of each group, as a bit mask."""
         self._begun: dict[GroupId, int] = {}
         """The repetitions among them that were admitted and have not been handed over yet."""
-        self._origins: dict[GroupId, dict[Origin, int]] = {}
-        """The processes that sampled the repetitions in flight of each group, which may be several, with a bit mask."""
         self._committed = CommittedPrompts()
         self._admitted = 0
         self._in_flight = 0
@@ -80,13 +66,11 @@ class Ledger:
         self._room = Waiters()
         self._on_checkpoint: list[CheckpointListener] = []
         self._on_end: list[Callable[[], None]] = []
-        """Called after trajectories have ended, here or in a worker."""
+        """Called after trajectories have ended."""
         self._succeeded = 0
-        """Rollouts that succeeded in this process, or in a worker whose counters are detached."""
+        """Rollouts that succeeded."""
         self.ended_here: int = 0
         """Trajectories that ended in this ledger, in any state."""
-        self._unsampled = 0
-        """Trajectories that were rejected in a worker whose counters are detached."""
         self._copies = 0
         """Copies of trajectories that are in flight here, or were trained."""
         self._restored = 0
@@ -130,12 +114,12 @@ class Ledger:
                 f"{_name(group, again)} was trained before and is admitted again: expected ids that are never reused"
             )
         new, _ = self._enter(group, mask)
-        self._admit(new.bit_count())
+        self._admitted += new.bit_count()
         set_mask(self._begun, group, self._begun.get(group, 0) | new)
         return new.bit_count()
 
     def hand_over(self, record: TrajectoryGroup | TrainBatch) -> int:
-        """Hand over `record`, which is about to be sent; admit its trajectories that were not. For a source's process.
+        """Hand over `record` of a source, which is about to be sent, or has arrived; admit what was not admitted.
 
         Returns:
             The repetitions that must not be sent, as a bit mask. They are copies: of trajectories that were handed over
@@ -150,7 +134,7 @@ class Ledger:
         for group, mask in self._entering(record, self._begun):
             begun = self._begun.get(group, 0)
             new, copies = self._enter(group, mask, begun)
-            self._admit((new | copies).bit_count())
+            self._admitted += (new | copies).bit_count()
             if begun:
                 set_mask(self._begun, group, begun & ~mask)
             if copies:
@@ -159,19 +143,17 @@ class Ledger:
         return refused
 
     def take_back(self, record: TrajectoryGroup | TrainBatch) -> None:
-        """Let `record` be handed over again: it was not sent, or leaves a fragment. For a source's process."""
+        """Let `record` be handed over again: it was not sent, or leaves a fragment."""
         for group, mask in masks_by_group(record):
             set_mask(self._begun, group, self._begun.get(group, 0) | mask & self._open.get(group, 0))
 
     def succeed(self, count: int = 1) -> None:
-        """Count rollouts that succeeded, which ends a row of failures. For a source's process."""
+        """Count rollouts that succeeded, which ends a row of failures."""
         self._succeeded += count
-        if self._counters is not None:
-            self._counters.succeed(count)
 
     def refuse(self, copies: int, reason: str) -> None:
         """Count copies of trajectories that this ledger has already as admitted and rejected; the first ones go on."""
-        self._admit(copies)
+        self._admitted += copies
         self._reject(copies, reason)
 
     def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
@@ -220,107 +202,41 @@ class Ledger:
         """Note that `version` of the weights is published."""
         self.published = version
 
-    def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
-        """Count the end of trajectories that the trainer's ledger had taken over. For a worker.
-
-        Trajectories that this ledger does not know are ignored: a restarted worker is notified of those before it.
-        """
+    def note_step(self, step: int) -> None:
+        """Note that optimizer step `step` is done. For a worker, whose pipeline commits the steps."""
         if step > self.step:
             self.step = step
             self._room.wake_all()
-        known = self._open.get(group, 0) & mask
-        if known:
-            self._remove(group, known)
-            self._ends.add_settled(state, known.bit_count())
-            if state == "trained":
-                self._pace.trained(step, known.bit_count())
-            self._room.wake_all()
 
-    # -- between processes -------------------------------------------------------------------------------------------
-
-    def attach_counters(self, counters: SharedCounters) -> None:
-        """Add a worker's counters to this ledger. For the trainer's process."""
-        self._worker_counters.append(counters)
-
-    def take_over(
-        self, record: TrajectoryGroup | TrainBatch, origin: Origin | None = None, counters: SharedCounters | None = None
-    ) -> int:
-        """Take over a record that was received from another process.
-
-        Args:
-            record: the record.
-            origin: called when trajectories of the record end here.
-            counters: of the worker, where it has any; without them the record is admitted here.
-
-        Returns:
-            The repetitions that must not go on, as a bit mask. They are copies: of trajectories that are in flight
-            here, or were trained. Their origin is called at once.
-
-        Raises:
-            LedgerImbalance: a batch holds a copy. A batch cannot go on in part, so nothing is counted.
-        """
-        refused = 0
-        for group, mask in self._entering(record, {}):
-            new, copies = self._enter(group, mask)
-            if counters is None:
-                self._admitted += mask.bit_count()
-            else:
-                counters.taken_over += mask.bit_count()
-            if origin is not None and new:
-                origins = self._origins.setdefault(group, {})
-                origins[origin] = origins.get(origin, 0) | new
-            if copies:
-                self._reject_copies(group, copies)
-                refused |= copies
-                if origin is not None:
-                    origin(group, copies, "rejected", self.step)
-        return refused
-
-    def detach_counters(self, counters: SharedCounters, state: EndState, reason: str) -> int:
-        """Take over the counts of a worker that ended, and the end of what it held; return the number of these."""
-        if counters not in self._worker_counters:
-            return 0
-        self._worker_counters.remove(counters)
-        held = counters.in_flight
-        self._admitted += counters.admitted
-        self._succeeded += counters.succeeded
-        self._unsampled += counters.ended("rejected")
-        for reported_state, reported_reason, count in counters.ends():
-            self._count(reported_state, reported_reason, count)
-        self._count(state, reason, held)
-        counters.close()
-        return held
+    def end_unsent(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
+        """Count trajectories that a worker of a source began, and dropped before they were sent; known ones are not."""
+        unknown = (mask & ~self.known(group)).bit_count()
+        self._admitted += unknown
+        self._count(state, reason, unknown)
+        self.ends_changed()
 
     def end_all(self, state: EndState, reason: str) -> int:
         """Count the end of all trajectories in flight, at the end of the run; return their number."""
-        held = sum(self.detach_counters(counters, state, reason) for counters in list(self._worker_counters))
         left = list(self._open.items())
         self._leave(left, state, reason)
-        return held + sum(mask.bit_count() for _, mask in left)
+        return sum(mask.bit_count() for _, mask in left)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
-        """Trajectories in flight in this ledger: admitted here or taken over, and not ended anywhere."""
+        """Trajectories that are admitted and have not ended."""
         return self._in_flight
 
-    @property
-    def in_flight_in_workers(self) -> int:
-        """Trajectories that workers of sources hold, or that are on their way here."""
-        return sum(counters.in_flight for counters in self._worker_counters)
-
     def progress(self) -> ProgressCounts:
-        """Return the counts of all processes that show whether the run makes progress."""
-        succeeded, *ended = SharedCounters.added_up(self._worker_counters)
-        trained, unsampled = self._ends["trained"], self._unsampled + ended[_REJECTED]
+        """Return the counts that show whether the run makes progress."""
+        trained = self._ends["trained"]
         replayed = min(self._copies, self._admitted - self._copies + self._restored)
         return ProgressCounts(
-            failed=self._ends["failed"] + ended[_FAILED],
-            rejected=self._ends["rejected"] + ended[_REJECTED],
-            unsampled=unsampled,
-            untrained=self.ended_here + sum(ended) - trained - unsampled - replayed - self._evaluated,
-            succeeded=self._succeeded + succeeded,
+            failed=self._ends["failed"],
+            rejected=self._ends["rejected"],
+            untrained=self.ended_here - trained - replayed - self._evaluated,
+            succeeded=self._succeeded,
             trained=trained,
         )
 
@@ -379,18 +295,8 @@ class Ledger:
             await self._room.wait()
 
     def balance(self) -> Balance:
-        """Return the counts now, those of all workers with counters included."""
-        ended, reasons = self._ends.by_state(), self._ends.by_reason()
-        admitted, in_flight = self._admitted, self._in_flight
-        for counters in self._worker_counters:
-            ends = list(counters.ends())  # before the admissions: a worker may be counting meanwhile
-            for state, reason, count in ends:
-                ended[state] += count
-                reasons[state][reason] = reasons[state].get(reason, 0) + count
-            entered = counters.admitted
-            admitted += entered
-            in_flight += entered - sum(count for _, _, count in ends) - counters.taken_over
-        return Balance(admitted, in_flight, ended, reasons)
+        """Return the counts now."""
+        return Balance(self._admitted, self._in_flight, self._ends.by_state(), self._ends.by_reason())
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -407,7 +313,7 @@ class Ledger:
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def on_end(self, call: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `call` within the body after trajectories have ended, here or in a worker."""
+        """Call `call` within the body after trajectories have ended."""
         return _listed(self._on_end, call)
 
     def on_step(self, call: Callable[[int], None]) -> AbstractContextManager[None]:
@@ -415,7 +321,7 @@ class Ledger:
         return _listed(self._on_step, call)
 
     def ends_changed(self) -> None:
-        """Call the `on_end` listeners: trajectories have ended here, or a worker's report may hold new ends."""
+        """Call the `on_end` listeners: trajectories have ended."""
         for call in self._on_end:
             call()
 
@@ -458,14 +364,7 @@ class Ledger:
             return
         self._copies += copies
         self._count("rejected", reason, copies)
-        if self._counters is not None:
-            self._counters.end("rejected", copies)
         self.ends_changed()
-
-    def _admit(self, count: int) -> None:
-        self._admitted += count
-        if self._counters is not None:
-            self._counters.admit(count)
 
     def _remove(self, group: GroupId, mask: int) -> None:
         set_mask(self._open, group, self._open[group] & ~mask)
@@ -482,7 +381,7 @@ class Ledger:
             )
 
     def _leave(self, leaving: Collection[tuple[GroupId, int]], state: EndState, reason: str) -> None:
-        """Count the end of these, which are in flight, no group twice; then notify the processes that sampled them."""
+        """Count the end of these, which are in flight, no group twice."""
         if self._admits_on_end:
             self._admit_absent(leaving)
         ended = 0
@@ -490,17 +389,8 @@ class Ledger:
             self._remove(group, mask)
             ended += mask.bit_count()
         self._count(state, reason, ended)
-        if self._counters is not None:
-            self._counters.end(state, ended)
-        own = []
-        for group, mask in leaving:
-            origins = self._origins.get(group)
-            if origins is not None:
-                self._notify(origins, group, mask, state)
-            else:
-                own.append(mask.bit_count())
-        if own and state == "trained":
-            self._pace.trained(self.step, sum(own))
+        if ended and state == "trained":
+            self._pace.trained(self.step, ended)
         if self._room:
             self._room.wake_all()
         self.ends_changed()
@@ -510,15 +400,6 @@ class Ledger:
             absent = mask & ~self._open.get(group, 0)
             self._add(group, absent)
             self._admitted += absent.bit_count()
-
-    def _notify(self, origins: dict[Origin, int], group: GroupId, mask: int, state: EndState) -> None:
-        """Notify every process that sampled some of these of their end."""
-        if group not in self._open:
-            del self._origins[group]
-        for origin, sampled in origins.items():
-            if ended := sampled & mask:
-                origins[origin] = sampled & ~mask
-                origin(group, ended, state, self.step)
 
     def _count(self, state: EndState, reason: str, count: int) -> None:
         if count:

@@ -3,8 +3,6 @@
 1. Rollouts failed in a row, and none succeeded between them: `RolloutsFailed`.
 2. Trajectories ended in a row, and none was trained between them: a warning, and at ten times as many `NothingTrained`.
 3. No prompt of an epoch may be sampled: `NothingTrained`, after one epoch.
-4. Workers of a source rejected prompts in a row, and sampled none between them: `NothingTrained`. A worker rejects a
-   hundred thousand prompts while one is sampled, so these are no ends of the second case.
 
 Counted where ends are counted, by counters of the ledger that only grow, of all workers together. So it needs no order
 between processes: while no success is added, all that ended since the last check ended in a row. Trajectories in flight
@@ -46,7 +44,7 @@ ENDED_PER_WAITING = 2000
 """Ended trajectories for each that waits for the rest of its batch, or is sampled: with fewer, a step will come."""
 
 CHECK_EVERY = 16
-"""Trajectories that end here between two checks: one reads the counters of every worker."""
+"""Trajectories that end between two checks."""
 
 LOOK_EVERY = 512
 """Ended trajectories between two looks at those that wait."""
@@ -109,9 +107,7 @@ class ProgressGuard:
         self._delivered = delivered
         self._checked_at = 0
         """Trajectories that had ended here at the last check."""
-        self._failed, self._untrained, self._unsampled = Streak(), Streak(), Streak()
-        self._sampled_by_workers: int | None = None
-        """Trajectories in flight in workers at the last check, where too many prompts had been rejected by then."""
+        self._failed, self._untrained = Streak(), Streak()
         self._row = _Row()
 
     def check(self) -> None:
@@ -122,7 +118,7 @@ class ProgressGuard:
             NothingTrained: too many trajectories ended in a row without a trained one, or no prompt may be sampled.
         """
         ended = self._ledger.ended_here
-        if 0 < ended - self._checked_at < CHECK_EVERY:  # else a worker has reported, and nothing has ended here
+        if ended - self._checked_at < CHECK_EVERY:
             return
         self._checked_at = ended
         progress = self._ledger.progress()
@@ -131,7 +127,6 @@ class ProgressGuard:
         epoch = self._ledger.epoch
         if epoch.none_fits and not progress.succeeded and progress.rejected >= epoch.trajectories:
             raise NothingTrained(self._of_prompts(progress))
-        self._check_sampled(progress)
         self._check_trained(progress)
 
     def _of_failures(self, in_a_row: int, progress: ProgressCounts) -> str:
@@ -148,21 +143,6 @@ class ProgressGuard:
             f"expected a prompt that may be sampled, got none in a whole epoch: {progress.rejected:,} trajectories "
             f"rejected ({first_reasons(reasons)}). Raise the bound on prompts, or shorten them"
         )
-
-    def _check_sampled(self, progress: ProgressCounts) -> None:
-        in_a_row = self._unsampled.length(progress.unsampled, progress.succeeded)
-        limit = max(ENDED_AT_WARNINGS * LEAST_WARNED_AT, self._ledger.epoch.trajectories)
-        before, self._sampled_by_workers = self._sampled_by_workers, None
-        if in_a_row < limit:
-            return
-        self._sampled_by_workers = now = self._ledger.in_flight_in_workers
-        # What is in flight for a moment is being rejected; what is in flight at two checks may be sampled.
-        if before is not None and in_a_row >= ENDED_PER_WAITING * min(before, now):
-            raise NothingTrained(
-                f"expected at least one of {limit:,} trajectories in a row to be sampled, got {in_a_row:,} whose "
-                f"prompts are rejected: {first_reasons(self._ledger.balance().reasons['rejected'])}. "
-                f"{REMEDIES['rejected']}"
-            )
 
     # -- trained trajectories ------------------------------------------------------------------------------------------
 

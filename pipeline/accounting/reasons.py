@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .shared_counters import OTHER_REASONS, UNREPORTED
-
-UNSPECIFIC = {OTHER_REASONS, UNREPORTED}
-"""Reasons that name no cause."""
+from .end_states import OTHER_REASONS
 
 REASONS_SHOWN = 3
 """Reasons that a message lists, those that came most often."""
 
 
 def first_reasons(reasons: Mapping[str, int]) -> str:
-    """Return the most frequent of `reasons`, each with its count; those that name no cause come last."""
-    most = sorted(reasons.items(), key=lambda item: (item[0] in UNSPECIFIC, -item[1]))
+    """Return the most frequent of `reasons`, each with its count; the rest comes last."""
+    most = sorted(reasons.items(), key=lambda item: (item[0] == OTHER_REASONS, -item[1]))
     listed = [f"{count} × {reason}" if reason else str(count) for reason, count in most[:REASONS_SHOWN]]
     more = [f"{len(most) - REASONS_SHOWN} more reasons"] if len(most) > REASONS_SHOWN else []
     return ", ".join(listed + more)

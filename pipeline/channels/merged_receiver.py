@@ -95,15 +95,6 @@ class MergedReceiver(AsyncReceiver[R]):
         """Admitted senders of all channels."""
         return {identity: peer for receiver in self._receivers for identity, peer in receiver.peers.items()}
 
-    def knows(self, name: str) -> bool:
-        """See `RemoteReceiver.knows`."""
-        return any(receiver.knows(name) for receiver in self._receivers)
-
-    async def dismiss(self, name: str) -> None:
-        """See `RemoteReceiver.dismiss`."""
-        for receiver in self._receivers:
-            await receiver.dismiss(name)
-
     def keep_open(self) -> None:
         """See `RemoteReceiver.keep_open`."""
         for receiver in self._receivers:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from contextlib import suppress
 
 import anyio
 
 from ..._schemas import GroupId
-from ..._schemas.control import PUBLISHED, Connect, Reject
+from ..._schemas.control import PUBLISHED, Closed, Connect, Message, Reject
 from ..._schemas.descriptor import Descriptor
 from ..accounting.repetition_sets import iter_bits
-from ..accounting.shared_counters import EndState
 from .connection import PeerControl
 from .message_counts import MessageCounts
 from .transport import PayloadReader
@@ -26,7 +25,13 @@ NO_GROUP = GroupId("", "")
 class Peer:
     """The state of a sender at its receiver."""
 
-    def __init__(self, request: Connect, schedule: Callable[[Peer], None], release_at: int) -> None:  # noqa: PLR0915 (its state)
+    def __init__(  # noqa: PLR0915 (its state)
+        self,
+        request: Connect,
+        schedule: Callable[[Peer], None],
+        release_at: int,
+        send: Callable[[bytes, Message], bool] = lambda _identity, _message: False,
+    ) -> None:
         self.identity: bytes = request.identity
         self.name: str = request.name or f"process {request.pid}"
         """Its name in messages."""
@@ -79,6 +84,7 @@ class Peer:
         """Whether it waits for credit, or is about to: true until some is returned."""
         self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
         """Outcomes that have not been sent yet."""
+        self._send = send
         self._schedule = schedule
         self._release_at = release_at
         """Records whose credit is returned without a request."""
@@ -86,6 +92,17 @@ class Peer:
     def __repr__(self) -> str:
         state = "open" if self.open else "closed"
         return f"<Peer {self.name} (pid {self.pid}): {state}, {self.sequence} records, {self.returned} released>"
+
+    def send(self, message: Message) -> None:
+        """Send it a message; one that has disconnected needs none."""
+        self._send(self.identity, message)
+
+    async def dismiss(self) -> None:
+        """Close the channel for this sender alone, which gets PeerClosed."""
+        if self.open:
+            self.dismissed = True
+            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                await self.control.send(Closed())
 
     @property
     def credit_due(self) -> bool:
@@ -116,8 +133,8 @@ class Peer:
             self.credit_requested = False
         return unreturned_credit
 
-    def ended(self, group: GroupId, mask: int, state: EndState | Literal["saved"], step: int) -> None:
-        """Send the sender how some of its trajectories ended, or that they are saved: an `Origin` for the ledger."""
+    def ended(self, group: GroupId, mask: int, state: str, step: int) -> None:
+        """Send the sender how some of its trajectories ended, or that they are saved."""
         self.endings.append((group, tuple(iter_bits(mask)), state, step))
         self._schedule(self)
 

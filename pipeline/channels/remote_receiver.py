@@ -228,7 +228,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         """
         self.check(request)
         self.admission.joined += 1
-        peer = self.peers[request.identity] = Peer(request, self._credit_returner.schedule, self._release_at)
+        peer = self.peers[request.identity] = Peer(request, self._credit_returner.schedule, self._release_at, self.send)
         peer.control, peer.reader = control, reader
         if self._members is not None:
             self._members.join(request.name, request.pid, self._loop.time())
@@ -255,18 +255,6 @@ class RemoteReceiver(AsyncReceiver[R]):
     def wake_through(self, waiters: Waiters) -> None:
         """Wake the tasks of `waiters` from now on, which receive from several receivers; none may wait here yet."""
         self._waiting = waiters
-
-    def knows(self, name: str) -> bool:
-        """Return whether a sender called `name` is connected, or something that came from it was not handled yet."""
-        return any(peer.name == name for peer in (*self.peers.values(), *(peer for peer, _ in self._arrivals)))
-
-    async def dismiss(self, name: str) -> None:
-        """Close the channel for the sender called `name`, which gets PeerClosed."""
-        for peer in list(self.peers.values()):
-            if peer.name == name and peer.open:
-                peer.dismissed = True
-                with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                    await peer.control.send(Closed())
 
     def let_end(self) -> None:
         """Let the stream end as soon as no sender is connected, whether or not any has connected before."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Generic
+from typing import Generic, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -39,7 +39,6 @@ from ..._schemas.control import (
     printable,
 )
 from ..._schemas.layout import AxisSizes, ColumnLayout
-from ..accounting.ledger import Origin
 from ..accounting.telemetry import get_logger
 from ..errors import ChannelFull, PeerClosed, PeerLost, SenderRejected, SenderTimedOut
 from ..util.waiting import WaitClock, Waiters
@@ -64,6 +63,10 @@ LAST_POLL_MS = 100
 DELIVERING_BYTES = 2**16
 """Bytes that reach the receiver's host in that time while records are still on their way, over a slow link: more than
 heartbeats have."""
+
+
+OnEnded: TypeAlias = Callable[[GroupId, int, str, int], None]
+"""Called with the outcome of trajectories: (group, repetitions as a bit mask, state, step)."""
 
 
 class SenderConnection:
@@ -100,7 +103,7 @@ class SenderConnection:
         """Set with `failure`."""
         self.disconnected: anyio.Event = anyio.Event()
         """Set when the connection has ended, and all messages that arrived on it were handled."""
-        self.on_ended: Origin | None = None
+        self.on_ended: OnEnded | None = None
         """Called with the outcomes of trajectories."""
         self.on_published: Callable[[int], None] = lambda _version: None
         """Called with each version of the weights that is published."""
@@ -252,7 +255,8 @@ class SenderConnection:
         self._transmit(message)
 
     def _transmit(self, message: Message) -> None:
-        if self._can_send:
+        # A record that was changed ends what may be sent, but for the report of it.
+        if self._can_send or (isinstance(self.failure, InvalidRecord) and isinstance(message, Telemetry)):
             try:
                 self._socket.send(encode(message), zmq.NOBLOCK)
             except zmq.Again:
@@ -323,7 +327,7 @@ class SenderConnection:
             if state == PUBLISHED:
                 self.on_published(step)
             elif self.on_ended is not None:
-                self.on_ended(group, sum(1 << r for r in repetitions), state, step)  # type: ignore[arg-type]
+                self.on_ended(group, sum(1 << r for r in repetitions), state, step)
 
     def send_close(self, how: Leaving) -> None:
         """Send that nothing more comes from here. Calling it twice is fine."""
@@ -444,7 +448,7 @@ class RemoteSender(AsyncCloseable, Generic[R]):
         """
         self._connection.send_last(Telemetry(payload))
 
-    def on_ended(self, listener: Origin) -> None:
+    def on_ended(self, listener: OnEnded) -> None:
         """Have `listener` called with the outcomes of trajectories that were sent here."""
         self._connection.on_ended = listener
 

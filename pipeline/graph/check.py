@@ -154,27 +154,11 @@ def _of_stage(node: StageNode, *, first: bool) -> Iterator[str]:
     if not inspect.iscoroutinefunction(run):
         ends = "outbox" if first else "inbox, outbox"
         yield f"{node.name}: expected a stage with `async def run(self, {ends})`, got {node.stage!r}"
-    yield from _of_workers(node)
     if not isinstance(node.on, Here):
         yield from _of_remote(node, node.on)
     for name in SIZES:
         if (value := getattr(info_of(node.stage), name)) is not None and _hint(node.stage, name) is None:
             yield f"{node.name}: {name}: expected a whole number, got {value!r}"
-
-
-def _of_workers(node: StageNode) -> Iterator[str]:
-    """Check the number of workers; every stage of a fragment has as many as the fragment."""
-    if isinstance(node.on, Joining) and info_of(node.stage).assign is not None:
-        return
-    count = 1 if isinstance(node.on, Here) else node.on.count
-    for stage in (node.stage, *(inner.stage for inner in info_of(node.stage).nodes)):
-        check_workers = info_of(stage).check_workers
-        if check_workers is None:
-            continue
-        try:
-            check_workers(count)
-        except InvalidConfig as error:
-            yield f"{node.name}: {error}"
 
 
 def _of_remote(node: StageNode, on: Remote) -> Iterator[str]:
@@ -185,6 +169,12 @@ def _of_remote(node: StageNode, on: Remote) -> Iterator[str]:
             f"{node.name}: it has to see every record, and in {on.count} processes each would see some: place it on "
             f"here() or processes(1), or in one fragment with its source"
         )
+    for stage in (node, *info_of(node.stage).nodes):
+        if info_of(stage.stage).follows_trajectories:
+            yield (
+                f"{stage.name}: it asks the ledger of the run what became of trajectories that it has sent, and a "
+                f"worker has none: place it on here()"
+            )
     record = output_type(node.stage)
     if record is not None and record not in {TrajectoryGroup, TrainBatch}:
         yield (

@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..._schemas import TrajectoryGroup, TrajectoryId
 from ..._schemas.bounds import Count, SmallCount
 from ..._schemas.choices import check_choice
+from ..accounting.end_states import EndState
 from ..accounting.ledger import Ledger
 from ..accounting.sample import SampleSink
-from ..accounting.shared_counters import EndState
 from ..accounting.telemetry import Metrics
+from .assignment import Assignments
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """The worker, among several equal ones, that runs this stage. Seeds and instance ids are derived from it."""
+    """The worker, among several equal ones, that runs this stage."""
 
     index: SmallCount = 0
     """0 to count − 1."""
@@ -37,14 +37,6 @@ class Worker:
     """Workers of the stage that share the processors which this process may use."""
     evaluates_from: Count = 0
     """The first optimizer step whose evaluation is not complete: a restarted worker repeats no earlier one."""
-
-
-class Assignments(Protocol):
-    """The prompts that a source's worker is told to sample; the pipeline has admitted their trajectories."""
-
-    async def next(self) -> int | None:
-        """Return the number of the next prompt, waiting until the pipeline allows one; None if no more come."""
-        ...
 
 
 class FlushRequest:
@@ -103,7 +95,7 @@ class Context:
     metrics: Metrics = field(default_factory=Metrics)
     worker: Worker = Worker()
     assignments: Assignments | None = None
-    """In a worker that joined the pipeline: its prompts. None where a source takes its share of them itself."""
+    """The prompts of a worker; None where a source takes them itself."""
     dropped: Counter[EndState] = field(default_factory=Counter)
     """Trajectories that this stage has dropped, by their end state."""
     flush: FlushRequest = field(default_factory=FlushRequest)

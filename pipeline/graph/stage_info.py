@@ -11,28 +11,13 @@ A misspelled field is a type error. This module knows nothing about how the fact
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from ..._schemas import GroupId
-from ..accounting.ledger import Ledger
 from ..util.user_code import call_user
+from .assignment import Assign
 from .stage_node import StageNode
-
-
-class Assignment(NamedTuple):
-    """A prompt, whose trajectories were admitted, for a worker of a source."""
-
-    number: int
-    group: GroupId
-    mask: int
-    """Its repetitions, as a bit mask."""
-
-
-Assign: TypeAlias = Callable[[Ledger, Callable[[], int]], AsyncIterator[Assignment]]
-"""Yields the prompts of a source, each when the next one may begin, which it admits to the ledger. The second argument
-returns the number of groups that are being sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +46,9 @@ class StageInfo:
     """The number of groups that it holds, not copied, before it sends any."""
     sees_everything: bool = False
     """True where it must receive every record, so that it cannot run in several processes."""
-    check_workers: Callable[[int], None] | None = None
-    """Called with a number of workers; raises InvalidConfig where so many cannot share its work."""
+    follows_trajectories: bool = False
+    """True where it asks the ledger of the run what became of trajectories that it has sent, so that it cannot run in a
+    worker."""
     assign: Assign | None = None
     """Of a source whose workers, however many, can be told which prompts to sample, by `Context.assignments`."""
     groups_at_once: int = 1

@@ -57,13 +57,16 @@ class Flow(Generic[Out_co]):
     """The stages so far, each with the edge that leads to it."""
 
     def stage_info(self) -> StageInfo:
-        """Return the names of its stages, the type that the last one sends, and the last known bound on its groups."""
+        """Return the names of its stages, what the last one sends, and the prompts of the first one."""
         last = sent_along(record_types(node.stage) for node in self.nodes)[-1]
         bounds = (info_of(node.stage).sends_at_most_tokens for node in reversed(self.nodes))
+        first = info_of(self.nodes[0].stage)
         return StageInfo(
             name=" → ".join(node.name for node in self.nodes),
             output_type=last if isinstance(last, type) else None,
             sends_at_most_tokens=next((bound for bound in bounds if bound is not None), None),
+            assign=first.assign,
+            groups_at_once=first.groups_at_once,
             nodes=self.nodes,
         )
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import anyio
 
+from ..accounting.end_states import EndState
 from ..accounting.ledger import Ledger
 from ..accounting.progress_guard import ProgressGuard
-from ..accounting.shared_counters import EndState
 from ..accounting.telemetry import get_logger, report_waits
 from ..channels.channel import MEMORY_CAPACITY, SendChannel
 from ..channels.memory import memory_channel
@@ -60,6 +60,7 @@ class _StageTask:
             context.ledger,
             context.metrics,
             context.worker,
+            assignments=context.assignments,
             flush=context.flush,
             sample_sinks=context.sample_sinks,
             watch_loop=context.watch_loop,

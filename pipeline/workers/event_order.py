@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ProtocolMismatch
-from .worker_messages import Dies, Failed, Finished, Left, Serving, Starting, Wants, WorkerEvent
+from .worker_messages import Dies, Failed, Finished, Left, Serving, Wants, WorkerEvent
 
 ENDS = (Finished, Failed, Left, Dies)
 """The last event of a worker is one of these."""
@@ -35,8 +35,8 @@ class EventOrder:
         kind = type(event)
         if self._end:
             raise ProtocolMismatch(f"expected no event after {self._end}, got {kind.__name__}")
-        if isinstance(event, Starting) or (isinstance(event, Serving) and not self._has_inbox):
-            raise ProtocolMismatch(f"expected an event of a worker that joins this stage, got {kind.__name__}")
+        if isinstance(event, Serving) and not self._has_inbox:
+            raise ProtocolMismatch("expected an event of a source's worker, got Serving")
         if kind in self._reported and not isinstance(event, Wants):
             raise ProtocolMismatch(f"expected {kind.__name__} once, got it again")
         self._reported.add(kind)

@@ -27,12 +27,10 @@ from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
-import msgspec
 
 from ..._schemas import TrajectoryGroup
 from ..._schemas.bounds import cut
 from ..._schemas.config import nearest
-from ..accounting.shared_counters import COUNTERS_BYTES, SharedCounters
 from ..channels.default_key import default_key
 from ..channels.keys import ChannelKey
 from ..channels.remote_sender import RemoteSender
@@ -54,7 +52,6 @@ from ..errors import (
     WorkerCutOff,
     WorkerRefused,
 )
-from ..graph.context import current
 from ..graph.stage_info import name_of
 from ..util.cancelling import cancelled_after
 from ..util.exception_groups import single_exception
@@ -62,24 +59,19 @@ from ..util.retry_pace import RetryPace
 from ..util.signals import REPEATED, handled_stop_signals
 from ..weights.weight_address import WeightAddress
 from .worker_messages import (
-    Assigned,
     Failed,
     Finished,
     Joined,
-    Joins,
     KeylessAddress,
     Leaves,
     Left,
     NoneLeft,
     Refused,
     StageConfig,
-    Wants,
     WorkerEvent,
     WorkerInstruction,
-    WorkerReport,
-    decode_instruction,
 )
-from .worker_stage import Link, description_of, importing_main, run_connected, traceback_of
+from .worker_stage import Instructions, Link, description_of, importing_main, run_connected, send_event, traceback_of
 
 DRAIN_TIMEOUT_S = 25.0
 """Seconds that a worker which is asked to stop may take to complete what it has begun: SLURM and Kubernetes give 30
@@ -259,8 +251,7 @@ class _Session:
         self._key = key
         self._sender = sender
         self._stopping = stopping
-        self._instructions: asyncio.Queue[WorkerInstruction] = asyncio.Queue()
-        sender.on_instruction(lambda payload: self._instructions.put_nowait(decode_instruction(payload)))
+        self._instructions = Instructions(sender)
 
     async def run(self, tell: Callable[[str], None]) -> bool:
         """Ask for a place, and run the stage in it; return whether nothing is left to do here.
@@ -269,7 +260,6 @@ class _Session:
             WorkerRefused: there is no place.
             Exception: what the stage raised.
         """
-        self._report(Joins(self._program.digest))
         match await self._answer():
             case Joined() as joined:
                 tell(f"joined {self._url} as {joined.config.name}")
@@ -283,25 +273,21 @@ class _Session:
         return self._stopping.is_set() or not isinstance(self._sender.failure, PeerLost | SenderTimedOut)
 
     async def _answer(self) -> WorkerInstruction | None:
-        """Wait for the answer; return None where this worker is asked to stop before, or the connection ends."""
-        async with cancelled_after(self._sender.wait_failed), cancelled_after(self._stopping.wait):
-            return await self._instructions.get()
-        # The pipeline ends the connection of a worker that it gives no place, right after the reason.
-        return None if self._instructions.empty() else self._instructions.get_nowait()
+        """Ask for a place; return None where this worker is asked to stop before, or the connection ends."""
+        async with cancelled_after(self._stopping.wait):
+            return await self._instructions.place(self._program.digest)
+        return None
 
     async def _run(self, joined: Joined) -> None:
         config = joined.config
         node = await anyio.to_thread.run_sync(_own_address, self._url)
-        link = Link(self._url, f"tcp://{bracketed(node)}:0", self._key, node, None)
-        counters = SharedCounters(bytearray(COUNTERS_BYTES))
-        counters.step = joined.step
+        link = Link(self._url, config.channels.outbox_kind, f"tcp://{bracketed(node)}:0", self._key, node)
         stage = self._made(config.stage, joined.weights)
         event: WorkerEvent = Left("it was stopped, and did not complete in time what it had begun")
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._drain, config, tasks.cancel_scope)
-                prompts = _Prompts(self._instructions, self._report) if config.channels.assigned else None
-                await run_connected(stage, config, counters, link, self._sender, assignments=prompts)
+                await run_connected(stage, joined, link, self._sender, self._instructions)
                 tasks.cancel_scope.cancel()
             event = Left("it was stopped") if self._stopping.is_set() else Finished()
         except Exception as error:  # noqa: BLE001 (of the stage, which may raise anything)
@@ -332,7 +318,7 @@ class _Session:
         """When this worker is asked to stop, take nothing more; cancel a source that cannot be told so."""
         await self._stopping.wait()
         self._report(Leaves())
-        if not config.channels.held_by_parent:
+        if not config.channels.told_to_leave:
             scope.cancel()
 
     def _made(self, name: str, published: KeylessAddress | None) -> Any:
@@ -354,26 +340,7 @@ class _Session:
         return WeightAddress(url, self._key, published.local, published.host, published.generation)
 
     def _report(self, event: WorkerEvent) -> None:
-        self._sender.send_telemetry(msgspec.msgpack.encode(WorkerReport.of(event)))
-
-
-class _Prompts:
-    """The prompts that the pipeline assigns; `Assignments`."""
-
-    def __init__(self, instructions: asyncio.Queue[WorkerInstruction], report: Callable[[WorkerEvent], None]) -> None:
-        self._instructions = instructions
-        self._report = report
-
-    async def next(self) -> int | None:
-        """Return the number of the next prompt; None if no more come."""
-        if self._instructions.empty():
-            self._report(Wants())
-        instruction = await self._instructions.get()
-        if not isinstance(instruction, Assigned):
-            return None
-        if instruction.published is not None:
-            current().ledger.note_published(instruction.published)
-        return instruction.number
+        send_event(self._sender, event)
 
 
 def _own_address(url: str) -> str:

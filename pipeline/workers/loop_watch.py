@@ -66,6 +66,12 @@ UNKNOWN_PLACE = "an unknown place"
 _COUNT = struct.Struct("=Qd")
 """The count, and the limit in seconds, which is 0 while the loop is not watched."""
 
+PHASE_BYTES = 256
+"""Bytes of the text behind the count, which says in which phase of its start a process is."""
+
+_HEAD_BYTES = _COUNT.size + PHASE_BYTES
+"""Bytes before an answer."""
+
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x.*$", re.MULTILINE)
 
 _PLACE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -148,9 +154,19 @@ class LoopCheck:
 # -- in the parent -------------------------------------------------------------------------------------------------
 
 
+def note_phase(shared: int, phase: str) -> None:
+    """Write the phase of a process that starts into the file which it shares with its parent."""
+    os.pwrite(shared, phase.encode()[:PHASE_BYTES].ljust(PHASE_BYTES, b"\0"), _COUNT.size)
+
+
+def phase_in(shared: int) -> str:
+    """Return the phase that was noted; empty where none was."""
+    return os.pread(shared, PHASE_BYTES, _COUNT.size).rstrip(b"\0").decode(errors="replace")
+
+
 def counted_in(shared: int) -> LoopWatch:
     """Return the watch of a process whose parent checks the file `shared`."""
-    os.lseek(shared, _COUNT.size, os.SEEK_SET)
+    os.lseek(shared, _HEAD_BYTES, os.SEEK_SET)
     faulthandler.register(WHERE, file=shared)
     return LoopWatch(lambda count, limit_s: _write(shared, count, limit_s))
 
@@ -174,7 +190,7 @@ async def loop_over_limit(shared: int, worker: str, ask: Callable[[int], object]
     while True:
         await anyio.sleep(CHECK_S)
         counted = os.pread(shared, _COUNT.size, 0)
-        count, limit_s = _COUNT.unpack(counted) if counted else (0, 0.0)
+        count, limit_s = _COUNT.unpack(counted) if len(counted) == _COUNT.size else (0, 0.0)
         match check.found(count, limit_s):
             case "over":
                 return OVER.format(limit_s, await blocked_at(shared, ask))
@@ -188,20 +204,20 @@ def _name(worker: str, blocked_s: float, place: str) -> None:
 
 async def blocked_at(shared: int, ask: Callable[[int], object]) -> str:
     """Return where the main thread of a worker is, which `ask` sends a signal; "an unknown place" without an answer."""
-    os.ftruncate(shared, _COUNT.size)  # an earlier answer
-    os.lseek(shared, _COUNT.size, os.SEEK_SET)  # for both: the worker has inherited the descriptor
+    os.ftruncate(shared, _HEAD_BYTES)  # an earlier answer
+    os.lseek(shared, _HEAD_BYTES, os.SEEK_SET)  # for both: the worker has inherited the descriptor
     ask(WHERE)
     await _answered(shared)
-    return place_in(os.pread(shared, MOST_WRITTEN, _COUNT.size).decode(errors="replace"))
+    return place_in(os.pread(shared, MOST_WRITTEN, _HEAD_BYTES).decode(errors="replace"))
 
 
 async def _answered(shared: int) -> None:
     """Wait until the answer is complete, or for `ANSWER_TIMEOUT_S`."""
-    size, quiet = _COUNT.size, 0
+    size, quiet = _HEAD_BYTES, 0
     for _ in range(int(ANSWER_TIMEOUT_S / ANSWER_POLL_S)):
         await anyio.sleep(ANSWER_POLL_S)
         before, size = size, os.fstat(shared).st_size
-        quiet = quiet + 1 if size == before > _COUNT.size else 0
+        quiet = quiet + 1 if size == before > _HEAD_BYTES else 0
         if quiet == QUIET_POLLS:
             return
 

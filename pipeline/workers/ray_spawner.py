@@ -1,7 +1,7 @@
 """Workers in actors of Ray; the parent's side.
 
-Ray places an actor, starts its process, and reports its end: the result of its one call, or its death and that of its
-node. Events of a running worker arrive with its records (`Supervisor.handle`).
+Ray places an actor, starts its process, and reports its end: the return of its one call, or its death and that of its
+node. What happens between arrives with its records (`Supervisor.handle`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from typing import Any, Self
 import anyio
 
 from ..accounting.telemetry import get_logger
-from ..channels.merged_receiver import MergedReceiver
-from ..graph.context import Worker
 from ..graph.placement import Ray
 from .ray_cluster import Reservation, import_ray, in_thread
 from .ray_head import RayHead
-from .worker_accounting import WorkerAccounting
-from .worker_messages import Failed, StageConfig, Starting, WorkerChannels, decode_events
+from .worker_messages import Failed, StageConfig
 from .worker_progress import WorkerProgress
 
 log = get_logger("penstock.pipeline")
@@ -35,26 +32,13 @@ KILL_S = 30.0
 class RayWorker:
     """One actor, until Ray has reported its end; a `WorkerHandle`."""
 
-    def __init__(
-        self,
-        config: StageConfig,
-        actor: Any,
-        place: Any,
-        result: Any,
-        *,
-        head: RayHead,
-        receiver: MergedReceiver[Any],
-    ) -> None:
+    def __init__(self, config: StageConfig, actor: Any, place: Any, result: Any, *, head: RayHead) -> None:
+        self.config = config
+        self.progress = WorkerProgress(config)
+        self.phase: str = "waiting for its place on a node, and the start of its process"
+        """The phase of its start, for messages."""
         self._head = head
-        self.progress = WorkerProgress(
-            config.name,
-            config.worker,
-            "waiting for its place on a node, and the start of its process",
-            has_inbox=bool(config.channels.inbox_kind),
-        )
         self._actor = actor
-        self._stage = config.stage
-        self._receiver = receiver
         self._place = asyncio.wrap_future(place.future())
         self._result = asyncio.wrap_future(result.future())
         self._killed_because = ""
@@ -70,23 +54,17 @@ class RayWorker:
         return not self._result.done()
 
     async def exited(self) -> None:
-        """Wait until Ray reports its end, and take in the result."""
+        """Wait until Ray reports its end, and take in why it died."""
         await asyncio.wait([self._result])
-        try:
-            encoded = self._result.result()
-        except Exception as error:  # noqa: BLE001 (of Ray: it died, or could not be started, for any reason)
+        if (error := self._result.exception()) is not None:
             self._take_in(error)
-        else:
-            for event in decode_events(bytearray(encoded)):
-                self.progress.handle(event)
-        self.progress.connected = self.progress.connected or self._receiver.knows(self.progress.name)
 
-    def _take_in(self, error: Exception) -> None:
-        """Take in why there is no result."""
+    def _take_in(self, error: BaseException) -> None:
+        """Take in why its call did not return."""
         errors: Any = import_module("ray.exceptions")
         # 1. The call raised before the stage began, as where the stage cannot be unpickled on the actor's host.
         if isinstance(error, errors.RayTaskError) and not isinstance(error, errors.RayActorError):
-            cause: Exception = getattr(error, "cause", error)
+            cause: BaseException = getattr(error, "cause", error)
             line = str(cause).strip().partition("\n")[0]
             self.progress.handle(Failed(f"could not begin: {type(cause).__name__}: {line}", str(error)))
             return
@@ -94,16 +72,19 @@ class RayWorker:
         self.misplaced = self.progress.pid is None and NODE_DIED in str(error)
         self._death = f"died: {_cause_in(str(error))}"
 
-    async def receive(self) -> None:
+    async def watch(self) -> None:
         """Note where it runs, once its process has started."""
         await asyncio.wait([self._place])
         if not self._place.exception():
             self.progress.pid, self.progress.node = self._place.result()
-            self.progress.handle(Starting(f"unpickling {self._stage}, importing what it needs, and connecting"))
+            self.phase = f"unpickling {self.config.stage}, importing what it needs, and connecting"
 
     async def finish(self) -> None:
-        """End the process of the actor."""
+        """End the process of the actor, and wait until its events are handled."""
         await in_thread(self._end)
+        if self.progress.peer is not None:
+            with anyio.move_on_after(KILL_S):
+                await self.progress.peer.gone.wait()
 
     def kill(self, why: str = "") -> None:
         """Kill the actor; for the reason `why`, where it must be replaced."""
@@ -117,8 +98,8 @@ class RayWorker:
     async def stop(self, within_s: float) -> None:
         """Close the channel for the worker, which cancels its stage, and kill its actor after a deadline."""
         with anyio.CancelScope(shield=True):
-            if self.progress.connected:
-                await self._receiver.dismiss(self.progress.name)
+            if self.progress.peer is not None:
+                await self.progress.peer.dismiss()
                 with anyio.move_on_after(within_s) as deadline:
                     await self.exited()
                 if deadline.cancelled_caught:
@@ -147,26 +128,12 @@ class RayWorker:
 class RaySpawner:
     """Creates the actors of one stage. The stage is pickled once, into Ray's object store."""
 
-    def __init__(
-        self,
-        stage_name: str,
-        stage: object,
-        *,
-        on: Ray,
-        channels: WorkerChannels,
-        accounting: WorkerAccounting,
-        reservation: Reservation,
-        receiver: MergedReceiver[Any],
-    ) -> None:
-        self._stage_name = stage_name
+    def __init__(self, stage: object, on: Ray, reservation: Reservation) -> None:
         self._stage = stage
         self._keeps_directory = "working_dir" not in on.runtime_env
         self._directory = ""
         """The working directory of the actors, where it exists on their host."""
-        self._channels = channels
-        self._accounting = accounting
         self._reservation = reservation
-        self._receiver = receiver
         self._stored: Any = None
 
     async def __aenter__(self) -> Self:
@@ -181,23 +148,17 @@ class RaySpawner:
     async def __aexit__(self, *_: object) -> None:
         self._stored = None
 
-    async def start(self, name: str, worker: Worker) -> RayWorker:
+    async def start(self, config: StageConfig) -> RayWorker:
         """Create an actor."""
-        config = StageConfig(name=name, stage=self._stage_name, worker=worker, channels=self._channels)
-        self._accounting.open_reported(name)
-        try:
-            actor, place, result = await in_thread(self._create, config)  # not cancelled once it began
-        except BaseException:
-            self._accounting.not_started(name)
-            raise
-        return RayWorker(config, actor, place, result, head=self._reservation.head, receiver=self._receiver)
+        actor, place, result = await in_thread(self._create, config)  # not cancelled once it began
+        return RayWorker(config, actor, place, result, head=self._reservation.head)
 
     def _create(self, config: StageConfig) -> tuple[Any, Any, Any]:
         from .ray_worker import StageActor  # noqa: PLC0415 (its module is imported by the actors)
 
         actor_class = import_ray().remote(StageActor)
         actor = actor_class.options(**self._reservation.options_of(config.worker.index)).remote()
-        place = actor.place.remote(self._channels.host)
+        place = actor.place.remote(config.channels.host)
         return actor, place, actor.run.remote(self._stored, config, self._directory)
 
 

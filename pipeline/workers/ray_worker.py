@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from ..accounting.shared_counters import COUNTERS_BYTES, SharedCounters
 from ..channels.keys import ChannelKey
 from ..channels.tcp_address import bracketed
-from ..util.exception_groups import single_exception
 from ..util.host import host_identity
 from ..util.signals import cancelled_by_sigterm
-from .worker_messages import Failed, Finished, Left, StageConfig, WorkerEvent, encode_event
-from .worker_stage import Link, description_of, run_stage, traceback_of
+from .worker_messages import Left, StageConfig, WorkerChannels
+from .worker_stage import Link, run_stage
 
 
 class Place(NamedTuple):
@@ -39,30 +37,20 @@ class StageActor:
         """Return where it runs, for the pipeline on `host`."""
         return Place(os.getpid(), "" if host == host_identity() else node_address())
 
-    def run(self, stage: Any, config: StageConfig, directory: str) -> bytes:
-        """Run `stage`, in `directory` where that exists here.
-
-        Returns:
-            A `Finished`, `Left` or `Failed` event, encoded.
-        """
+    def run(self, stage: Any, config: StageConfig, directory: str) -> None:
+        """Run `stage`, in `directory` where that exists here; its end is reported to the pipeline."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of Ray raises SystemExit in whatever runs
         with suppress(OSError):
             if directory:
                 os.chdir(directory)
-        event: WorkerEvent
-        try:
-            event = anyio.run(_run, stage, config)
-        except BaseException as error:  # noqa: BLE001 (also what ends a process is an end of the stage)
-            cause = single_exception(error)
-            event = Failed(description_of(cause), traceback_of(cause))
-        return encode_event(event)
+        anyio.run(_run, stage, config)
 
 
-async def _run(stage: Any, config: StageConfig) -> WorkerEvent:
+async def _run(stage: Any, config: StageConfig) -> None:
     """Run `stage` until it returns, or leaves at SIGTERM, as of `ray stop` and of a node that is drained."""
     with anyio.CancelScope() as scope, cancelled_by_sigterm(scope):
-        await run_stage(stage, config, SharedCounters(bytearray(COUNTERS_BYTES)), _link_to(config))
-    return Left("it was stopped by SIGTERM") if scope.cancel_called else Finished()
+        left = Left("it was stopped by SIGTERM")
+        await run_stage(lambda: stage, config.name, _link_to(config.channels), if_stopped=left)
 
 
 def node_address() -> str:
@@ -71,10 +59,9 @@ def node_address() -> str:
     return address
 
 
-def _link_to(config: StageConfig) -> Link:
-    channels = config.channels
+def _link_to(channels: WorkerChannels) -> Link:
     if channels.host == host_identity():
-        return Link(channels.outbox_url, "shm://", None, "", None)
+        return Link(channels.outbox_url, channels.outbox_kind, "shm://", None, "")
     address = node_address()
     key = ChannelKey(bytes.fromhex(channels.key))
-    return Link(channels.remote_url, f"tcp://{bracketed(address)}:0", key, address, None)
+    return Link(channels.remote_url, channels.outbox_kind, f"tcp://{bracketed(address)}:0", key, address)

@@ -2,13 +2,15 @@
 
 The supervisor knows workers by their handles: processes of this host (`WorkerProcess`), actors of Ray (`RayWorker`), or
 processes that were started elsewhere (`JoinedWorker`). `WorkerAccounting` knows which trajectories they hold. A worker
-passes through four phases:
+passes through five phases:
 
-1. Start: its process is started, imports what its stage needs, and connects; one that takes too long is killed.
-2. Run: it reports events, until its stage returns or raises, or the process dies.
-3. Exit: a process whose stage is done must exit by a deadline; any other one is asked to stop, and killed after a
+1. Start: its process is started, and imports what its stage needs; one that takes too long is killed.
+2. Place: it connects to the channel on which it will send, and gets its configuration.
+3. Run: it reports events with its records, until its stage returns or raises, or the process dies. One of a source asks
+   for prompts (`PromptAssigner`).
+4. Exit: a process whose stage is done must exit by a deadline; any other one is asked to stop, and killed after a
    deadline.
-4. Restart: a worker that died is restarted, as often within an hour as its placement allows; one whose stage raised
+5. Restart: a worker that died is restarted, as often within an hour as its placement allows; one whose stage raised
    ends the run.
 """
 
@@ -17,20 +19,36 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeAlias
+from weakref import WeakSet
 
 import anyio
+from msgspec import structs
 
+from ..._schemas.control import printable
+from ..accounting.ledger import Ledger
 from ..accounting.telemetry import get_logger
 from ..channels.peer import Peer
-from ..errors import WorkerFailed
+from ..errors import PenstockError, ProtocolMismatch, WorkerFailed
+from ..graph.assignment import Assign
 from ..graph.context import Worker
-from ..graph.placement import Processes, Remote
+from ..graph.placement import Joining, Processes, Remote
 from ..graph.statistics import WorkerStatistics
 from ..util.exception_groups import first_exception
 from ..util.waiting import happens_within
+from .prompt_assigner import PromptAssigner, instruct
 from .restart_budget import RestartBudget
 from .worker_accounting import WorkerAccounting
-from .worker_messages import WorkerEvent
+from .worker_messages import (
+    Joined,
+    Joins,
+    KeylessAddress,
+    Leaves,
+    NoneLeft,
+    StageConfig,
+    Wants,
+    WorkerChannels,
+    WorkerEvent,
+)
 from .worker_progress import WorkerProgress
 from .worker_stage import refuse_while_importing_main
 
@@ -50,7 +68,13 @@ it could."""
 class WorkerHandle(Protocol):
     """One start of a worker, until it has ended."""
 
+    config: StageConfig
     progress: WorkerProgress
+
+    @property
+    def phase(self) -> str:
+        """The phase of its start, for messages: `importing train.py`."""
+        ...
 
     @property
     def running(self) -> bool:
@@ -71,12 +95,12 @@ class WorkerHandle(Protocol):
         """Wait until it has ended."""
         ...
 
-    async def receive(self) -> None:
-        """Have `progress` handle its events while it runs."""
+    async def watch(self) -> None:
+        """Find out what no event tells while it runs, and kill it where it must be replaced."""
         ...
 
     async def finish(self) -> None:
-        """Handle the events that are left after it has ended, and remove what it left on the host."""
+        """Wait for the events that are left after it has ended, and remove what it left on the host."""
         ...
 
     def kill(self, why: str = "") -> None:
@@ -95,20 +119,54 @@ class WorkerHandle(Protocol):
 class Spawner(Protocol):
     """Starts the workers of one stage."""
 
-    async def start(self, name: str, worker: Worker) -> WorkerHandle:
-        """Start a worker, which is accounted for from then on; where it cannot be started, it is not."""
+    async def start(self, config: StageConfig) -> WorkerHandle:
+        """Start a worker, which will ask for its place by the name in `config`."""
         ...
 
 
 class Supervisor:
     """The workers of one stage."""
 
-    def __init__(self, name: str, on: Remote, accounting: WorkerAccounting) -> None:
+    channels: WorkerChannels
+    """The channels of the workers; set before `run`."""
+
+    def __init__(
+        self,
+        name: str,
+        on: Remote,
+        accounting: WorkerAccounting,
+        ledger: Ledger,
+        *,
+        assign: Assign | None = None,
+        groups_at_once: int = 1,
+    ) -> None:
+        """Prepare for workers.
+
+        Args:
+            name: the name of the stage.
+            on: its placement.
+            accounting: accounts for them.
+            ledger: of the run.
+            assign: yields the prompts of a source that can assign them; None for another stage.
+            groups_at_once: the number of prompts that a worker of such a source samples at a time.
+        """
         self._name = name
         self._on = on
         self._accounting = accounting
+        self._ledger = ledger
         self._workers: dict[int, WorkerHandle] = {}
         """The last start of each worker, by index."""
+        self._by_peer: dict[Peer, WorkerHandle] = {}
+        """Those that have a place, by their connection."""
+        self._placed = WeakSet[Peer]()
+        """The connections that were given a place: what others send is not taken."""
+        accounting.takes = self._placed.__contains__
+        self._assigner: PromptAssigner | None = None
+        if assign is not None:
+            at_first = 1 if isinstance(on, Joining) else on.count
+            self._assigner = PromptAssigner(
+                assign, ledger, accounting, self._place_of, at_a_time=groups_at_once, at_first=at_first
+            )
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         """Return the state of the workers now."""
@@ -122,7 +180,7 @@ class Supervisor:
 
     def _statistics_of(self, worker: WorkerHandle, name: str) -> WorkerStatistics:
         progress = worker.progress
-        return progress.statistics(name, self._accounting.lag_of(progress.name))
+        return progress.statistics(name, worker.phase, self._accounting.lag_of(progress.name))
 
     def _name_of(self, index: int, restart: int = 0) -> str:
         restarted = f", restart {restart}" if restart else ""
@@ -134,11 +192,58 @@ class Supervisor:
             if known.progress.name == worker:
                 known.kill(why)
 
-    def handle(self, worker: Peer, event: WorkerEvent) -> None:
-        """Handle an event of `worker` that arrived with its records."""
-        for known in self._workers.values():
-            if known.progress.name == worker.name:
-                known.progress.handle(event)
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def handle(self, peer: Peer, event: WorkerEvent) -> None:
+        """Handle an event of a worker, which may not have a place yet.
+
+        Raises:
+            ProtocolMismatch: this worker may not report it, or not now.
+        """
+        known = self._by_peer.get(peer)
+        if isinstance(event, Joins):
+            self._on_joins(peer, event)
+        elif known is not None:
+            known.progress.order.check(event)
+            self._on_event(peer, known, event)
+
+    def _on_event(self, peer: Peer, known: WorkerHandle, event: WorkerEvent) -> None:
+        """Handle an event of a worker that has a place."""
+        if isinstance(event, Wants):
+            if self._assigner is None:
+                raise ProtocolMismatch("expected no request for prompts, which this stage does not assign")
+            self._assigner.ask(peer)
+            return
+        # Without text that a terminal would not print.
+        texts = {name: value for name, value in structs.asdict(event).items() if isinstance(value, str)}
+        known.progress.handle(structs.replace(event, **{name: printable(text) for name, text in texts.items()}))
+        if isinstance(event, Leaves) and self._assigner is not None:
+            instruct(peer, NoneLeft())  # after all that it was assigned
+            self._assigner.workers_changed()
+
+    def _on_joins(self, peer: Peer, event: Joins) -> None:  # noqa: ARG002 (others compare its digest)
+        """Give a worker that was started from here its place."""
+        for started in self._workers.values():
+            if started.progress.name == peer.name and started.progress.peer is None:
+                self._place(peer, started)
+                return
+        raise ProtocolMismatch(f"expected the name of a worker that was started and has no place yet, got {peer.name}")
+
+    def _place(self, peer: Peer, worker: WorkerHandle, weights: KeylessAddress | None = None) -> None:
+        """Give a worker its place; what it sends is taken from now on."""
+        worker.progress.peer = peer
+        self._by_peer[peer] = worker
+        self._placed.add(peer)
+        instruct(peer, Joined(worker.config, self._ledger.step, weights))
+
+    def _place_of(self, peer: Peer) -> int | None:
+        """Return the place of a worker that takes prompts; None for one that has ended, or is leaving."""
+        known = self._by_peer.get(peer)
+        if known is None or peer.gone.is_set() or known.progress.leaving.is_set():
+            return None
+        return known.config.worker.index
+
+    # -- from start to end ---------------------------------------------------------------------------------------------
 
     async def run(self, spawning: AbstractAsyncContextManager[Spawner], feed: Feed | None = None) -> None:
         """Run the workers until the stage has returned in all of them.
@@ -152,11 +257,18 @@ class Supervisor:
         """
         refuse_while_importing_main()
         try:
-            async with spawning as spawner, anyio.create_task_group() as tasks:
-                for index in range(self._on.count):
-                    tasks.start_soon(self._run_with_restarts, spawner, index, feed)
+            async with spawning as spawner, anyio.create_task_group() as besides:
+                if self._assigner is not None:
+                    besides.start_soon(self._assigner.run)
+                await self._run_all(spawner, feed)
+                besides.cancel_scope.cancel()
         except BaseExceptionGroup as group:
-            raise first_exception(group, WorkerFailed) from None
+            raise first_exception(group, PenstockError) from None
+
+    async def _run_all(self, spawner: Spawner, feed: Feed | None) -> None:
+        async with anyio.create_task_group() as tasks:
+            for index in range(self._on.count):
+                tasks.start_soon(self._run_with_restarts, spawner, index, feed)
 
     async def _run_with_restarts(self, spawner: Spawner, index: int, feed: Feed | None) -> None:
         """Run one worker, restarting it where it dies, until its stage returns."""
@@ -164,7 +276,7 @@ class Supervisor:
         sharing = self._on.count if isinstance(self._on, Processes) else 1  # an actor of Ray reserves its own
         while True:
             worker = Worker(index, self._on.count, restart, sharing, self._accounting.evaluates_from)
-            ended = await self._run_once(spawner, worker, feed)
+            ended = await self._run_once(spawner, self._config(self._name_of(index, restart), worker), feed)
             # 1. Its stage returned: the worker is done.
             if ended.progress.finished:
                 return
@@ -182,27 +294,44 @@ class Supervisor:
             # 5. It died, and may be restarted.
             restart += 1
 
-    async def _run_once(self, spawner: Spawner, worker: Worker, feed: Feed | None) -> WorkerHandle:
+    def _config(self, name: str, worker: Worker) -> StageConfig:
+        return StageConfig(name=name, stage=self._name, worker=worker, channels=self.channels)
+
+    async def _run_once(self, spawner: Spawner, config: StageConfig, feed: Feed | None) -> WorkerHandle:
         """Start one worker, wait until it has ended, and account for the trajectories that it held."""
-        name = self._name_of(worker.index, worker.restart)
-        started = self._workers[worker.index] = await spawner.start(name, worker)
-        log.info("worker_started", worker=name, pid=started.progress.pid)
+        self._accounting.open(config.name, config.worker)
+        try:
+            started = self._workers[config.worker.index] = await spawner.start(config)
+        except BaseException:
+            self._accounting.not_started(config.name)
+            raise
+        progress = started.progress
+        log.info("worker_started", worker=config.name, pid=progress.pid)
         try:
             await self._watch(started, feed)
             self._accounting.ended(
-                name,
+                config.name,
                 started.exit_reason,
-                connected=started.progress.connected,
-                unaccounted_by=started.progress.label if started.progress.finished else "",
+                connected=progress.peer is not None,
+                unaccounted_by=progress.label if progress.finished else "",
             )
         finally:
             started.close()
+            self._forget(progress)
         return started
+
+    def _forget(self, progress: WorkerProgress) -> None:
+        """Forget the connection of a worker that has ended, which holds memory of it."""
+        if progress.peer is not None:
+            self._by_peer.pop(progress.peer, None)
+            progress.peer = None
+        if self._assigner is not None:
+            self._assigner.workers_changed()
 
     async def _watch(self, worker: WorkerHandle, feed: Feed | None) -> None:
         """Wait until a worker has ended; stop it where this is cancelled or one of its tasks fails."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(worker.receive)
+            tasks.start_soon(worker.watch)
             tasks.start_soon(self._enforce_exit_deadline, worker)
             tasks.start_soon(self._limit_start, worker)
             if feed is not None:
@@ -217,7 +346,7 @@ class Supervisor:
         """Kill a worker whose stage does not begin in time."""
         limit_s = self._on.start_timeout_s
         if not await happens_within(worker.progress.started, limit_s):
-            worker.kill(f"did not start within start_timeout_s={limit_s:g}, it was {worker.progress.phase}")
+            worker.kill(f"did not start within start_timeout_s={limit_s:g}, it was {worker.phase}")
 
     async def _enforce_exit_deadline(self, worker: WorkerHandle) -> None:
         """Kill a worker whose stage is done and whose process does not exit in time."""

@@ -1,32 +1,29 @@
 """Run a stage in a worker process of this host; the child's side.
 
-A worker is started by `subprocess.Popen`, never by a fork. It inherits three descriptors: the payload (an anonymous
-file with the pickled stage, written by its parent), the page of its ledger's counters, and a pipe for events to the
-parent. The kernel kills it when its parent dies. It ends on SIGTERM, and leaves Ctrl-C and SIGHUP to its parent.
+A worker is started by `subprocess.Popen`, never by a fork. It inherits two descriptors: the payload (an anonymous file
+with the pickled stage, written by its parent), and a file for the phase of its start and the count of its event loop.
+The kernel kills it when its parent dies. It ends on SIGTERM, and leaves Ctrl-C and SIGHUP to its parent.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import mmap
 import os
 import pickle
 import signal
 import sys
-from contextlib import suppress
 from multiprocessing import spawn
 from typing import Any
 
 import anyio
 import msgspec
 
-from ..accounting.shared_counters import SharedCounters
-from ..util.exception_groups import single_exception
 from ..util.signals import cancelled_by_sigterm, handled_stop_signals
-from .worker_messages import Failed, Finished, ProcessConfig, Starting, WorkerEvent, encode_event
+from .loop_watch import note_phase
+from .worker_messages import Failed, ProcessConfig, WorkerEvent
 from .worker_payload import open_payload
-from .worker_stage import Link, description_of, importing_main, run_stage, traceback_of
+from .worker_stage import Link, importing_main, run_stage
 
 PR_SET_PDEATHSIG = 1
 
@@ -37,20 +34,18 @@ def main(encoded: str) -> None:
     die_with(config.parent)
     for number in {signal.SIGINT, signal.SIGHUP} & set(handled_stop_signals()):
         signal.signal(number, lambda *_: None)  # a handler, because programs that it starts would inherit SIG_IGN
-    for fd in (config.payload, config.counters, config.events, config.watched):
+    for fd in (config.payload, config.watched):
         os.set_inheritable(fd, False)
     try:
-        stopped = anyio.run(_run, _load(config), config)
-    except BaseException as error:
-        cause = single_exception(error)
-        _report(config, Failed(description_of(cause), traceback_of(cause)))
-        if not isinstance(cause, Exception):
-            raise
+        stage, error = _load(config), None
+    except BaseException as raised:  # noqa: BLE001 (whatever the stage's modules raise; it is reported)
+        stage, error = None, raised
+    event, stopped = anyio.run(_run, stage, error, config)
+    if isinstance(event, Failed):
         sys.exit(1)
     gc.freeze()  # the collections at the exit of the interpreter visit every object, for seconds with torch
     if stopped:
         _end_by_sigterm()
-    _report(config, Finished())
 
 
 def die_with(parent: int) -> None:
@@ -74,26 +69,24 @@ def _load(config: ProcessConfig) -> Any:
     preparation = pickle.load(file)  # noqa: S301 (inherited from the parent that started this process)
     script = preparation.get("init_main_from_name") or preparation.get("init_main_from_path")
     if script:
-        _report(config, Starting(f"importing {script}"))
+        note_phase(config.watched, f"importing {script}")
     with importing_main():
         spawn.prepare(preparation)
-    _report(config, Starting(f"unpickling {config.of_stage.stage} and importing what it needs"))
+    note_phase(config.watched, f"unpickling {config.stage} and importing what it needs")
     return pickle.load(file)  # noqa: S301 (as above)
 
 
-def _report(config: ProcessConfig, event: WorkerEvent) -> None:
-    with suppress(BrokenPipeError):
-        os.write(config.events, encode_event(event))
+async def _run(stage: Any, error: BaseException | None, config: ProcessConfig) -> tuple[WorkerEvent | None, bool]:
+    """Run `stage`, or report the error by which it could not be loaded; return its end, and whether SIGTERM came."""
 
+    def loaded() -> Any:
+        if error is not None:
+            raise error
+        return stage
 
-async def _run(stage: Any, config: ProcessConfig) -> bool:
-    """Run `stage` until it returns or SIGTERM arrives; return whether it was SIGTERM."""
-    url = config.of_stage.channels.outbox_url
-    link = Link(url, "shm://", None, "", lambda event: _report(config, event), config.watched)
-    with mmap.mmap(config.counters, mmap.PAGESIZE) as page, anyio.CancelScope() as scope, cancelled_by_sigterm(scope):
-        counters = SharedCounters(page)
-        try:
-            await run_stage(stage, config.of_stage, counters, link)
-        finally:
-            counters.close()
-    return scope.cancel_called
+    note_phase(config.watched, f"connecting to {config.outbox_url}")
+    link = Link(config.outbox_url, config.outbox_kind, "shm://", None, "", config.watched)
+    event = None
+    with anyio.CancelScope() as scope, cancelled_by_sigterm(scope):
+        event = await run_stage(loaded, config.name, link)
+    return event, scope.cancel_called

@@ -1,15 +1,12 @@
-"""Account for the trajectories that workers hold: those that they admitted, and those that were sent to them.
+"""Account for the trajectories that workers hold: those that were assigned, or sent, to them.
 
-A source's worker counts in a page that it shares with this process (`SharedCounters`), so its counts can be read after
-it was killed. A middle stage's worker has no counters: the trajectories that are sent to it stay in the ledger of this
-process, and the accounting records which worker has which of them.
+All of them are in flight in the run's ledger, so the death of a worker loses no count. Trajectories of a source whose
+prompts are not assigned are admitted when their record arrives, or when their worker reports their end.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -19,14 +16,13 @@ import msgspec
 from ..._schemas import GroupId
 from ..._schemas.bounds import MOST_NAMES
 from ..._schemas.errors import UNREADABLE
+from ..accounting.end_states import EndState
 from ..accounting.epoch import UNKNOWN, Epoch
 from ..accounting.ledger import Ledger
 from ..accounting.repetition_sets import exclude, iter_bits, mask_of, masks_by_group, set_mask, trajectories
-from ..accounting.shared_counters import EndState, ReportedCounters, SharedCounters
 from ..accounting.telemetry import Metrics, Observations, WaitAggregator, get_logger
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.peer import Peer
-from ..channels.shared_memory import scratch
 from ..errors import PeerLost, ProtocolMismatch
 from ..graph.context import Worker
 from ..graph.edge import EdgeCounter
@@ -49,22 +45,21 @@ OnEvent: TypeAlias = Callable[[Peer, WorkerEvent], None]
 """Handles an event that arrived with the records of a worker."""
 
 
+Returned: TypeAlias = Callable[[GroupId, int], bool]
+"""Takes back repetitions that a worker held when it died, as a bit mask; returns whether they are assigned again."""
+
+
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One process of the stage, until all trajectories that it held are accounted for."""
+    """One start of a worker, until all trajectories that it held are accounted for."""
 
-    counters: SharedCounters | None = None
-    """The counters of a source's worker; None for a middle stage."""
-    memory: mmap.mmap | None = None
-    """The page of the counters; None where they are reported."""
+    place: Worker
     held: dict[GroupId, int] = field(default_factory=dict)
-    """The repetitions of each prompt that were sent to a middle stage's worker and did not return, as a bit mask."""
+    """The repetitions of each prompt that it was given and that did not return, as a bit mask."""
     reason: str = ""
-    """The reason of the process' exit; empty while it runs."""
+    """The reason of its end; empty while it runs."""
     epoch: Epoch = UNKNOWN
     """Its progress in an epoch of its prompts."""
-    state: EndState = "lost"
-    """The end of trajectories that it holds when it has exited."""
     unaccounted_by: str = ""
     """The process, if its stage has returned, so that trajectories that it holds were neither sent nor dropped."""
     drained: bool = False
@@ -73,14 +68,12 @@ class _Worker:
     """The newest weights with which its last record was sampled."""
     connected: bool = False
     """True if it has reported that its stage begins."""
-    place: Worker | None = None
-    """Its place, where it has joined."""
     given: int = 0
     """The number of trajectories that it was ever given."""
     foreign: int = 0
     """The number of trajectories that it ended without holding them."""
     metrics: set[str] = field(default_factory=set)
-    """The names of its metrics, where it has joined."""
+    """The names of its metrics."""
 
     def take(self, group: GroupId, mask: int) -> int:
         """Remove repetitions from `held`, and return those that were in it."""
@@ -101,58 +94,40 @@ class WorkerAccounting:
         source: bool,
         assigned: bool = False,
     ) -> None:
+        """Account for the workers of a stage.
+
+        Args:
+            ledger: of the run.
+            metrics: receives theirs.
+            counter: counts their records.
+            source: whether the stage is a source.
+            assigned: whether its workers are told which prompts to sample.
+        """
         self.on_unresponsive: OnUnresponsive = lambda _worker, _reason: None
         self.on_event: OnEvent = lambda _worker, _event: None
         self.takes: Callable[[Peer], bool] = lambda _worker: True
-        """Returns whether what a sender sends is that of a worker: only those that join can be others."""
+        """Returns whether what a sender sends is that of a worker."""
         self.most_held: float = math.inf
         """The number of groups that a worker which is told what to sample may hold."""
-        self.on_room: Callable[[], None] = lambda: None
-        """Called when a worker that held so many may hold another one."""
+        self.on_taken: Callable[[], None] = lambda: None
+        """Called when a worker holds less than before."""
+        self.on_returned: Returned = lambda _group, _mask: False
         self._ledger = ledger
         self._metrics = metrics
         self._counter = counter
         self._source = source
-        """True for a source, whose workers admit trajectories themselves."""
         self._assigned = assigned
-        """True for a source whose workers are told which prompts to sample: their trajectories are `held`."""
         self._workers: dict[str, _Worker] = {}
         self._former_metrics: dict[int, set[str]] = {}
-        """The names of the metrics of workers that had joined and ended, by their place."""
+        """The names of the metrics of workers that have ended, by their place."""
 
-    def open(self, worker: str) -> int:
-        """Begin to account for `worker`; return the descriptor of a page for its counters, which the caller closes."""
-        fd = scratch("counters")
-        os.ftruncate(fd, mmap.PAGESIZE)
-        self._workers[worker] = opened = _Worker()
-        if self._source:
-            opened.memory = mmap.mmap(fd, mmap.PAGESIZE)
-            self._attach(opened, SharedCounters(opened.memory))
-        return fd
-
-    def open_reported(self, worker: str, place: Worker | None = None) -> None:
-        """Begin to account for `worker`, which runs where its counters cannot be read, and reports them.
-
-        `place` is that of one that has joined.
-        """
-        self._workers[worker] = opened = _Worker(place=place)
-        if self._source:
-            self._attach(opened, ReportedCounters())
-
-    def _attach(self, opened: _Worker, counters: SharedCounters) -> None:
-        opened.counters = counters
-        counters.step = self._ledger.step
-        self._ledger.attach_counters(counters)
+    def open(self, worker: str, place: Worker) -> None:
+        """Begin to account for `worker`."""
+        self._workers[worker] = _Worker(place)
 
     def not_started(self, worker: str) -> None:
         """Record that `worker`, which was opened, could not be started."""
         self.ended(worker, f"{worker} could not be started", connected=False)
-
-    def stepped(self, step: int) -> None:
-        """Record the step of the run for workers that are about to begin."""
-        for known in self._workers.values():
-            if known.counters is not None:
-                known.counters.step = step
 
     def handed(self, worker: str, record: Any) -> None:
         """Record that `record` is being sent to `worker`."""
@@ -180,10 +155,10 @@ class WorkerAccounting:
         known = self._workers.get(worker)
         return None if known is None or known.version is None else self._ledger.step - known.version
 
-    def is_full(self, worker: str) -> bool:
-        """Return whether `worker` holds as many groups as it may."""
+    def has_room(self, worker: str) -> bool:
+        """Return whether `worker` may hold another group."""
         known = self._workers.get(worker)
-        return known is not None and len(known.held) >= self.most_held
+        return known is not None and not known.reason and len(known.held) < self.most_held
 
     def returned(self, worker: str, record: Any) -> None:
         """Record that `worker` does not have `record`: it could not be sent, or was returned."""
@@ -192,11 +167,9 @@ class WorkerAccounting:
 
     def _take(self, known: _Worker, taken: Iterable[tuple[GroupId, int]]) -> None:
         """Remove repetitions of groups from what a worker holds."""
-        full = len(known.held) >= self.most_held
         for group, mask in taken:
             known.take(group, mask)
-        if full and len(known.held) < self.most_held:
-            self.on_room()
+        self.on_taken()
 
     def received(self, peer: Peer, record: Any) -> Any:
         """Take a record over from a worker, without the trajectories that the ledger has already.
@@ -207,18 +180,16 @@ class WorkerAccounting:
             ProtocolMismatch: the sender has no place among the workers, or was not given these trajectories.
         """
         known = self._workers.get(peer.name)
-        if not self.takes(peer):  # it has the key of workers that join, and is none
+        if known is None or not self.takes(peer):
             raise ProtocolMismatch("expected records of a worker that has a place, got some of another sender")
-        if not self._source:
+        if self._assigned or not self._source:
             _check_given(known, record)
             self.returned(peer.name, record)
-            if self._assigned:
-                self._ledger.succeed(len(record))
-        elif copies := self._ledger.take_over(record, peer.ended, known.counters if known else None):
+        elif copies := self._ledger.hand_over(record):
             record = exclude(record, copies)
         if record is not None:
             self._counter.count(record)
-            if known is not None and len(record.policy_versions):
+            if len(record.policy_versions):
                 known.version = int(record.policy_versions.max())
         return record
 
@@ -232,22 +203,21 @@ class WorkerAccounting:
         if not takes and not (report.alone and isinstance(report.event, Joins)):
             raise ProtocolMismatch("expected a request for a place, or the report of a worker that has one")
         known = self._workers.get(peer.name) if takes else None
-        if report.observations is not None:
+        if known is not None and report.observations is not None:
             self._merge(known, report.observations)
-        if report.event is not None:
-            self._handle(peer, known, report.event)
         if known is not None and not report.alone:
             self._count(known, report)
+        if report.event is not None:
+            self._handle(peer, known, report.event)
 
-    def _merge(self, known: _Worker | None, observed: Observations) -> None:
-        if known is not None and known.place is not None:
-            self._check_observations(known, known.place, observed)
-            self._make_room(known, known.place)
+    def _merge(self, known: _Worker, observed: Observations) -> None:
+        self._check_observations(known, observed)
+        self._make_room(known)
         self._metrics.merge(observed)
 
-    def _make_room(self, known: _Worker, place: Worker) -> None:
+    def _make_room(self, known: _Worker) -> None:
         """Forget the metrics of those who had a place before, where they and its worker have more than one may."""
-        former = self._former_metrics.get(place.index, set())
+        former = self._former_metrics.get(known.place.index, set())
         if len(former) + len(known.metrics) > MOST_NAMES and len(former | known.metrics) > MOST_NAMES:
             self._metrics.forget(former.difference(*(each.metrics for each in self._workers.values())))
             former.clear()
@@ -255,18 +225,16 @@ class WorkerAccounting:
     def _handle(self, peer: Peer, known: _Worker | None, event: WorkerEvent) -> None:
         self.on_event(peer, event)
         begins = isinstance(event, Connected) and known is not None and not known.connected
-        if known is not None and begins and (self._source or self._assigned):
+        if known is not None and begins and self._source:
             known.connected = True
-            peer.stepped(self._ledger.step, self._ledger.published)  # it could not read the step where it began
+            peer.stepped(self._ledger.step, self._ledger.published)
 
     def _count(self, known: _Worker, report: WorkerReport) -> None:
-        """Count what has ended in a worker, as it reports."""
-        if self._source or self._assigned:
+        """Count what has succeeded and ended in a worker, as it reports."""
+        self._ledger.succeed(report.succeeded)
+        if self._source:
             known.epoch = report.epoch
             self._ledger.epoch = Epoch.of_all([each.epoch for each in self._workers.values()])
-        if known.counters is not None:
-            known.counters.report(report.counts, {str(state): counts for state, counts in report.reasons.items()})
-            self._ledger.ends_changed()
         for ending in report.endings:
             self._end(known, ending)
 
@@ -274,11 +242,14 @@ class WorkerAccounting:
         """End trajectories that a worker holds; a stage that drops one twice, or another one, ends nothing.
 
         Raises:
-            ProtocolMismatch: a worker that has joined names more that it does not hold than it ever held.
+            ProtocolMismatch: it names more that it does not hold than it ever held.
         """
+        if self._source and not self._assigned:
+            self._ledger.end_unsent(ending.group, mask_of(ending.repetitions), ending.state, ending.reason)
+            return
         ended = known.held.get(ending.group, 0) & mask_of(ending.repetitions)
         known.foreign += len(ending.repetitions) - ended.bit_count()
-        if known.place is not None and known.foreign > known.given:
+        if known.foreign > known.given:
             raise ProtocolMismatch(
                 f"expected ends of trajectories that this worker was given, {known.given} in all, got {known.foreign} "
                 "of others"
@@ -287,8 +258,8 @@ class WorkerAccounting:
             self._take(known, [(ending.group, ended)])
             self._ledger.end(trajectories(ending.group, ended), ending.state, ending.reason)
 
-    def _check_observations(self, known: _Worker, place: Worker, observed: Observations) -> None:
-        """Check that a worker which has joined has no more metrics than it may, and evaluates its own share.
+    def _check_observations(self, known: _Worker, observed: Observations) -> None:
+        """Check that a worker has no more metrics than it may, and evaluates its own share.
 
         Raises:
             ProtocolMismatch: saying what it has.
@@ -296,7 +267,7 @@ class WorkerAccounting:
         known.metrics.update(observed.means, observed.totals, observed.maxima, observed.minima, observed.gauges)
         if len(known.metrics) > MOST_NAMES:
             raise ProtocolMismatch(f"expected at most {MOST_NAMES} metrics of a worker, got {len(known.metrics)}")
-        newest = max(self._ledger.step, self._ledger.published or 0)
+        newest, place = max(self._ledger.step, self._ledger.published or 0), known.place
         for part in observed.evaluations:
             if (part.worker, part.workers) != (place.index, place.count) or part.step > newest:
                 raise ProtocolMismatch(
@@ -315,7 +286,7 @@ class WorkerAccounting:
         known = self._workers.get(peer.name)
         if known is not None and self.takes(peer):
             known.drained = True
-            self._settle(peer.name, known)
+            self._settle_if_over(peer.name, known)
 
     def disconnected(self, peer: Peer) -> None:
         """Do nothing: the supervisor knows when a worker has ended; see `PeerListener`."""
@@ -328,46 +299,57 @@ class WorkerAccounting:
         """
         known = self._workers[worker]
         known.reason, known.drained, known.unaccounted_by = reason, known.drained or not connected, unaccounted_by
-        self._settle(worker, known)
+        self._settle_if_over(worker, known)
 
     def close(self, state: EndState, reason: str) -> None:
         """End the accounting, for the run is over: what a worker holds ends as `state`, unless the worker has died."""
+        self.on_returned = lambda _group, _mask: False
         for worker, known in list(self._workers.items()):
             # 1. It runs. 2. Its stage has returned, and the run ended before all that it had sent was received.
             if not known.reason or (known.unaccounted_by and not known.drained):
-                known.state, known.reason, known.unaccounted_by = state, reason, ""
-            known.drained = True
+                known.reason, known.unaccounted_by = reason, ""
+                self._settle(worker, known, state)
+            else:
+                self._settle(worker, known)
+
+    def _settle_if_over(self, worker: str, known: _Worker) -> None:
+        if known.reason and known.drained:
             self._settle(worker, known)
 
-    def _settle(self, worker: str, known: _Worker) -> None:
-        """Count the end of what `worker` holds, once its process has ended and its records were received."""
-        if not (known.reason and known.drained):
-            return
+    def _settle(self, worker: str, known: _Worker, state: EndState = "lost") -> None:
+        """Count the end of what `worker` holds: its process has ended, and its records were received."""
+        # There are three cases for what it holds:
+        #
+        # 1. Its stage has returned: a stage of a user swallowed it.
+        # 2. It is assigned again, and stays in flight.
+        # 3. It is not, for its worker was fed, or a worker died with it before: it is lost.
         del self._workers[worker]
-        if known.place is not None:
-            self._former_metrics.setdefault(known.place.index, set()).update(known.metrics)
-        held = [each for group, mask in known.held.items() for each in trajectories(group, mask)]
-        self._ledger.end(held, known.state, known.reason)
-        count = len(held)
-        if known.counters is not None:
-            count += self._ledger.detach_counters(known.counters, known.state, known.reason)
-        if known.memory is not None:
-            known.memory.close()
+        self._former_metrics.setdefault(known.place.index, set()).update(known.metrics)
+        count = again = 0
+        for group, mask in known.held.items():
+            if not known.unaccounted_by and self.on_returned(group, mask):
+                again += mask.bit_count()
+            else:
+                self._ledger.end(trajectories(group, mask), state, known.reason)
+                count += mask.bit_count()
+        if again:
+            log.info("trajectories_assigned_again", worker=worker, count=again, reason=known.reason)
         if count and known.unaccounted_by:
             self._ledger.unaccounted[known.unaccounted_by] += count
         if count:
             report = log.info if known.reason in {RUN_ENDED, RUN_FAILED} else log.warning  # the worker did not fail
-            report(f"trajectories_{known.state}", worker=worker, count=count, reason=known.reason)
+            report(f"trajectories_{state}", worker=worker, count=count, reason=known.reason)
+        self.on_taken()
 
 
-def _check_given(known: _Worker | None, record: Any) -> None:
+def _check_given(known: _Worker, record: Any) -> None:
     """Check that a worker which is given its trajectories sends no others.
 
     Raises:
         ProtocolMismatch: naming the group.
     """
     for group, mask in masks_by_group(record):
-        others = mask & ~(0 if known is None else known.held.get(group, 0))
+        others = mask & ~known.held.get(group, 0)
         if others:
             raise ProtocolMismatch(
                 f"expected trajectories that this worker was given, got repetitions {list(iter_bits(others))[:8]} of "

@@ -1,13 +1,14 @@
-"""Messages between a worker and its parent, apart from the records.
+"""Messages between a worker and its pipeline, apart from the records.
 
-The configuration travels on the command line, events on an inherited pipe, reports with the records on their channel.
-Only the stage itself is pickled, by the parent for the child that it starts; a child's messages are decoded strictly.
+A worker connects to the channel on which it sends, and asks for its place (`Joins`); the answer has its configuration.
+Its events and reports travel with its records, instructions on the way back. Only the stage itself is pickled, for a
+worker that the pipeline starts; all of these messages are decoded strictly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -15,9 +16,7 @@ from msgspec import Meta
 from ..._schemas import GroupId, TrainBatch, TrajectoryGroup
 from ..._schemas.bounds import MOST_ENTRIES, Count, Line, Name, Signed, SmallCount, Text, Traceback
 from ..._schemas.control import Repetitions
-from ..accounting.balance import MAX_REASONS
 from ..accounting.epoch import UNKNOWN, Epoch
-from ..accounting.shared_counters import COUNTS
 from ..accounting.telemetry import Observations
 from ..graph.context import Worker
 
@@ -46,12 +45,10 @@ class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
     """`host_identity` of the parent."""
     assigned: bool = False
     """True if the workers of a source are told which prompts to sample."""
-    per_step: Count = 0
-    """Trajectories that an optimizer step trains, of all workers together; 0 if that is unknown before the first."""
 
     @property
-    def held_by_parent(self) -> bool:
-        """Return whether the trajectories of a worker are in the ledger of the parent, and not in its own."""
+    def told_to_leave(self) -> bool:
+        """Return whether a worker can end without losing anything: it is fed, or told which prompts to sample."""
         return bool(self.inbox_kind) or self.assigned
 
 
@@ -67,26 +64,21 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of one process, on its command line."""
+    """The facts that a process needs before it has connected, on its command line."""
 
-    of_stage: StageConfig
+    name: Line
+    """`SourceEnv 2/4`."""
+    stage: Line
+    """`SourceEnv`."""
+    outbox_url: Line
+    outbox_kind: Name
+    """Key of `RECORDS`."""
     parent: SmallCount
     """Process id of the parent."""
     payload: SmallCount
     """Descriptor of the pickled stage."""
-    counters: SmallCount
-    """Descriptor of the page for the ledger's counters."""
-    events: SmallCount
-    """Descriptor of the pipe to the parent."""
     watched: SmallCount
-    """Descriptor of the file for the watch on its event loop."""
-
-
-class Starting(msgspec.Struct, frozen=True, tag=True):
-    """The worker starts; its stage has not begun."""
-
-    phase: Text
-    """The phase of its start: `importing train.py`."""
+    """Descriptor of the file for its start and the watch on its event loop."""
 
 
 class Connected(msgspec.Struct, frozen=True, tag=True):
@@ -125,10 +117,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Joins(msgspec.Struct, frozen=True, tag=True):
-    """A worker that was started elsewhere has connected, and asks for its place."""
+    """A worker has connected, and asks for its place."""
 
-    digest: Name
-    """The digest of the configuration or script from which it makes the stage."""
+    digest: Name = ""
+    """The digest of the configuration or script from which it makes the stage, where it makes it itself."""
 
 
 class Wants(msgspec.Struct, frozen=True, tag=True):
@@ -152,8 +144,8 @@ class Dies(msgspec.Struct, frozen=True, tag=True):
     """`did not run its event loop for 310 s, it was at …`."""
 
 
-WorkerEvent = Starting | Connected | Serving | Finished | Failed | Joins | Wants | Leaves | Left | Dies
-"""The events that a worker sends to its parent: on a pipe, each as a line of JSON, or with its records."""
+WorkerEvent = Connected | Serving | Finished | Failed | Joins | Wants | Leaves | Left | Dies
+"""The events that a worker sends with its records."""
 
 
 class KeylessAddress(msgspec.Struct, frozen=True):
@@ -181,9 +173,12 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Assigned(msgspec.Struct, frozen=True, tag=True):
-    """The worker samples this prompt."""
+    """The worker samples these prompts."""
 
-    number: Count
+    prompts: Annotated[tuple[tuple[GroupId, Repetitions], ...], Meta(min_length=1, max_length=MOST_ENTRIES)]
+    """Each with the repetitions to sample."""
+    step: Count
+    """The last optimizer step."""
     published: Signed | None
     """The newest version of the weights that was published."""
 
@@ -193,7 +188,7 @@ class NoneLeft(msgspec.Struct, frozen=True, tag=True):
 
 
 WorkerInstruction = Joined | Refused | Assigned | NoneLeft
-"""Messages of the pipeline to a worker that was started elsewhere."""
+"""Messages of the pipeline to a worker."""
 
 encode_instruction = msgspec.msgpack.Encoder().encode
 
@@ -203,14 +198,9 @@ decode_instruction: Callable[[bytes], WorkerInstruction] = msgspec.msgpack.Decod
 WorkerEndState: TypeAlias = Literal["filtered", "stale", "rejected", "failed", "lost", "unfinished"]
 """The states in which a trajectory may end in a worker: only the process of the trainer knows what was trained."""
 
-WORKER_END_STATES: tuple[WorkerEndState, ...] = get_args(WorkerEndState)
-
-Reasons: TypeAlias = Annotated[dict[Text, Count], Meta(max_length=MAX_REASONS + 1)]
-"""The reasons of ends in one state, with their counts; `OTHER_REASONS` may be one more."""
-
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
-    """Trajectories that the worker of a middle stage dropped."""
+    """Trajectories that a worker dropped."""
 
     group: GroupId
     repetitions: Annotated[Repetitions, Meta(min_length=1)]
@@ -223,13 +213,10 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
 
     observations: Observations | None
     endings: Annotated[tuple[Ending, ...], Meta(max_length=MOST_ENTRIES)]
-    """From a middle stage's worker: trajectories that it dropped since the last report."""
-    reasons: Annotated[dict[WorkerEndState, Reasons], Meta(max_length=len(WORKER_END_STATES))]
-    """From a source's worker: counts of the trajectories that ended there, by state and reason, since it began."""
-    counts: Annotated[list[Count], Meta(max_length=COUNTS)] = []
-    """From a source's worker whose counters the parent cannot read: `SharedCounters.counts`."""
+    """Trajectories that it dropped since the last report."""
     event: WorkerEvent | None = None
-    """An event, where no pipe takes it."""
+    succeeded: Count = 0
+    """Rollouts that succeeded since the last report."""
     epoch: Epoch = UNKNOWN
     """From a source's worker: what it knows of an epoch of its prompts."""
     alone: bool = False
@@ -238,24 +225,4 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, event: WorkerEvent) -> WorkerReport:
         """Return a report of `event` alone."""
-        return cls(None, (), {}, event=event, alone=True)
-
-
-_decode_lines = msgspec.json.Decoder(WorkerEvent).decode_lines
-
-
-def encode_event(event: WorkerEvent) -> bytes:
-    """Return `event` as the bytes for the pipe."""
-    return msgspec.json.encode(event) + b"\n"
-
-
-def decode_events(buffer: bytearray) -> list[WorkerEvent]:
-    """Remove every complete event from the beginning of `buffer`, and return them.
-
-    Raises:
-        msgspec.DecodeError: the bytes are no event.
-    """
-    end = buffer.rfind(b"\n") + 1
-    lines = bytes(buffer[:end])
-    del buffer[:end]
-    return _decode_lines(lines)
+        return cls(None, (), event, alone=True)

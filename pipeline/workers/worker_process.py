@@ -22,20 +22,17 @@ import msgspec
 from ..accounting.telemetry import get_logger
 from ..channels.shared_memory import scratch
 from ..channels.socket_directory import sweep
-from ..graph.context import Worker
 from ..servers.subreaper_process import describe_exit
-from .loop_watch import loop_over_limit
-from .worker_accounting import WorkerAccounting
-from .worker_messages import ProcessConfig, StageConfig, WorkerChannels, decode_events
+from .loop_watch import loop_over_limit, note_phase, phase_in
+from .worker_messages import ProcessConfig, StageConfig
 from .worker_payload import interpreter_command, write_payload
 from .worker_progress import WorkerProgress
 
 log = get_logger("penstock.pipeline")
 
-READ_BYTES = 64 * 1024
-
 CLOSED_TIMEOUT_S = 5.0
-"""Seconds from the end of a worker's pipe to its exit: it closes the pipe by exiting, unless its code has closed it."""
+"""Seconds from the end of a worker's connection to its exit, unless its stage is done: it ends the connection by
+exiting, if its code has not ended it."""
 
 R = TypeVar("R")
 
@@ -43,30 +40,28 @@ R = TypeVar("R")
 class WorkerProcess:
     """One process that was started here, until it has been reaped; a `WorkerHandle`."""
 
-    def __init__(self, config: StageConfig, popen: subprocess.Popen[bytes], events: int, watched: int) -> None:
-        has_inbox = bool(config.channels.inbox_kind)
-        self.progress = WorkerProgress(config.name, config.worker, "importing penstock", has_inbox=has_inbox)
+    misplaced = False
+
+    def __init__(self, config: StageConfig, popen: subprocess.Popen[bytes], watched: int) -> None:
+        self.config = config
+        self.progress = WorkerProgress(config)
         self.progress.pid = popen.pid
-        self._has_inbox = has_inbox
         self._killed_because = ""
         """The reason for which it was killed without SIGTERM; empty where it was not."""
         self._popen = popen
         self._pidfd = os.pidfd_open(popen.pid)
-        self._events = events
         self._watched = watched
         """The file that it shares with the watch on its event loop."""
-        self._buffer = bytearray()
-        os.set_blocking(events, False)
+
+    @property
+    def phase(self) -> str:
+        """The phase of its start, for messages."""
+        return phase_in(self._watched) if self.running else ""
 
     @property
     def running(self) -> bool:
         """Return whether the process has not been reaped."""
         return self._popen.returncode is None
-
-    @property
-    def misplaced(self) -> bool:
-        """Return false: its host is that of the pipeline."""
-        return False
 
     async def exited(self) -> None:
         """Wait until the process has ended, and reap it."""
@@ -74,30 +69,21 @@ class WorkerProcess:
             await anyio.wait_readable(self._pidfd)
             self._popen.poll()
 
-    async def receive(self) -> None:
-        """Receive its events until it closes the pipe; kill it where it does not exit then, or its loop is blocked."""
+    async def watch(self) -> None:
+        """Kill it where its loop is blocked, or where it has ended its connection and does not exit."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._limit_blocking)
-            while self._read():
-                await anyio.wait_readable(self._events)
-            await anyio.sleep(CLOSED_TIMEOUT_S)
-            self.kill("closed the file descriptors that connect it with its parent, and did not exit")
-            tasks.cancel_scope.cancel()
+            await self.progress.started.wait()
+            if (peer := self.progress.peer) is not None:
+                await peer.gone.wait()
+                await anyio.sleep(CLOSED_TIMEOUT_S)
+                if not self.progress.done.is_set():
+                    self.kill("ended its connection with its parent, and did not exit")
+                    tasks.cancel_scope.cancel()
 
     async def _limit_blocking(self) -> None:
         """Kill it when its event loop does not run for longer than its stage allows."""
         self.kill(await loop_over_limit(self._watched, self.progress.name, self.signal))
-
-    def _read(self) -> bool:
-        """Handle the events that have arrived; return whether more may arrive."""
-        try:
-            read = os.read(self._events, READ_BYTES)
-        except BlockingIOError:
-            return self.running
-        self._buffer += read
-        for event in decode_events(self._buffer):
-            self.progress.handle(event)
-        return bool(read)
 
     def signal(self, number: int) -> None:
         """Send a signal to this process and to no other."""
@@ -123,11 +109,12 @@ class WorkerProcess:
                 await self.exited()
 
     async def finish(self) -> None:
-        """Receive the events that are left in the pipe; delete the sockets of a process that did not close them."""
-        while self._read():
-            pass
-        if self._has_inbox and not self.progress.finished and self.progress.failure is None:
-            with anyio.CancelScope(shield=True):
+        """Wait until its events are handled; delete the sockets of a process that did not close them."""
+        with anyio.CancelScope(shield=True):
+            if self.progress.peer is not None:
+                with anyio.move_on_after(CLOSED_TIMEOUT_S):
+                    await self.progress.peer.gone.wait()
+            if self.config.channels.inbox_kind and not self.progress.finished and self.progress.failure is None:
                 await anyio.to_thread.run_sync(sweep)
 
     @property
@@ -144,7 +131,6 @@ class WorkerProcess:
     def close(self) -> None:
         """Close the descriptors; the process must have been reaped."""
         os.close(self._pidfd)
-        os.close(self._events)
         os.close(self._watched)
 
 
@@ -154,11 +140,8 @@ class ProcessSpawner:
     It has a thread of its own: the kernel kills a child when the thread that started it ends, so that thread must stay.
     """
 
-    def __init__(self, stage_name: str, stage: object, channels: WorkerChannels, accounting: WorkerAccounting) -> None:
-        self._stage_name = stage_name
+    def __init__(self, stage: object) -> None:
         self._stage = stage
-        self._channels = channels
-        self._accounting = accounting
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock starter")
         self._payload = -1
 
@@ -170,21 +153,9 @@ class ProcessSpawner:
         os.close(self._payload)
         self._thread.shutdown(wait=False)
 
-    async def start(self, name: str, worker: Worker) -> WorkerProcess:
-        """Start a process.
-
-        1. Open its counters: they must exist before the process, which inherits them.
-        2. Spawn it. If that fails, end its accounting, so that the run does not wait for it.
-        3. Close the descriptor of the counters here: the child has its own, and the accounting its mapping.
-        """
-        counters = self._accounting.open(name)
-        try:
-            return WorkerProcess(*await self._in_thread(self._popen, name, worker, counters))
-        except BaseException:
-            self._accounting.not_started(name)
-            raise
-        finally:
-            os.close(counters)
+    async def start(self, config: StageConfig) -> WorkerProcess:
+        """Start a process."""
+        return WorkerProcess(config, *await self._in_thread(self._popen, config))
 
     async def _in_thread(self, function: Callable[..., R], *arguments: Any) -> R:
         """Call a function that blocks. Shielded from cancellation, so that every started child is supervised."""
@@ -193,30 +164,26 @@ class ProcessSpawner:
             await asyncio.wait([future])
         return future.result()
 
-    def _popen(self, name: str, worker: Worker, counters: int) -> tuple[StageConfig, subprocess.Popen[bytes], int, int]:
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        watched = -1
+    def _popen(self, config: StageConfig) -> tuple[subprocess.Popen[bytes], int]:
+        watched = scratch("event loop")
         try:
-            watched = scratch("event loop")
-            config = ProcessConfig(
-                of_stage=StageConfig(name=name, stage=self._stage_name, worker=worker, channels=self._channels),
+            note_phase(watched, "importing penstock")
+            process = ProcessConfig(
+                name=config.name,
+                stage=config.stage,
+                outbox_url=config.channels.outbox_url,
+                outbox_kind=config.channels.outbox_kind,
                 parent=os.getpid(),
                 payload=self._payload,
-                counters=counters,
-                events=write_end,
                 watched=watched,
             )
             popen = subprocess.Popen(  # noqa: S603 (this very interpreter)
-                interpreter_command("penstock._pipeline.workers.worker", msgspec.json.encode(config).decode()),
+                interpreter_command("penstock._pipeline.workers.worker", msgspec.json.encode(process).decode()),
                 stdin=subprocess.DEVNULL,
-                pass_fds=(config.payload, config.counters, config.events, config.watched),
+                pass_fds=(process.payload, process.watched),
                 process_group=0,
             )
         except BaseException:
-            os.close(read_end)
-            if watched >= 0:
-                os.close(watched)
+            os.close(watched)
             raise
-        finally:
-            os.close(write_end)
-        return config.of_stage, popen, read_end, watched
+        return popen, watched

@@ -5,9 +5,10 @@ from __future__ import annotations
 import anyio
 
 from ..accounting.telemetry import get_logger
-from ..graph.context import Worker
+from ..channels.peer import Peer
 from ..graph.statistics import WorkerState, WorkerStatistics
-from .worker_messages import Connected, Dies, Failed, Finished, Leaves, Left, Serving, Starting, WorkerEvent
+from .event_order import EventOrder
+from .worker_messages import Connected, Dies, Failed, Finished, Leaves, Left, Serving, StageConfig, WorkerEvent
 
 log = get_logger("penstock.pipeline")
 
@@ -15,15 +16,15 @@ log = get_logger("penstock.pipeline")
 class WorkerProgress:
     """The state of one start of a worker."""
 
-    def __init__(self, name: str, worker: Worker, phase: str, *, has_inbox: bool) -> None:
-        self.name = name
+    def __init__(self, config: StageConfig) -> None:
+        self.name = config.name
         """`SourceEnv 2/4, restart 1`."""
-        self.worker = worker
         self.state: WorkerState = "starting"
-        self.connected = False
-        """True once it has connected: its stage begins."""
-        self.phase = phase
-        """The phase of its start, for messages."""
+        self.peer: Peer | None = None
+        """Its connection, from its place to its end."""
+        self.violation = ""
+        """The reason for which it was disconnected."""
+        self.order = EventOrder(has_inbox=bool(config.channels.inbox_kind))
         self.started = anyio.Event()
         """Set when its stage begins; for a middle stage, when records may be sent to it."""
         self.finished = False
@@ -47,15 +48,14 @@ class WorkerProgress:
         """`shm` or `tcp`, once it has connected."""
         self.numa = ""
         """The NUMA node to which it is bound, or the reason for which it is not, once it has connected."""
-        self._has_inbox = has_inbox
+        self._restarts = config.worker.restart
+        self._has_inbox = bool(config.channels.inbox_kind)
 
     def handle(self, event: WorkerEvent) -> None:
         """Take in an event that the worker has reported."""
         match event:
-            case Starting(phase):
-                self.phase = phase
             case Connected(transport, pid, node, numa):
-                self.state, self.connected, self.transport = "running", True, transport
+                self.state, self.transport = "running", transport
                 self.pid, self.node, self.numa = pid, node, numa
                 log.info("worker_connected", worker=self.name, pid=pid, node=node, transport=transport, numa=numa)
                 if not self._has_inbox:
@@ -81,6 +81,8 @@ class WorkerProgress:
 
     def end(self) -> None:
         """Set the final state; one that was stopped counts as finished."""
+        if self.peer is not None:
+            self.violation = self.peer.violation
         if self.state == "stopping" or self.finished or self.left:
             self.state = "finished"
         else:
@@ -104,17 +106,17 @@ class WorkerProgress:
         # 3. It left before its stage was done.
         if self.left:
             return f"{self.label} left: {self.left}"
-        # 4. It died, for a reason that it has reported, or not.
-        return f"{self.label} {self.dies or death}"
+        # 4. It was disconnected for what it sent; or died, for a reason that it has reported, or not.
+        return f"{self.label} {self.violation or self.dies or death}"
 
-    def statistics(self, name: str, lag: int | None) -> WorkerStatistics:
+    def statistics(self, name: str, phase: str, lag: int | None) -> WorkerStatistics:
         """Return its state now, under the name that it has in all its starts, with its lag."""
         return WorkerStatistics(
             name=name,
             pid=self.pid,
             state=self.state,
-            restarts=self.worker.restart,
-            starting=self.phase if self.state == "starting" else "",
+            restarts=self._restarts,
+            starting=phase if self.state == "starting" else "",
             node=self.node,
             transport=self.transport,
             numa=self.numa,

@@ -1,6 +1,6 @@
-"""Run a stage in a worker; the child's side, whether a process of this host or an actor of Ray runs it.
+"""Run a stage in a worker; the child's side, wherever it runs.
 
-Its messages are never pickled: records and reports travel on the channel to its parent.
+Its messages are never pickled: records and reports travel on the channel to the pipeline, instructions on the way back.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
@@ -18,72 +18,96 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import anyio
 import msgspec
 
-from ..._schemas import TrajectoryGroup, TrajectoryId
+from ..._schemas import GroupId, InvalidRecord, TrainBatch, TrajectoryGroup, TrajectoryId
 from ..._schemas.bounds import LONGEST_TRACEBACK, MOST_ENTRIES, batched, cut
+from ..accounting.end_states import EndState
 from ..accounting.epoch import UNKNOWN
 from ..accounting.ledger import Ledger
-from ..accounting.repetition_sets import iter_bits, masks_by_group
-from ..accounting.shared_counters import EndState, SharedCounters
-from ..accounting.telemetry import Metrics, report_waits
+from ..accounting.repetition_sets import iter_bits, mask_of, masks_by_group
+from ..accounting.telemetry import Metrics, Observations, report_waits
 from ..channels.keys import ChannelKey
 from ..channels.remote_sender import RemoteSender
 from ..channels.transports import connect, serve
 from ..errors import LedgerImbalance, PenstockError, SenderRejected, StageFailed
-from ..graph.context import Assignments, Context, current, entered
+from ..graph.assignment import Assignment
+from ..graph.context import Context, current, entered
 from ..graph.edge import CountingSendChannel, EdgeCounter
-from ..util.exception_groups import consists_of
+from ..util.cancelling import cancelled_after
+from ..util.exception_groups import consists_of, single_exception
 from ..util.user_code import await_user, raised_text
 from .loop_watch import LoopWatch, checked_in_thread, counted_in
 from .numa import bind_to_node
 from .worker_messages import (
     RECORDS,
-    WORKER_END_STATES,
+    Assigned,
     Connected,
     Dies,
     Ending,
+    Failed,
+    Finished,
+    Joined,
+    Joins,
     Serving,
     StageConfig,
-    Starting,
-    WorkerEndState,
+    Wants,
     WorkerEvent,
+    WorkerInstruction,
     WorkerReport,
+    decode_instruction,
 )
 
 REPORT_INTERVAL_S = 0.1
-"""Least seconds between two reports, which are sent with a record, after a failed rollout and, in a middle stage,
-after any end: the parent may be waiting for those trajectories."""
+"""Least seconds between two reports, which are sent with a record, and after any end: the pipeline may be waiting for
+those trajectories."""
 
 IDLE_REPORT_S = 0.5
-"""Seconds between reports of the counts that the parent cannot read itself."""
+"""Seconds between reports while nothing is sent."""
 
 Report: TypeAlias = Callable[[WorkerEvent], None]
-"""Reports an event to the parent."""
+"""Reports an event to the pipeline."""
 
 
 class Link(NamedTuple):
-    """The way of a worker to its parent."""
+    """The way of a worker to its pipeline."""
 
     outbox_url: str
-    """The URL of the parent's channel."""
+    """The URL of the pipeline's channel."""
+    outbox_kind: str
+    """Key of `RECORDS`."""
     inbox_url: str
     """The URL at which the worker of a middle stage serves its inbox; port 0 for any."""
     key: ChannelKey | None
     """The key of both, over tcp."""
     node: str
-    """The address of this host; empty on the parent's."""
-    report: Report | None
-    """Reports its events; None where they travel with the records, and its counts too."""
+    """The address of this host; empty on the pipeline's."""
     watched: int | None = None
     """Descriptor of the file for the watch on its event loop; None where a thread here checks it."""
 
 
-class _ReportingLedger(Ledger):
-    """The ledger of a worker whose trajectories its parent's ledger holds: collects their ends for it."""
+class WorkerLedger(Ledger):
+    """The ledger of a worker: the pipeline's holds its trajectories, and this one collects what happens to them."""
 
     def __init__(self) -> None:
         super().__init__(admits_on_end=True)
         self.endings: list[Ending] = []
-        """Ends that were not yet reported to the parent."""
+        """Ends that were not yet reported."""
+        self.succeeded: int = 0
+        """Rollouts that succeeded, and were not yet reported."""
+
+    def admit(self, group: GroupId, repetitions: Iterable[int]) -> int:  # noqa: ARG002 (it admits when they arrive)
+        """Return the number of these trajectories, which the pipeline admits."""
+        return mask_of(repetitions).bit_count()
+
+    def hand_over(self, record: TrajectoryGroup | TrainBatch) -> int:  # noqa: ARG002 (as `admit`)
+        """Return no copies: the pipeline refuses them when they arrive."""
+        return 0
+
+    def take_back(self, record: TrajectoryGroup | TrainBatch) -> None:
+        """Do nothing: it was not admitted here."""
+
+    def succeed(self, count: int = 1) -> None:
+        """Count rollouts that succeeded, for the next report."""
+        self.succeeded += count
 
     def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
         """Count the end of trajectories, and add it to the next report."""
@@ -93,6 +117,53 @@ class _ReportingLedger(Ledger):
         for group, mask in masks_by_group(kept):
             self.endings.append(Ending(group, tuple(iter_bits(mask)), state, cut(reason)))
         super().end(kept, state, reason)  # it never raises, for it admits what it does not know; its listeners report
+
+
+class Instructions:
+    """The instructions of the pipeline to one worker."""
+
+    def __init__(self, sender: RemoteSender[Any]) -> None:
+        self._sender = sender
+        self._queue: asyncio.Queue[WorkerInstruction] = asyncio.Queue()
+        sender.on_instruction(lambda payload: self._queue.put_nowait(decode_instruction(payload)))
+
+    @property
+    def empty(self) -> bool:
+        """Return whether none waits."""
+        return self._queue.empty()
+
+    async def next(self) -> WorkerInstruction:
+        """Return the next one, waiting for it."""
+        return await self._queue.get()
+
+    async def place(self, digest: str = "") -> WorkerInstruction | None:
+        """Ask for a place, and return the answer; None where the connection ends without one."""
+        self._sender.send_telemetry(msgspec.msgpack.encode(WorkerReport.of(Joins(digest))))
+        async with cancelled_after(self._sender.wait_failed):
+            return await self.next()
+        # The pipeline ends the connection of a worker that it gives no place, right after the reason.
+        return None if self.empty else await self.next()
+
+
+class _Prompts:
+    """The prompts that the pipeline assigns; `Assignments`."""
+
+    def __init__(self, instructions: Instructions, report: Report) -> None:
+        self._instructions = instructions
+        self._report = report
+
+    async def next(self) -> Sequence[Assignment]:
+        """Return the next prompts; none if no more come."""
+        if self._instructions.empty:
+            self._report(Wants())
+        instruction = await self._instructions.next()
+        if not isinstance(instruction, Assigned):
+            return ()
+        ledger = current().ledger
+        ledger.note_step(instruction.step)
+        if instruction.published is not None:
+            ledger.note_published(instruction.published)
+        return [Assignment(group, mask_of(repetitions)) for group, repetitions in instruction.prompts]
 
 
 # -- beginning and end ---------------------------------------------------------------------------------------------
@@ -152,66 +223,75 @@ def _from_the_stage_on(frames: TracebackType | None) -> TracebackType | None:
 # -- running the stage ---------------------------------------------------------------------------------------------
 
 
-async def run_stage(stage: Any, config: StageConfig, counters: SharedCounters, link: Link) -> None:
-    """Run `stage` until it returns.
+async def run_stage(
+    load: Callable[[], Any], name: str, link: Link, *, if_stopped: WorkerEvent | None = None
+) -> WorkerEvent | None:
+    """Run a stage until it returns, in the place that the pipeline gives to the worker called `name`.
 
     Args:
-        stage: a Source, or a Stage where the worker has an inbox.
-        config: the configuration of this start.
-        counters: the counters of a source's ledger.
-        link: the way to the parent.
+        load: returns the stage: a Source, or a Stage where the worker has an inbox.
+        name: the name of the worker.
+        link: the way to the pipeline.
+        if_stopped: the event that is reported where this is cancelled.
 
-    Raises:
-        Exception: what the stage raised.
+    Returns:
+        The event that it has reported last: `Finished`, or `Failed` where the stage raised. None where the pipeline
+        has closed the channel before.
     """
-    if link.report is not None:
-        link.report(Starting(f"connecting to {link.outbox_url}"))
-    async with connect(
-        link.outbox_url,
-        RECORDS[config.channels.outbox_kind],
-        name=config.name,
-        key=link.key,
-        heartbeat_timeout_s=None,
-    ) as sender:
-        await run_connected(stage, config, counters, link, sender)
+    event: WorkerEvent | None = None
+    connecting = connect(link.outbox_url, RECORDS[link.outbox_kind], name=name, key=link.key, heartbeat_timeout_s=None)
+    async with connecting as sender:
+        instructions = Instructions(sender)
+        if not isinstance(joined := await instructions.place(), Joined):
+            return None
+        try:
+            await run_connected(load(), joined, link, sender, instructions)
+            event = Finished()
+        except anyio.get_cancelled_exc_class():
+            event = if_stopped
+            raise
+        except BaseException as error:  # noqa: BLE001 (of the stage, which may raise anything)
+            cause = single_exception(error)
+            event = Failed(description_of(cause), traceback_of(cause))
+        finally:
+            if event is not None:
+                send_event(sender, event)
+    return event
+
+
+def send_event(sender: RemoteSender[Any], event: WorkerEvent) -> None:
+    """Report an event alone."""
+    sender.send_telemetry(msgspec.msgpack.encode(WorkerReport.of(event)))
 
 
 async def run_connected(
-    stage: Any,
-    config: StageConfig,
-    counters: SharedCounters,
-    link: Link,
-    sender: RemoteSender[Any],
-    *,
-    assignments: Assignments | None = None,
+    stage: Any, joined: Joined, link: Link, sender: RemoteSender[Any], instructions: Instructions
 ) -> None:
-    """Run `stage` until it returns, or the parent closes the channel, which `sender` sends on; see `run_stage`.
+    """Run `stage` in its place until it returns, or the pipeline closes the channel, which `sender` sends on.
 
     Raises:
-        SenderRejected: the parent disconnected this worker.
+        SenderRejected: the pipeline disconnected this worker.
+        InvalidRecord: a record was changed before it was copied.
         Exception: what the stage raised.
     """
-    ledger = _ReportingLedger() if config.channels.held_by_parent else Ledger(counters)
-    if config.channels.per_step:
-        ledger.expect_per_step(config.channels.per_step / config.worker.count)
-    metrics = Metrics()
-    reports = _ReportSender(sender, ledger, metrics, counters if link.report is None else None)
+    config, ledger, metrics = joined.config, WorkerLedger(), Metrics()
+    ledger.step = joined.step
+    reports = _ReportSender(sender, ledger, metrics)
+    report = reports.send_event
+    prompts = _Prompts(instructions, report) if config.channels.assigned else None
     with (
         _watched(config, link, reports) as watch,
-        entered(Context(ledger, metrics, config.worker, assignments=assignments, watch_loop=watch.within)) as context,
+        entered(Context(ledger, metrics, config.worker, assignments=prompts, watch_loop=watch.within)) as context,
     ):
-        report = link.report or reports.send_event
         numa = bind_to_node(config.worker.on_host)
         report(Connected(link.outbox_url.partition("://")[0], os.getpid(), link.node, numa))
-        sender.on_ended(context.ledger.settle)
-        sender.on_published(context.ledger.note_published)
-        context.ledger.step = max(context.ledger.step, counters.step)  # from now on it is notified of each step
+        sender.on_ended(lambda _group, _mask, _state, step: ledger.note_step(step))
+        sender.on_published(ledger.note_published)
         context.metrics.send_evaluation = reports.flush
-        admits_to = None if config.channels.held_by_parent else context.ledger
-        outbox = CountingSendChannel(sender.clone(), EdgeCounter(admits_to, on_sent=reports.flush_if_due))
+        outbox = CountingSendChannel(sender.clone(), EdgeCounter(on_sent=reports.flush_if_due))
         try:
             with ledger.on_end(reports.flush_soon):
-                async with _watching(sender, reports, link):
+                async with _watching(sender, reports):
                     await _run_stage(stage, config, outbox, report, link)
         except Exception as error:
             if not consists_of(error, sender.failure):
@@ -220,7 +300,7 @@ async def run_connected(
         finally:
             reports.close()
             await outbox.close_all()
-    if isinstance(sender.failure, SenderRejected):  # its stage ended with the channel, and not with its work
+    if isinstance(sender.failure, SenderRejected | InvalidRecord):  # its stage has ended for that, with work left
         raise sender.failure
 
 
@@ -274,11 +354,8 @@ async def _served(config: StageConfig, report: Report, link: Link) -> AsyncItera
 
 
 @asynccontextmanager
-async def _watching(sender: RemoteSender[Any], reports: _ReportSender, link: Link) -> AsyncIterator[None]:
-    """Cancel the body where the parent closes the channel, if nothing else stops this worker; report regularly."""
-    if link.report is not None:
-        yield
-        return
+async def _watching(sender: RemoteSender[Any], reports: _ReportSender) -> AsyncIterator[None]:
+    """Cancel the body where the pipeline closes the channel; report regularly."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(reports.flush_regularly)
         tasks.start_soon(_cancel_when_closed, sender, tasks.cancel_scope)
@@ -294,21 +371,13 @@ async def _cancel_when_closed(sender: RemoteSender[Any], scope: anyio.CancelScop
 class _ReportSender:
     """Sends reports of the stage's observations, and of the trajectories that ended in it."""
 
-    def __init__(
-        self, sender: RemoteSender[Any], ledger: Ledger, metrics: Metrics, counters: SharedCounters | None
-    ) -> None:
+    def __init__(self, sender: RemoteSender[Any], ledger: WorkerLedger, metrics: Metrics) -> None:
         self._sender = sender
         self._ledger = ledger
         self._metrics = metrics
-        self._counters = counters
-        """The counts to report; None where the parent reads them itself."""
-        self._counts: list[int] = []
-        """The counts of the last report."""
         self._last = 0.0
         self._later: asyncio.TimerHandle | None = None
         """The report that will be sent when it is due."""
-        self._reasons: dict[WorkerEndState, dict[str, int]] = {}
-        """The reasons of the last report."""
         self._epoch = UNKNOWN
         """The epoch of the last report."""
 
@@ -339,36 +408,27 @@ class _ReportSender:
 
     def flush(self) -> None:
         """Send a report of everything since the last one, if there is anything."""
-        metrics, ledger = self._metrics, self._ledger
-        endings: list[Ending] = []
-        reasons: dict[WorkerEndState, dict[str, int]] = {}
-        if isinstance(ledger, _ReportingLedger):
-            endings, ledger.endings = ledger.endings, []
-        else:
-            found = ledger.balance().reasons
-            reasons = {state: found[state] for state in WORKER_END_STATES if found[state]}
-        observations = metrics.take().within_bounds() if metrics else None
-        now = reasons, self._count(), ledger.epoch
-        if observations is not None or endings or now != (self._reasons, self._counts, self._epoch):
-            self._reasons, self._counts, self._epoch = now
-            first, *others = batched(endings, MOST_ENTRIES) if endings else ((),)
-            self._send(WorkerReport(observations, first, reasons, self._counts, epoch=self._epoch))
-            for further in others:
-                self._send(WorkerReport(None, further, reasons, self._counts, epoch=self._epoch))
+        ledger = self._ledger
+        if self._metrics or ledger.endings or ledger.succeeded or ledger.epoch != self._epoch:
+            self._send_all(self._metrics.take().within_bounds() if self._metrics else None, None)
 
     def send_event(self, event: WorkerEvent) -> None:
-        """Send an event, where nothing else reports it."""
-        self._send(self._report_of(event))
+        """Send an event, with what has ended before: a worker holds no prompt that it has dropped when it asks."""
+        self._send_all(None, event)
+
+    def _send_all(self, observations: Observations | None, event: WorkerEvent | None) -> None:
+        ledger = self._ledger
+        endings, ledger.endings = ledger.endings, []
+        succeeded, ledger.succeeded = ledger.succeeded, 0
+        self._epoch = ledger.epoch
+        *others, last = batched(endings, MOST_ENTRIES) if endings else [()]
+        for part in others:
+            self._send(WorkerReport(None, part, epoch=self._epoch))
+        self._send(WorkerReport(observations, last, event, succeeded, self._epoch))
 
     def send_last(self, event: WorkerEvent) -> None:
         """Send an event, and wait until the parent has it; see `RemoteSender.send_last`."""
-        self._sender.send_last(msgspec.msgpack.encode(self._report_of(event)))
-
-    def _report_of(self, event: WorkerEvent) -> WorkerReport:
-        return WorkerReport(None, (), self._reasons, self._count(), event, epoch=self._epoch)
-
-    def _count(self) -> list[int]:
-        return self._counters.counts() if self._counters is not None else []
+        self._sender.send_last(msgspec.msgpack.encode(WorkerReport(None, (), event, epoch=self._epoch)))
 
     def _send(self, report: WorkerReport) -> None:
         self._sender.send_telemetry(msgspec.msgpack.encode(report))

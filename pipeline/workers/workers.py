@@ -24,7 +24,7 @@ import anyio
 import anyio.to_thread
 from msgspec import structs
 
-from ..accounting.shared_counters import EndState
+from ..accounting.end_states import EndState
 from ..accounting.telemetry import WaitAggregator
 from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, ReceiveChannel, SendChannel
 from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
@@ -57,8 +57,8 @@ bound: a worker waits for its parent while that exists, and its feed waits for t
 model."""
 
 WORKER_DESCRIPTORS, FEED_DESCRIPTORS, SPARE_DESCRIPTORS = 5, 6, 5
-"""File descriptors of a worker in this process (pidfd, events, place, control connection, socket), of its feed, and of
-a stage while it starts one."""
+"""File descriptors of a worker in this process (pidfd, watch, place, control connection, socket), of its feed, and of a
+stage while it starts one."""
 
 MOST_JOINED = 16_384
 """Workers that may join a stage at a time; what the process may open bounds them before."""
@@ -90,25 +90,18 @@ class Workers:
         self._waits = WaitAggregator(context.metrics, node.name)
         """Receives their metrics."""
         self._ledger = context.ledger
-        assign = info_of(node.stage).assign if isinstance(on, Joining) and before is None else None
+        self._info = info = info_of(node.stage)
+        assign = info.assign if before is None else None
         self._assigned = assign is not None
         self._accounting = WorkerAccounting(
-            context.ledger, self._waits, counter, source=before is None and not self._assigned, assigned=self._assigned
+            context.ledger, self._waits, counter, source=before is None, assigned=self._assigned
         )
         self._feeder = None if before is None else _Feeder(before, self._accounting)
         """Sends records to them; None for a source."""
-        self._supervisor = Supervisor(node.name, on, self._accounting)
-        if isinstance(on, Joining):
-            ledger, accounting, feeder = context.ledger, self._accounting, self._feeder
-            self._supervisor = JoinedWorkers(
-                node.name,
-                on,
-                accounting,
-                prompts=None if assign is None else lambda: assign(ledger, lambda: accounting.groups_held),
-                groups_at_once=info_of(node.stage).groups_at_once,
-                feeder=feeder,
-                ledger=ledger,
-            )
+        supervisor = JoinedWorkers if isinstance(on, Joining) else Supervisor
+        self._supervisor: Supervisor = supervisor(
+            node.name, on, self._accounting, context.ledger, assign=assign, groups_at_once=info.groups_at_once
+        )
         self._accounting.on_unresponsive = self._supervisor.kill
         self._accounting.on_event = self._supervisor.handle
         self._spawning: Callable[[], AbstractAsyncContextManager[Spawner]]
@@ -145,9 +138,8 @@ class Workers:
     async def _in_processes(self, stack: AsyncExitStack) -> AnyReceiver:
         """Open the channel of workers in processes of this host."""
         receiver = await stack.enter_async_context(self._served("shm://"))
-        channels = self._channels(receiver.url)
-        node, accounting = self._node, self._accounting
-        self._spawning = lambda: ProcessSpawner(node.name, node.stage, channels, accounting)
+        self._supervisor.channels = self._channels(receiver.url)
+        self._spawning = lambda: ProcessSpawner(self._node.stage)
         return receiver
 
     async def _on_ray(self, stack: AsyncExitStack, on: Ray) -> AnyReceiver:
@@ -163,21 +155,13 @@ class Workers:
         elsewhere = await stack.enter_async_context(
             self._served(f"tcp://{bracketed(address)}:0", key=ChannelKey(secret))
         )
-        channels = structs.replace(self._channels(here.url), remote_url=elsewhere.url, key=secret.hex(), host=host)
-        receiver = MergedReceiver[Any]([here, elsewhere])
+        self._supervisor.channels = structs.replace(
+            self._channels(here.url), remote_url=elsewhere.url, key=secret.hex(), host=host
+        )
         if self._feeder is not None:
             self._feeder.key = ChannelKey(secret)
-        node, accounting = self._node, self._accounting
-        self._spawning = lambda: ray_spawner.RaySpawner(
-            node.name,
-            node.stage,
-            on=on,
-            channels=channels,
-            accounting=accounting,
-            reservation=reservation,
-            receiver=receiver,
-        )
-        return receiver
+        self._spawning = lambda: ray_spawner.RaySpawner(self._node.stage, on, reservation)
+        return MergedReceiver[Any]([here, elsewhere])
 
     async def _joined(self, stack: AsyncExitStack, on: Joining) -> AnyReceiver:
         """Open the channel of workers that join by themselves."""
@@ -187,7 +171,10 @@ class Workers:
         supervisor.digest = on.digest or await anyio.to_thread.run_sync(digest_of_main)
         receiver = await stack.enter_async_context(self._served(on.url, key=key, max_senders=MOST_JOINED))
         supervisor.receiver, supervisor.channels = receiver, self._channels(receiver.url)
+        if self._assigned and not self._info.nodes:  # sampled at a time, and sent and not yet received
+            self._accounting.most_held = self._info.groups_at_once + receiver.config.capacity
         if self._feeder is not None:
+            supervisor.feeder = self._feeder
             self._feeder.key, self._feeder.heartbeat_timeout_s = key, WORKER_HEARTBEAT_TIMEOUT_S
         self._spawning = lambda: nullcontext(supervisor)
         return receiver
@@ -230,7 +217,6 @@ class Workers:
 
     def _notify_of_step(self, step: int) -> None:
         """Notify the workers of a source of a step, also those none of whose trajectories it has trained."""
-        self._accounting.stepped(step)  # first: a worker reads it once it is connected
         if self._feeder is None:
             for peer in self._receiver.peers.values():
                 peer.stepped(step, self._ledger.published)
@@ -243,7 +229,6 @@ class Workers:
             inbox_capacity=self._node.capacity or REMOTE_CAPACITY,
             inbox_capacity_bytes=self._node.capacity_bytes or REMOTE_CAPACITY_BYTES,
             assigned=self._assigned,
-            per_step=round(self._ledger.trained_per_step or 0),
         )
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:

@@ -70,7 +70,12 @@ class Batcher:
 
     def stage_info(self) -> StageInfo:
         """State the largest group that fits, and the trajectories without which no batch ships."""
-        return StageInfo(takes_at_most_tokens=self.max_tokens, waits_for=self.sequences, fills_columns=())
+        return StageInfo(
+            takes_at_most_tokens=self.max_tokens,
+            waits_for=self.sequences,
+            fills_columns=(),
+            follows_trajectories=self.max_lag is not None,  # it counts the batches that wait to be trained
+        )
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrainBatch]) -> None:
         """Run the stage; see `Stage`.

@@ -19,7 +19,7 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._pipeline.accounting.shared_counters import EndState
+from ..._pipeline.accounting.end_states import EndState
 from ..._pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
 from ..._pipeline.durability.run_changes import StageFacts

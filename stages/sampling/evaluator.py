@@ -76,6 +76,7 @@ class Evaluator:
         """The number of prompts of each set."""
         self._next = 0
         """The next step that is evaluated."""
+        self._evaluating = anyio.Lock()
         self._reported = 0.0
         """When the progress was last reported."""
 
@@ -97,11 +98,12 @@ class Evaluator:
         await self.catch_up()
 
     async def catch_up(self) -> None:
-        """Evaluate the newest step that is due, if there is one."""
-        due = self._evaluation.newest_due(self._context.ledger.step)
-        if due >= self._next:
-            self._next = self._evaluation.next_due(due + 1)
-            await self._evaluate(due)
+        """Evaluate the newest step that is due, if there is one; wait for an evaluation that goes on."""
+        async with self._evaluating:
+            due = self._evaluation.newest_due(self._context.ledger.step)
+            if due >= self._next:
+                self._next = self._evaluation.next_due(due + 1)
+                await self._evaluate(due)
 
     async def follow(self) -> None:
         """Evaluate every step that is due, until cancelled; of several that are due at once the newest."""

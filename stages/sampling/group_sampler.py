@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._pipeline.accounting.end_states import EndState
 from ..._pipeline.accounting.epoch import Epoch
-from ..._pipeline.accounting.shared_counters import EndState
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.graph.context import Context, drop
 from ..._pipeline.util.repeated_errors import RepeatedErrors
@@ -33,11 +33,6 @@ log = get_logger("penstock.source_env")
 
 class _NothingSampled(Exception):
     """A rollout in which the policy sampled no token."""
-
-
-def number_of(instance_id: str) -> int:
-    """Return the number of a prompt of this name."""
-    return int(instance_id.rpartition(".")[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +127,7 @@ class GroupSampler:
     def _sampling(self, trajectory: TrajectoryId, turn: int) -> SamplingParams:
         """Return the parameters of a turn of a rollout, with a seed of its own if there is a seed."""
         sampling = self._params.sampling.at(turn)
-        return sampling.seeded_for(number_of(trajectory.instance_id), trajectory.repetition_id, turn)
+        return sampling.seeded_for(int(trajectory.instance_id), trajectory.repetition_id, turn)
 
     @property
     def _timed_out(self) -> TimeoutError:

@@ -1,6 +1,6 @@
 """LagLimiter: limits how far a source samples ahead, so that trajectories are not too old when they are trained.
 
-If an optimizer step trains p trajectories of this process, then one that is begun while n are in flight is trained
+If an optimizer step trains p trajectories, then one that is begun while n are in flight is trained
 about n / p steps later. So a group is begun only while n + group_size <= (max_lag + 1) · p; and always while n < p,
 because otherwise a step that lacks trajectories would wait for ever. p is a mean, and batches that are packed by tokens
 need more trajectories as completions get shorter: if no group is being sampled and no count has changed for the time of
@@ -10,13 +10,11 @@ two steps, the trainer is assumed to wait, and one more group is begun. Before t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import anyio
 
 from ..._pipeline.accounting.ledger import Ledger
 from ..._pipeline.accounting.telemetry import get_logger
+from ..._pipeline.graph.assignment import Samplers
 
 log = get_logger("penstock.pace")
 
@@ -40,30 +38,19 @@ class LagLimiter:
         max_lag: int | None,
         *,
         per_step: int | None = None,
-        sampling_elsewhere: Callable[[], int] = lambda: 0,
+        samplers: Samplers,
     ) -> None:
         self._ledger = ledger
         self._per_step = per_step
         """p, where it is given."""
         self._group_size = group_size
         self._max_lag = max_lag
-        self._sampling = 0
-        """Groups that are being sampled; while there are any, the trainer is not assumed to wait."""
-        self._sampling_elsewhere = sampling_elsewhere
-        """Returns the number of those that other processes sample."""
+        self._samplers = samplers
+        """Those who sample; while they hold groups, the trainer is not assumed to wait."""
         self._step = ledger.step
         self._step_began = anyio.current_time()
         self._step_s = 0.0
         """Duration of the last observed step; 0 before any."""
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Count a group as being sampled within the body."""
-        self._sampling += 1
-        try:
-            yield
-        finally:
-            self._sampling -= 1
 
     @property
     def limit(self) -> float | None:
@@ -97,7 +84,7 @@ class LagLimiter:
         if step > self._step:
             self._step_s = (now - self._step_began) / (step - self._step)
             self._step, self._step_began = step, now
-        return step, self._ledger.in_flight, self._sampling + self._sampling_elsewhere()
+        return step, self._ledger.in_flight, self._samplers.groups_held
 
     @property
     def _stall_timeout_s(self) -> float:

@@ -5,15 +5,16 @@ group. A rollout whose environment raises, or takes too long, is counted failed,
 smaller; an error of the policy ends the run. Sampling does not run ahead of the trainer: the next prompt waits
 for the channel's credit, the bound on concurrency and, where `max_lag` is given, the steps of the optimizer.
 
-A schedule is synchronous if all trajectories of an optimizer step are sampled with the weights of the step before it
-(`max_lag=0` and `step_groups`). Then prompts are begun in waves and sent in their order, so that neither depends on a
-clock: a run can be repeated bit for bit as far as its environment and its policy can.
+Prompts are assigned (`SourceEnv.assign`): by the pipeline to the workers, however many there are, or by the source to
+itself. A schedule is synchronous if all trajectories of an optimizer step are sampled with the weights of the step
+before it (`max_lag=0` and `step_groups`). Then the prompts of a step are assigned as one window, and sent in their
+order, so that neither depends on a clock: a run can be repeated bit for bit as far as its environment and policy can.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,16 +24,18 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from ..._pipeline.accounting.ledger import Ledger
+from ..._pipeline.accounting.repetition_sets import trajectories
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.channels.channel import SendChannel
 from ..._pipeline.durability.resumption import ResumePoint
 from ..._pipeline.durability.run_changes import StageFacts
 from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.graph.assignment import Assignment, Samplers
 from ..._pipeline.graph.context import Context, Worker, current
-from ..._pipeline.graph.stage_info import Assignment, StageInfo, tokenizer_of
+from ..._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.util.user_code import await_user, open_user
-from ..._schemas import GroupId, TrajectoryGroup, TrajectoryId
+from ..._schemas import GroupId, TrajectoryGroup
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..contracts.policies import Engine, FollowsWeights, Policy, Seeded, Tokenizer
 from ..contracts.prompts import identity_of
@@ -47,6 +50,8 @@ from .lag_limiter import LagLimiter
 from .turn_sampling import TurnSampling
 
 log = get_logger("penstock.source_env")
+
+ALONE = Worker()
 
 R = TypeVar("R")
 
@@ -101,11 +106,10 @@ class SourceEnv:
     """Prompts that the workers complete every few optimizer steps, without training on them."""
 
     def stage_info(self) -> StageInfo:
-        """State the bounds on groups and trajectories, the check of the worker count, tokenizers and columns."""
+        """State the bounds on groups and trajectories, the prompts, tokenizers and columns."""
         return StageInfo(
             sends_at_most_tokens=None if self.max_length is None else self.group_size * self.max_length,
             begins_at_most=self._begins_at_most,
-            check_workers=self.check_workers,
             assign=self.assign,
             groups_at_once=self.groups_at_once,
             tokenizers=tokenizer_of(self, self.chat, self.policy, self.make_env),
@@ -113,15 +117,29 @@ class SourceEnv:
             fills_columns=("behavior_logprobs", "token_rewards") if self.turn_rewards else ("behavior_logprobs",),
         )
 
-    async def assign(self, ledger: Ledger, sampling: Callable[[], int]) -> AsyncIterator[Assignment]:
-        """Admit the prompts of workers that are told which to sample, each when `max_lag` allows it; see `Assign`."""
+    async def assign(
+        self, ledger: Ledger, samplers: Samplers, worker: Worker = ALONE
+    ) -> AsyncIterator[Sequence[Assignment]]:
+        """Admit prompts, each when `max_lag` allows it, and yield them; see `Assign`.
+
+        In a synchronous schedule, a window has all prompts that may begin; the next one begins when all have arrived.
+        """
         per_step = None if self.step_groups is None else self.step_groups * self.group_size
-        limiter = LagLimiter(ledger, self.group_size, self.max_lag, per_step=per_step, sampling_elsewhere=sampling)
-        for number in self.numbers(Worker()):
-            await limiter.wait_for_slot()
-            group = GroupId(self.env_name, instance_id(number))
+        limiter = LagLimiter(ledger, self.group_size, self.max_lag, per_step=per_step, samplers=samplers)
+        window: list[Assignment] = []
+        for number in self.numbers(worker):
+            if not window:
+                if self.synchronous:
+                    await samplers.hold_none()
+                await limiter.wait_for_slot()
+            group = GroupId(self.env_name, str(number))
             ledger.admit(group, range(self.group_size))
-            yield Assignment(number, group, (1 << self.group_size) - 1)
+            window.append(Assignment(group, (1 << self.group_size) - 1))
+            if not self.synchronous or limiter.full:
+                yield window
+                window = []
+        if window:
+            yield window
 
     def facts(self) -> StageFacts:
         """Return the identity of its prompts and evaluations as fixed; reads all their rows."""
@@ -134,7 +152,7 @@ class SourceEnv:
 
     def resume_from(self, point: ResumePoint) -> SourceEnv:
         """Return the source of a resumed run: it samples the prompts that were not trained, also those begun before."""
-        numbers = [instance_id.rpartition(".")[2] for env, instance_id in point.committed if env == self.env_name]
+        numbers = [instance_id for env, instance_id in point.committed if env == self.env_name]
         known = np.array([int(number) for number in numbers if number.isdecimal()], np.int64)
         trained = np.zeros(known.max(initial=-1) + 1, np.bool_)
         trained[known] = True
@@ -197,8 +215,6 @@ class SourceEnv:
 
         Raises:
             InvalidPipeline: `make_env` returned no environment, or one that needs a tokenizer and has none.
-            InvalidConfig: `step_groups` cannot be shared among the workers, or exceeds the concurrency of a
-                synchronous schedule.
             Exception: raised by `make_env`, the policy or the channel.
         """
         context = current()
@@ -209,7 +225,7 @@ class SourceEnv:
             with context.watch_loop(self.rollout_timeout_s):
                 await _RolloutScheduler(self, begin, engine, outbox, context).work()
 
-    def evaluated(self, engine: Engine, worker: Worker, make_env: Callable[[], Environment], prompts: int) -> SourceEnv:
+    def evaluated(self, engine: Engine, make_env: Callable[[], Environment], prompts: int) -> SourceEnv:
         """Return the source of the completions of one set of `evaluation`; repeatable where this one is."""
         assert self.evaluation is not None  # noqa: S101 (called for it)
         samples, concurrency = self.evaluation.samples, max(self.concurrency, self.evaluation.samples)
@@ -221,7 +237,7 @@ class SourceEnv:
             sampling=self.evaluation.sampling,
             concurrency=concurrency,
             max_lag=0 if self.synchronous else None,
-            step_groups=concurrency // samples * worker.count if self.synchronous else None,
+            step_groups=concurrency // samples if self.synchronous else None,
             groups=prompts,
             first_task=0,
             trained=b"",
@@ -247,35 +263,6 @@ class SourceEnv:
             return None
         return (self.max_lag + 1) * self.step_groups * self.group_size
 
-    def per_step(self, worker: Worker) -> int | None:
-        """Return the number of trajectories of `worker` in a step, if it is fixed.
-
-        Raises:
-            InvalidConfig: see `run`.
-        """
-        self.check_workers(worker.count)
-        return None if self.step_groups is None else self.step_groups // worker.count * self.group_size
-
-    def check_workers(self, count: int) -> None:
-        """Check that `count` workers can share `step_groups`.
-
-        Raises:
-            InvalidConfig: see `run`.
-        """
-        if self.step_groups is None:
-            return
-        groups, left = divmod(self.step_groups, count)
-        if left:
-            raise InvalidConfig(
-                f"SourceEnv.step_groups: expected a multiple of the {count} workers, got {self.step_groups}: take "
-                f"{(groups + 1) * count} groups a step, or as many workers as divide {self.step_groups}"
-            )
-        if self.synchronous and groups * self.group_size > self.concurrency:
-            raise InvalidConfig(
-                f"SourceEnv.concurrency: expected at least {groups * self.group_size}, all that a worker samples for a "
-                f"step of a synchronous schedule, got {self.concurrency}"
-            )
-
     @property
     def env_name(self) -> str:
         """Return the environment's name in every id."""
@@ -285,7 +272,7 @@ class SourceEnv:
         return str(getattr(made_by, "__name__", type(made_by).__name__))
 
     def numbers(self, worker: Worker) -> Iterable[int]:
-        """Return the prompts that `worker` samples: every `worker.count`-th, so that no two workers share one.
+        """Return the prompts of an evaluation that `worker` samples, every `worker.count`-th; in training all of them.
 
         In a synchronous schedule no trajectory is in flight when a step is done: an untrained prompt before the last
         trained one was dropped.
@@ -315,13 +302,8 @@ async def _all(calls: Sequence[Callable[[], Awaitable[R]]]) -> list[R]:
     return [returned[place] for place in range(len(calls))]
 
 
-def instance_id(number: int, restart: int = 0) -> str:
-    """Return the name of prompt `number`: a worker that was restarted, and takes its prompts itself, uses others."""
-    return f"{restart}.{number}" if restart else str(number)
-
-
 class _RolloutScheduler:
-    """The rollouts of one run of a SourceEnv."""
+    """The rollouts of one run of a SourceEnv; its own `Samplers` where no pipeline assigns its prompts."""
 
     def __init__(
         self, source: SourceEnv, begin: TaskFn, engine: Engine, outbox: SendChannel[TrajectoryGroup], context: Context
@@ -333,54 +315,48 @@ class _RolloutScheduler:
         self._engine = engine
         self._outbox = outbox
         self._context = context
-        self._env = source.env_name
-        self._groups = anyio.Semaphore(source.groups_at_once)
-        """One permit for each group that is being sampled, or waits to be sent."""
-        self._assignments = context.assignments
-        limited = self._assignments is None
-        self._lag_limiter = LagLimiter(
-            context.ledger,
-            source.group_size,
-            source.max_lag if limited else None,
-            per_step=source.per_step(context.worker) if limited else None,
-        )
+        self._permits = anyio.Semaphore(source.groups_at_once)
+        """One for each group that is being sampled, or waits to be sent."""
+        self.groups_held: int = 0
+        """Groups that are being sampled."""
         self._evaluator: Evaluator | None = None
         if (evaluation := source.evaluation) is not None and context.worker.index < context.worker.count:
-            make_source = partial(source.evaluated, engine, context.worker)
+            make_source = partial(source.evaluated, engine)
             self._evaluator = Evaluator(evaluation, make_source, source.decodes_with, context, self._weights_arrived)
+
+    async def hold_none(self) -> None:
+        """Return: a window is sampled and sent before the next one is asked for."""
 
     async def work(self) -> None:
         with unwrap_first():
             if self._evaluator is not None:
                 await self._evaluator.begin()
-            if self._source.synchronous and self._assignments is None:
-                await self._in_waves()
-                return
             async with anyio.create_task_group() as evaluations:
                 if self._evaluator is not None:
                     evaluations.start_soon(await_user, self._evaluator.follow)
-                async with anyio.create_task_group() as groups:
-                    await self._begin(groups)
+                if self._source.synchronous:
+                    await self._sample_windows()
+                else:
+                    async with anyio.create_task_group() as groups:
+                        await self._sample_prompts(groups)
                 evaluations.cancel_scope.cancel()
 
-    async def _begin(self, groups: TaskGroup) -> None:
-        """Begin one group after another."""
-        async for group, number in self._prompts():
-            groups.start_soon(await_user, self._group, group, number)
+    async def _windows(self) -> AsyncIterator[Sequence[Assignment]]:
+        """Yield the prompts to sample, those of a window together, once the weights are here that they need."""
+        context = self._context
+        if context.assignments is None:
+            async for window in self._source.assign(context.ledger, self, context.worker):
+                await self._expect_weights()
+                yield window
+        else:
+            while window := await context.assignments.next():
+                await self._expect_weights()
+                yield window
 
-    async def _prompts(self) -> AsyncIterator[tuple[GroupId, int]]:
-        """Yield one prompt after another, each when there is a permit for its group and the lag limit allows it."""
-        if self._assignments is not None:
-            while True:
-                await self._groups.acquire()
-                if (number := await self._assignments.next()) is None:
-                    return
-                await self._may_begin()
-                yield GroupId(self._env, instance_id(number)), number
-        for number in self._source.numbers(self._context.worker):
-            await self._groups.acquire()
-            await self._may_begin()
-            yield self._admitted(number), number
+    async def _expect_weights(self) -> None:
+        """Wait for the published weights where lag is bounded: with older ones a group would exceed its bound."""
+        if self._source.max_lag is not None:
+            await self._weights_arrived()
 
     async def _weights_arrived(self) -> None:
         """Wait until the published weights are on this host."""
@@ -388,56 +364,43 @@ class _RolloutScheduler:
         if version is not None and isinstance(self._engine, FollowsWeights):
             await await_user(self._engine.arrived, version)
 
-    async def _may_begin(self) -> None:
-        """Wait until another group may be begun: with older weights than the published ones it would exceed its lag."""
-        await self._lag_limiter.wait_for_slot()
-        if self._source.max_lag is not None:
-            await self._weights_arrived()
+    # -- one prompt after another --------------------------------------------------------------------------------------
 
-    def _admitted(self, number: int) -> GroupId:
-        group = GroupId(self._env, instance_id(number, self._context.worker.restart))
-        self._context.ledger.admit(group, range(self._source.group_size))
-        return group
+    async def _sample_prompts(self, groups: TaskGroup) -> None:
+        """Begin one prompt after another, each when there is a permit for its group."""
+        await self._permits.acquire()
+        async for window in self._windows():
+            for prompt in window:
+                groups.start_soon(await_user, self._sample, prompt)
+                await self._permits.acquire()
 
-    def _ids(self, group: GroupId) -> list[TrajectoryId]:
-        return [TrajectoryId(*group, repetition) for repetition in range(self._source.group_size)]
-
-    async def _group(self, group: GroupId, number: int) -> None:
+    async def _sample(self, prompt: Assignment) -> None:
         """Sample a group and send it, holding its permit until it is sent."""
         try:
-            with self._lag_limiter.sampling():
-                began, ids = anyio.current_time(), self._ids(group)
+            self.groups_held += 1
+            try:
+                began, ids = anyio.current_time(), trajectories(*prompt)
+                number = int(prompt.group.instance_id)
                 rollouts = await self._sampler.rolled_out(ids, await self._sampler.begun(ids, number))
+            finally:
+                self.groups_held -= 1
             if rollouts:
-                await self._outbox.send(self._sampler.sampled(group, number, rollouts, began))
+                await self._outbox.send(self._sampler.sampled(prompt.group, number, rollouts, began))
         finally:
-            self._groups.release()
+            self._permits.release()
 
     # -- a synchronous schedule ----------------------------------------------------------------------------------------
 
-    async def _in_waves(self) -> None:
-        """Begin all prompts that the lag limit allows; begin the next wave when these are sent and it allows more."""
-        numbers = iter(self._source.numbers(self._context.worker))
-        while wave := await self._wave(numbers):
+    async def _sample_windows(self) -> None:
+        """Sample one window after another: begin all of its prompts, then all of its rollouts, and send in order."""
+        async for window in self._windows():
+            if self._evaluator is not None:
+                await self._evaluator.catch_up()
             began = anyio.current_time()
-            ids = [self._ids(group) for group, _ in wave]
-            begun = await _all(
-                [partial(self._sampler.begun, each, number) for each, (_, number) in zip(ids, wave, strict=True)]
-            )
+            ids = [trajectories(*prompt) for prompt in window]
+            numbers = [int(prompt.group.instance_id) for prompt in window]
+            begun = await _all([partial(self._sampler.begun, *each) for each in zip(ids, numbers, strict=True)])
             rolled_out = await _all([partial(self._sampler.rolled_out, *each) for each in zip(ids, begun, strict=True)])
-            for (group, number), rollouts in zip(wave, rolled_out, strict=True):
+            for prompt, number, rollouts in zip(window, numbers, rolled_out, strict=True):
                 if rollouts:
-                    await self._outbox.send(self._sampler.sampled(group, number, rollouts, began))
-
-    async def _wave(self, numbers: Iterator[int]) -> list[tuple[GroupId, int]]:
-        """Return the next prompts, as many as the lag limit allows; none if there are no more."""
-        wave: list[tuple[GroupId, int]] = []
-        for number in numbers:
-            if not wave:
-                await self._may_begin()
-                if self._evaluator is not None:
-                    await self._evaluator.catch_up()
-            wave.append((self._admitted(number), number))
-            if self._lag_limiter.full:
-                break
-        return wave
+                    await self._outbox.send(self._sampler.sampled(prompt.group, number, rollouts, began))

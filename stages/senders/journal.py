@@ -67,8 +67,8 @@ class Journal:
         raise TypeError("a Journal runs in the trainer's process: leave out on=processes(…)")
 
     def stage_info(self) -> StageInfo:
-        """State that no column is added."""
-        return StageInfo(fills_columns=())
+        """State that no column is added, and that records are kept until they are saved."""
+        return StageInfo(fills_columns=(), follows_trajectories=True)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. A record that was passed on is in the journal.
@@ -132,7 +132,7 @@ class _Writing:
         for record in records:
             fresh = exclude(record, self._context.ledger.known(record.id))
             if fresh is not None:
-                self._context.ledger.take_over(fresh)
+                self._context.ledger.hand_over(fresh)
                 admitted.append(fresh)
         return admitted
 

@@ -90,8 +90,8 @@ class SourceChannel:
         normalize_numbers(self, "absence_timeout_s", "heartbeat_timeout_s")
 
     def stage_info(self) -> StageInfo:
-        """State the tokenizer."""
-        return StageInfo(tokenizers=tokenizer_of(self))
+        """State the tokenizer, and that senders learn what was saved."""
+        return StageInfo(tokenizers=tokenizer_of(self), follows_trajectories=True)
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the source; see `Source`. After the stream, wait until all is saved and the members are notified.

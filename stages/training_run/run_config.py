@@ -337,11 +337,6 @@ class RunConfig(Config, frozen=True):
                 raise InvalidConfig(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
         if self.placement.ray is not None and self.placement.joining is not None:
             raise InvalidConfig("placement: expected either ray or joining, got both")
-        if self.placement.joining is None and self.algorithm.prompts % self.placement.samplers:
-            raise InvalidConfig(
-                f"placement: expected samplers that divide the {self.algorithm.prompts} prompts of a step, got "
-                f"{self.placement.samplers}"
-            )
 
     @property
     def run_folder(self) -> Path:

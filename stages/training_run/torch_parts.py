@@ -184,7 +184,7 @@ class RunParts:
     def source(self, policy: Policy) -> SourceEnv:
         """Return the source of groups for training."""
         config, algorithm = self.config, self.config.algorithm
-        per_sampler = algorithm.prompts // config.placement.samplers * algorithm.group_size
+        per_sampler = -(-algorithm.prompts // config.placement.samplers) * algorithm.group_size
         return SourceEnv(
             self.prompts(),
             policy,

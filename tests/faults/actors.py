@@ -207,7 +207,7 @@ class FaultInjector:
 
 def commit(ledger: Ledger, record: TrajectoryGroup) -> None:
     """Commit `record`, as after an optimizer step with it."""
-    ledger.take_over(record)
+    ledger.hand_over(record)
     ledger.commit(TrainBatch.pack([record]), ledger.step + 1)
 
 

@@ -114,7 +114,7 @@ async def consume(writers: list[int], groups: int) -> None:
         began = time.monotonic()
         async for record in inbox:
             checker.check(record)
-            ledger.take_over(record)
+            ledger.hand_over(record)
             ledger.end(record, "trained")
             del record
         took = time.monotonic() - began

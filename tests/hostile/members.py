@@ -69,7 +69,10 @@ class Member:
         """Return the number of a prompt; None where no more come."""
         self.report(Wants())
         instruction = await self.instruction()
-        return instruction.number if isinstance(instruction, Assigned) else None
+        if not isinstance(instruction, Assigned):
+            return None
+        ((prompt, _),) = instruction.prompts
+        return int(prompt.instance_id)
 
     async def sample(self) -> int | None:
         """Sample a prompt and send the group; return its number."""

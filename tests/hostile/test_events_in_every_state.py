@@ -18,7 +18,6 @@ from penstock._pipeline.workers.worker_messages import (
     Leaves,
     Left,
     Serving,
-    Starting,
     Wants,
     WorkerEvent,
 )
@@ -36,7 +35,6 @@ EVENTS: list[WorkerEvent] = [
     Leaves(),
     Left("forged"),
     Serving("tcp://127.0.0.1:1"),
-    Starting("forged"),
     Wants(),
 ]
 
@@ -111,7 +109,7 @@ async def test_an_event_is_refused_or_costs_nobody_else_anything(state: State) -
     assert set(run.trained) >= set(trained)
     assert run.balance.admitted == PROMPTS * 2
     assert run.balance.ended["trained"] == len(run.trained) * 2
-    assert run.balance.ended["lost"] <= 2 * 2  # what was assigned to members that asked for a prompt
+    assert run.balance.ended["lost"] <= 2 * 2  # what two members that had asked for a prompt left undone
 
 
 @pytest.mark.parametrize("state", [placed, at_work, leaving], ids=lambda state: state.__name__)

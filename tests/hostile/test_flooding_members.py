@@ -28,17 +28,17 @@ MOST_GROWTH = 256 * 2**20
 
 def gauges(flood: int) -> WorkerReport:
     """Return a report with as many metrics as a worker may have, of other names in each flood."""
-    return WorkerReport(Observations(gauges={f"{flood}/{n:05}" + "x" * 200: 0.0 for n in range(16_000)}), (), {})
+    return WorkerReport(Observations(gauges={f"{flood}/{n:05}" + "x" * 200: 0.0 for n in range(16_000)}), ())
 
 
 def unknown_ends(_: int) -> WorkerReport:
     ends = [Ending(numbered(10_000 + n).id, (0, 1), "failed", f"reason {n}") for n in range(2000)]
-    return WorkerReport(None, tuple(ends), {})
+    return WorkerReport(None, tuple(ends))
 
 
 FLOODED: dict[str, tuple[Callable[[int], WorkerReport], int, int]] = {
-    "telemetry": (lambda _: WorkerReport(Observations(totals={"x": 1.0}), (), {}), 20_000, 0),
-    "empty reports": (lambda _: WorkerReport(None, (), {}), 20_000, 0),
+    "telemetry": (lambda _: WorkerReport(Observations(totals={"x": 1.0}), ()), 20_000, 0),
+    "empty reports": (lambda _: WorkerReport(None, ()), 20_000, 0),
     "many metrics": (gauges, 10, 0),
     "unknown ends": (unknown_ends, 500, FLOODS),
 }

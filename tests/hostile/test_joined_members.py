@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import anyio
 import msgspec
@@ -34,7 +34,6 @@ from penstock._pipeline.workers.worker_messages import (
     WorkerEvent,
     WorkerReport,
 )
-from penstock.accounting import EndState
 from penstock.channels import connect
 from penstock.errors import NobodyListens
 from penstock.policies import NoOpPolicy
@@ -121,7 +120,7 @@ async def test_a_worker_without_a_place_may_send_nothing_else() -> None:
                 stranger.report(report)
                 await stranger.disconnected()
         async with member(run.url) as stranger:
-            observed = WorkerReport(Observations(totals={"forged": 1.0}), (), {}, event=Joins(DIGEST))
+            observed = WorkerReport(Observations(totals={"forged": 1.0}), (), Joins(DIGEST))
             stranger.send(msgspec.msgpack.encode(observed))
             await stranger.disconnected()
         await finish(run.url)
@@ -165,8 +164,7 @@ async def test_more_repetitions_of_a_prompt_than_were_assigned_cost_the_connecti
             await forger.disconnected()
         await finish(run.url)
 
-    assert run.balance.ended["lost"] == GROUP_SIZE
-    assert run.balance.ended["trained"] == (GROUPS - 1) * GROUP_SIZE
+    assert run.trained == list(range(GROUPS))  # what the forger held, too
 
 
 async def test_two_thousand_requests_for_prompts_get_no_more_than_a_worker_samples_at_once() -> None:
@@ -179,8 +177,7 @@ async def test_two_thousand_requests_for_prompts_get_no_more_than_a_worker_sampl
             assert greedy.instructions.qsize() <= CONCURRENCY // GROUP_SIZE
         await finish(run.url)
 
-    assert run.balance.ended["lost"] <= CONCURRENCY
-    assert run.balance.ended["trained"] + run.balance.ended["lost"] == GROUPS * GROUP_SIZE
+    assert run.balance.ended["trained"] == GROUPS * GROUP_SIZE
 
 
 async def test_a_worker_that_sends_nothing_gets_no_more_than_it_may_hold_and_goes_on_when_it_has_sent_some() -> None:
@@ -197,84 +194,37 @@ async def test_a_worker_that_sends_nothing_gets_no_more_than_it_may_hold_and_goe
             for number in held:
                 assert number is not None
                 await hoarder.sender.send(numbered(number))
-            number = (await hoarder.instruction()).number
-            await hoarder.sender.send(numbered(number))
+            ((prompt, _),) = (await hoarder.instruction()).prompts
+            await hoarder.sender.send(numbered(int(prompt.instance_id)))
             await hoarder.sample_all()
             await honest.sample_all()
 
     assert run.trained == list(range(GROUPS))
 
 
-COUNTS = 2 + len(get_args(EndState))
-"""What a worker counts: admitted, succeeded, and each end state, of which "trained" is the first."""
-
-
-def counts(**changes: int) -> list[int]:
-    made = [0] * COUNTS
-    for name, count in changes.items():
-        made[["admitted", "succeeded", *get_args(EndState)].index(name)] = count
-    return made
-
-
-FORGED_COUNTS: dict[str, Any] = {
-    "below 0": [[], {}, [-5] * COUNTS],
-    "that fit no word": [[], {}, counts(admitted=2**63)],
-    "of trained trajectories": [[], {}, counts(admitted=4, trained=2)],
-    "2^40 trained": [[], {}, counts(admitted=2**40, trained=2**40)],
-    "2^40 admitted": [[], {}, counts(admitted=2**40)],
-    "of more ends than admissions": [[], {}, counts(filtered=5)],
-    "too few": [[], {}, [1]],
-    "too many": [[], {}, list(range(100))],
-    "more reasons than ends": [[], {"failed": {"forged": 3}}, counts(admitted=3)],
-}
-
-
-@pytest.mark.parametrize("forged", FORGED_COUNTS.values(), ids=FORGED_COUNTS)
-async def test_counts_that_a_worker_cannot_have_cost_its_connection_and_count_nothing(forged: list[Any]) -> None:
-    with capture_logs() as logs:
-        async with running(Sample(0)) as run:
-            for number in range(2):
-                async with member(run.url, name=f"forger {number}") as forger:
-                    await forger.join()
-                    await forger.sender.send(numbered(number))
-                    forger.send(msgspec.msgpack.encode([None, *forged]))
-                    await forger.disconnected()
-            for number in (7, 8):
-                async with member(run.url, name="honest") as honest:
-                    await honest.join()
-                    await honest.sender.send(numbered(number))
-                    honest.report(Finished())
-
-    assert run.trained == [0, 1, 7, 8]  # what the forgers had sent before was received
-    assert run.balance.admitted == run.balance.ended["trained"] == 4 * GROUP_SIZE
-    assert sum(entry["event"] == "peer_rejected" for entry in logs) >= 2
-
-
-async def test_counts_that_fall_cost_the_connection() -> None:
+async def test_ends_that_a_worker_of_another_source_reports_are_counted() -> None:
     async with running(Sample(0)) as run:
-        async with member(run.url, name="forger") as forger:
-            await forger.join()
-            for admitted in (4, 3):
-                forger.send(msgspec.msgpack.encode([None, [], {}, counts(admitted=admitted)]))
-            await forger.disconnected()
         for number in range(2):
-            async with member(run.url, name="honest") as honest:
-                await honest.join()
-                await honest.sender.send(numbered(number))
-                honest.report(Finished())
+            async with member(run.url, name=f"member {number}") as one:
+                await one.join()
+                await one.sender.send(numbered(number))
+                unknown = Ending(numbered(9).id, (0,), "failed", "")
+                one.send(msgspec.msgpack.encode(WorkerReport(None, (unknown,))))
+                one.report(Finished())
 
-    assert run.balance.ended["lost"] == 4
-    assert run.balance.ended["trained"] == 2 * GROUP_SIZE
+    assert run.trained == [0, 1]
+    assert run.balance.ended["failed"] == 2
+    assert run.balance.admitted == 2 * GROUP_SIZE + 2
 
 
 FORGED_REPORTS = {
-    "trained": WorkerReport(None, (Ending(numbered(0).id, (0, 1), "trained", ""),), {}),  # type: ignore[arg-type]
-    "an evaluation of another worker": WorkerReport(Observations(evaluations=[EvaluationPart(0, 7, 8)]), (), {}),
-    "an evaluation of a later step": WorkerReport(Observations(evaluations=[EvaluationPart(2**62, 0, 1)]), (), {}),
+    "trained": WorkerReport(None, (Ending(numbered(0).id, (0, 1), "trained", ""),)),  # type: ignore[arg-type]
+    "an evaluation of another worker": WorkerReport(Observations(evaluations=[EvaluationPart(0, 7, 8)]), ()),
+    "an evaluation of a later step": WorkerReport(Observations(evaluations=[EvaluationPart(2**62, 0, 1)]), ()),
     "a path in place of a URL": WorkerReport.of(Serving("shm:///dev/shm/other")),
     "a second place": WorkerReport.of(Joins(DIGEST)),
-    "too many metrics": WorkerReport(Observations(gauges={str(n): 0.0 for n in range(20_000)}), (), {}),
-    "a name that is too long": WorkerReport(Observations(gauges={"x" * 10_000: 0.0}), (), {}),
+    "too many metrics": WorkerReport(Observations(gauges={str(n): 0.0 for n in range(20_000)}), ()),
+    "a name that is too long": WorkerReport(Observations(gauges={"x" * 10_000: 0.0}), ()),
 }
 
 
@@ -303,7 +253,6 @@ async def test_texts_of_a_worker_are_escaped_in_logs_and_reports() -> None:
 
     assert any("\\x1b[2J" in str(entry) for entry in logs)
     assert not any("\x1b" in str(value) for entry in logs for value in entry.values())
-    assert not any("\x1b" in reason for reason in run.balance.reasons["lost"])
 
 
 async def test_metrics_of_a_worker_may_grow_to_a_bound_only() -> None:
@@ -312,7 +261,7 @@ async def test_metrics_of_a_worker_may_grow_to_a_bound_only() -> None:
             await forger.join()
             for part in range(10):
                 gauges = {f"{part}/{n}": 0.0 for n in range(4000)}
-                forger.send(msgspec.msgpack.encode(WorkerReport(Observations(gauges=gauges), (), {})))
+                forger.send(msgspec.msgpack.encode(WorkerReport(Observations(gauges=gauges), ())))
             await forger.disconnected()
         await finish(run.url)
 

@@ -221,7 +221,7 @@ async def test_a_trained_record_is_rejected_when_its_source_sends_it_again(tmp_p
     async with Run(tmp_path, restored(RECORDS[0])) as run:
         run.commit(await run.out.receive())
         for record in RECORDS[:3]:
-            if not run.ledger.take_over(record):  # as from a worker
+            if not run.ledger.hand_over(record):  # as from a worker
                 await run.feed.send(record)
         assert names(await run.rest()) == [2]
 

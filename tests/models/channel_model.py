@@ -4,21 +4,22 @@ Two producers with a segment of three slots each send to one receiver. A produce
 descriptors travel in order; the receiver leases, trains, and lets go in any order; releases travel back. Any producer
 may be killed between any two steps, with what its socket had not carried yet, and is started anew with a segment of its
 own; the receiver may be killed as well. What a `Line` does around the table is what `SlotWriter`, `SenderConnection`
-and `RemoteReceiver` do, without their sockets; the accounting is that of `WorkerAccounting`, without its pages.
+and `RemoteReceiver` do, without their sockets; the accounting is what `WorkerAccounting` does around the
+ledger.
 
 A rule is checked in every state; RULES lists them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import NamedTuple
 
 from tests.models.explore import Broken, Moments, Step, explore, hold
 
-from penstock import GroupId, TrainBatch, TrajectoryGroup
-from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
+from penstock import TrainBatch, TrajectoryGroup
+from penstock._pipeline.accounting.end_states import EndState
 from penstock._pipeline.channels.slots import SlotTable, Span
 from penstock.accounting import Ledger
 from penstock.errors import LedgerImbalance, PenstockError, StaleDescriptor
@@ -199,17 +200,15 @@ class Line:
         del self.spans[span.sequence]
         self.closed.add((start, generation))
 
-    def learn(self) -> Step:
+    def learn(self) -> None:
         """Let the producer notice the receiver's death: releases in transit are lost."""
         self.settled = True
-        return ("lose",)
 
-    def crash(self, wire_type: int) -> Step:
+    def crash(self, wire_type: int) -> None:
         """Kill the producer."""
         self.alive = False
         self.wire = self.wire[:wire_type]
         self.outgoing, self.back = [], []
-        return ("worker_dies",)
 
     # -- the receiver ------------------------------------------------------------------------------------------------
 
@@ -342,100 +341,76 @@ def _batch(worker: Worker, sequence: int) -> TrainBatch:
     return TrainBatch.pack([_record(worker, sequence)])
 
 
+def _is_assigned(worker: Worker) -> bool:
+    """Return whether a producer is told what to sample: then its records are in flight from the beginning.
+
+    The records of the others are admitted as they arrive. Each kind is one of two producers.
+    """
+    place, _ = worker
+    return place == 0
+
+
 class _Accounting:
-    """The ledgers of all processes, and a plain record of the events."""
+    """The ledger of the run, in the receiver's process, and a plain record of the events."""
 
     def __init__(self, ledger: type[Ledger] = Ledger) -> None:
-        self._ledger = ledger
-        self.trainer: Ledger | None = ledger()
-        self.workers: dict[Worker, Ledger] = {}
-        """The ledgers of live workers."""
-        self._pages: dict[Worker, SharedCounters] = {}
+        self.ledger: Ledger | None = ledger()
+        """None once the receiver has died."""
         self.outcomes: dict[tuple[Worker, int], EndState | None] = {}
         """The end state of each admitted trajectory; None while it is in flight."""
         self.taken: set[tuple[Worker, int]] = set()
-        """Trajectories that the trainer took over."""
-
-    def open(self, worker: Worker) -> None:
-        """Start a worker."""
-        page = bytearray(COUNTERS_BYTES)
-        self.workers[worker] = self._ledger(SharedCounters(page))
-        self._pages[worker] = SharedCounters(page)
-        if self.trainer is not None:
-            self.trainer.attach_counters(self._pages[worker])
+        """Trajectories that were received."""
 
     def admit(self, worker: Worker, sequence: int) -> None:
-        """Sample in a worker."""
-        self.workers[worker].admit(_record(worker, sequence).id, [0])
-        self.outcomes[worker, sequence] = None
+        """Begin to sample in a worker."""
+        if self.ledger is not None and _is_assigned(worker):
+            self.ledger.admit(_record(worker, sequence).id, [0])
+            self.outcomes[worker, sequence] = None
 
     def take(self, worker: Worker, sequence: int) -> None:
-        """Receive in the trainer's process."""
-        assert self.trainer is not None
-        self.trainer.take_over(_record(worker, sequence), partial(self._report, worker), self._pages[worker])
+        """Receive."""
+        assert self.ledger is not None
+        if not _is_assigned(worker):
+            hold(ONCE, not self.ledger.hand_over(_record(worker, sequence)), f"{worker}, record {sequence}")
+            self.outcomes[worker, sequence] = None
         self.taken.add((worker, sequence))
 
-    def _report(self, worker: Worker, name: GroupId, mask: int, state: EndState, step: int) -> None:
-        if worker in self.workers:
-            self.workers[worker].settle(name, mask, state, step)
-
     def train(self, worker: Worker, sequence: int) -> None:
-        """Commit in the trainer's process."""
-        assert self.trainer is not None
+        """Commit."""
+        assert self.ledger is not None
         try:
-            self.trainer.commit(_batch(worker, sequence), 1)
+            self.ledger.commit(_batch(worker, sequence), 1)
         except LedgerImbalance as error:
             raise expected("commit", error) from error
         self.outcomes[worker, sequence] = "trained"
 
-    def worker_dies(self, worker: Worker) -> None:
-        """Remove a dead worker's ledger; its page stays."""
-        del self.workers[worker]
-
     def close(self, worker: Worker) -> None:
-        """Settle a dead worker: all its records were received; trajectories of its page beyond them are lost."""
-        assert self.trainer is not None
-        self.trainer.detach_counters(self._pages.pop(worker), "lost", "killed")
-        self._lost(worker)
-
-    def _lost(self, worker: Worker) -> None:
+        """Settle a dead worker: all its records were received; what it was told to sample beyond them is lost."""
+        assert self.ledger is not None
         for (owner, sequence), outcome in self.outcomes.items():
             if owner == worker and outcome is None and (owner, sequence) not in self.taken:
+                self.ledger.end(_record(worker, sequence), "lost", "killed")
                 self.outcomes[owner, sequence] = "lost"
 
-    def trainer_dies(self) -> None:
-        """Remove the trainer's ledger: its trajectories are unaccounted until their workers notice."""
-        self.trainer = None
+    def receiver_dies(self) -> None:
+        """Remove the ledger, with its process."""
+        self.ledger = None
         self.taken = set()
-
-    def lose(self, worker: Worker) -> None:
-        """Let a worker notice that its receiver died."""
-        self.workers[worker].end_all("lost", "the receiver died")
-        self._lost(worker)
 
     def check(self) -> None:
         """Check the rules that hold in every state."""
-        for ledger in filter(None, [self.trainer, *self.workers.values()]):
-            balance = ledger.balance()
-            hold(BALANCE, balance.balanced and balance.in_flight >= 0, balance)
-        if self.trainer is not None:
-            self._check_truth(self.trainer, list(self.outcomes.values()))
-        for worker, ledger in self.workers.items():
-            own: list[EndState | None] = [outcome for (owner, _), outcome in self.outcomes.items() if owner == worker]
-            self._check_truth(ledger, own)
-
-    def _check_truth(self, ledger: Ledger, outcomes: Sequence[EndState | None]) -> None:
-        balance = ledger.balance()
+        if self.ledger is None:
+            return
+        balance, outcomes = self.ledger.balance(), list(self.outcomes.values())
+        hold(BALANCE, balance.balanced and balance.in_flight >= 0, balance)
         found = balance.admitted, balance.in_flight, balance.ended["trained"], balance.ended["lost"]
         truth = len(outcomes), outcomes.count(None), outcomes.count("trained"), outcomes.count("lost")
         hold(TRUTH, found == truth, f"{balance}, but {truth} were admitted, in flight, trained and lost")
 
     def check_rest(self) -> None:
         """Check the rules that hold when no step is possible."""
-        for worker, ledger in self.workers.items():
-            hold(ENDED, ledger.in_flight == 0, f"{worker}: {ledger!r}")
-        if self.trainer is not None:
-            hold(ENDED, self.trainer.balance().in_flight == 0, repr(self.trainer))
+        if self.ledger is not None:
+            hold(ENDED, self.ledger.in_flight == 0, repr(self.ledger))
 
 
 class State(NamedTuple):
@@ -476,8 +451,6 @@ class Channel:
         self._checked: set[int] = set()
         """States of the accounting that were checked."""
         accounting = self._accounting.first(partial(_Accounting, ledger))
-        for place in range(producers):
-            accounting = self._accounting.after(accounting, ("open", (place, 0)))[0]
         self.start = State(((self._firsts[0],),) * producers, accounting, receiver=True)
 
     def search(self) -> int:
@@ -528,12 +501,11 @@ class Channel:
 
     def _restarted(self, state: State, place: int) -> State:
         lines = (*state.lines[place], self._firsts[len(state.lines[place])])
-        accounting = self._accounting.after(state.accounting, ("open", (place, len(lines) - 1)))[0]
-        return State((*state.lines[:place], lines, *state.lines[place + 1 :]), accounting, state.receiver)
+        return State((*state.lines[:place], lines, *state.lines[place + 1 :]), state.accounting, state.receiver)
 
     def _receiver_died(self, state: State) -> State:
         lines = tuple(tuple(self._lines.after(line, ("receiver_dies",))[0] for line in each) for each in state.lines)
-        return State(lines, self._accounting.after(state.accounting, ("trainer_dies",))[0], receiver=False)
+        return State(lines, self._accounting.after(state.accounting, ("receiver_dies",))[0], receiver=False)
 
     def _check(self, state: State) -> None:
         if state.accounting not in self._checked:

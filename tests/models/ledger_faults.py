@@ -6,37 +6,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
-from penstock._pipeline.accounting.ledger import Origin
-from penstock._pipeline.accounting.shared_counters import EndState, SharedCounters
+from penstock._pipeline.accounting.end_states import EndState
 from penstock.accounting import CommittedPrompts, Ledger
 from penstock.errors import LedgerImbalance
 
 __all__ = [
     "AdmitsAgain",
-    "AllowancesAreNotFreed",
-    "ClosesTwice",
+    "ArrivalsAreNotAdmitted",
     "CommitsAgain",
     "CommitsHalf",
     "CommitsTheLastPiece",
-    "CopiesAreNotReported",
-    "CopiesAreTheWorkers",
+    "CopiesAreNotCounted",
     "DeadWorkersAreForgotten",
     "EndsCountTwice",
     "EndsWhatHasEnded",
     "FailedSendsCount",
     "ForgetsWhatWasTrained",
     "LosesNothing",
-    "ReportsAreIgnored",
     "SendsCopies",
-    "SettlesWithoutCounting",
-    "TakesCopies",
-    "TakesOverWithoutReporting",
+    "SuccessesAreForgotten",
+    "UnsentIsForgotten",
+    "UnsentIsNotAdmitted",
+    "UnsentMayBeAnothers",
 ]
 
 
@@ -47,55 +43,12 @@ class EndsCountTwice(Ledger):
         super()._count(state, reason, 2 * count)
 
 
-class TakesOverWithoutReporting(Ledger):
-    """Trajectories taken over from a worker count as in flight in both processes."""
-
-    def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
-        refused = super().take_over(record, origin, counters)
-        if counters is not None:
-            counters.taken_over -= len(record)
-        return refused
-
-
-class TakesCopies(Ledger):
-    """Trajectories in flight are taken over again."""
-
-    def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
-        super().take_over(record, origin, counters)
-        return 0
-
-
 class SendsCopies(Ledger):
     """Trajectories that were handed over are sent again."""
 
     def hand_over(self, record: Any) -> int:
         super().hand_over(record)
         return 0
-
-
-class CopiesAreTheWorkers(Ledger):
-    """A copy is refused, and left in the counters of its worker."""
-
-    def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
-        refused = super().take_over(record, origin, counters)
-        if counters is not None:
-            counters.taken_over -= refused.bit_count()
-        return refused
-
-
-class CopiesAreNotReported(Ledger):
-    """A refused copy is not reported to its worker."""
-
-    def take_over(self, record: Any, origin: Origin | None = None, counters: SharedCounters | None = None) -> int:
-        entered = False
-
-        def report_later(*ended: Any) -> None:
-            if entered and origin is not None:
-                origin(*ended)
-
-        refused = super().take_over(record, report_later, counters)
-        entered = True
-        return refused
 
 
 class FailedSendsCount(Ledger):
@@ -114,48 +67,6 @@ class AdmitsAgain(Ledger):
         if not new:
             self._admitted += len(listed)
         return len(listed)
-
-
-class ReportsAreIgnored(Ledger):
-    """The counters of a worker are not read."""
-
-    def attach_counters(self, counters: SharedCounters) -> None:
-        super().attach_counters(SharedCounters(bytearray(counters._words.nbytes)))
-
-
-class DeadWorkersAreForgotten(Ledger):
-    """Trajectories of a dead worker are forgotten."""
-
-    def detach_counters(self, counters: SharedCounters, state: EndState, reason: str) -> int:
-        self._worker_counters = [each for each in self._worker_counters if each is not counters]
-        return 0
-
-
-class ClosesTwice(Ledger):
-    """A worker that died twice lost twice."""
-
-    def detach_counters(self, counters: SharedCounters, state: EndState, reason: str) -> int:
-        closed = super().detach_counters(counters, state, reason)
-        if not closed and counters not in self._worker_counters:
-            self._count(state, reason, 1)
-            self._admitted += 1
-        return closed
-
-
-class AllowancesAreNotFreed(Ledger):
-    """An end that is reported to a worker frees no allowance."""
-
-    def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
-        self.step = max(self.step, step)
-
-
-class SettlesWithoutCounting(Ledger):
-    """An end that is reported to a worker removes the trajectory, and is not counted."""
-
-    def settle(self, group: GroupId, mask: int, state: EndState, step: int) -> None:
-        before = deepcopy(self._ends)
-        super().settle(group, mask, state, step)
-        self._ends = before
 
 
 class EndsWhatHasEnded(Ledger):
@@ -213,4 +124,60 @@ class LosesNothing(Ledger):
     """Trajectories in flight at the end of a run stay in flight."""
 
     def end_all(self, state: EndState, reason: str) -> int:
-        return sum(self.detach_counters(counters, state, reason) for counters in list(self._worker_counters))
+        return 0
+
+
+class DeadWorkersAreForgotten(Ledger):
+    """Trajectories of a dead worker are forgotten."""
+
+    def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
+        if state != "lost":
+            super().end(what, state, reason)
+
+
+class ArrivalsAreNotAdmitted(Ledger):
+    """Trajectories that were not admitted before they arrive never are."""
+
+    def hand_over(self, record: TrajectoryGroup | TrainBatch) -> int:
+        before = self._admitted
+        refused = super().hand_over(record)
+        self._admitted = before
+        return refused
+
+
+class CopiesAreNotCounted(Ledger):
+    """A refused copy has no end."""
+
+    def _reject_copies(self, group: GroupId, copies: int) -> None:
+        """Do nothing."""
+
+
+class UnsentIsForgotten(Ledger):
+    """What a worker drops before it is sent is not counted."""
+
+    def end_unsent(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
+        """Do nothing."""
+
+
+class UnsentIsNotAdmitted(Ledger):
+    """What a worker drops before it is sent ends, and was never admitted."""
+
+    def end_unsent(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
+        before = self._admitted
+        super().end_unsent(group, mask, state, reason)
+        self._admitted = before
+
+
+class UnsentMayBeAnothers(Ledger):
+    """What a worker drops counts, though another one has sent it."""
+
+    def end_unsent(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
+        self._admitted += mask.bit_count()
+        self._count(state, reason, mask.bit_count())
+
+
+class SuccessesAreForgotten(Ledger):
+    """A rollout that succeeded is not counted."""
+
+    def succeed(self, count: int = 1) -> None:
+        """Do nothing."""

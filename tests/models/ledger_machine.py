@@ -1,14 +1,15 @@
-"""`Ledger` and `SharedCounters` against a list of deliveries, with the place and the end state of each.
+"""`Ledger` against a list of deliveries, with the place and the end state of each.
 
-Workers sample, fail, send and are killed; the trainer's process receives, ends, commits and tells. A worker hears of
-ends late, and its page outlives it. The same trajectory may be sampled by several, and sent twice.
+A source, or the pipeline for a worker that it tells what to sample, admits trajectories and hands them over. Those of
+other workers are admitted when they arrive, or when their worker reports that it has dropped them. The same trajectory
+may be sampled by several, and sent twice.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,47 +19,28 @@ from tests.models.explore import Broken, hold
 from tests.models.machine import PICKS, any_of, is_broken
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
-from penstock._pipeline.accounting.repetition_sets import iter_bits, mask_of
-from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, UNREPORTED, EndState, SharedCounters
+from penstock._pipeline.accounting.end_states import EndState
+from penstock._pipeline.accounting.repetition_sets import iter_bits
 from penstock.accounting import Balance, Ledger
 from penstock.errors import LedgerImbalance
 from penstock.testing import group
 
 __all__ = ["LEDGER_RULES", "LedgerMachine"]
 
-BALANCED = "admitted = ended + in flight, at any moment and in every process"
+BALANCED = "admitted = ended + in flight, at any moment"
 TRUE = "the ledger has the right numbers of admitted and ended trajectories and of those in flight, with reasons"
 OPEN = "the ledger knows the trajectories in flight and the trained ones"
-PACED = "a worker's allowance is free again when an end was reported to it"
+PROGRESS = "the counts of progress are those of the ends, and of the rollouts that succeeded"
 ONE_END = "a trajectory ends once"
 ONE_COMMIT = "a trajectory is trained at most once"
 NEW = "a trajectory in flight is not admitted again"
 COPIES = "of two deliveries of a trajectory the first passes, and the other is rejected on arrival"
 
-LEDGER_RULES = (BALANCED, TRUE, OPEN, PACED, ONE_END, ONE_COMMIT, NEW, COPIES)
+LEDGER_RULES = (BALANCED, TRUE, OPEN, PROGRESS, ONE_END, ONE_COMMIT, NEW, COPIES)
 
-ENDS = st.sampled_from(["filtered", "stale", "rejected", "failed"])
-PLACES = 2
-"""Workers at the same time."""
+ENDS = st.sampled_from(["filtered", "stale", "rejected", "failed", "lost"])
 
 BEFORE = GroupId("test", "trained by the run before")
-
-
-@dataclass(eq=False)
-class Worker:
-    """A worker's process, and its channel to the trainer's."""
-
-    name: str
-    ledger: Ledger
-    account: SharedCounters
-    """The trainer's view of its page."""
-    alive: bool = True
-    wire: deque[list[Tracked]] = field(default_factory=deque)
-    """Groups in transit."""
-    unread: deque[tuple[GroupId, int, EndState, int]] = field(default_factory=deque)
-    """Ends in transit to the worker."""
-    allowance: set[TrajectoryId] = field(default_factory=set)
-    """Trajectories in flight, as far as the worker knows."""
 
 
 @dataclass(eq=False)
@@ -66,9 +48,8 @@ class Tracked:
     """One delivery of a trajectory, and its place."""
 
     one: TrajectoryId
-    worker: Worker | None
     place: str
-    """worker, wire, trainer, or ended."""
+    """begun, sent, or ended: the first two are in flight."""
     state: EndState | None = None
     reason: str = ""
 
@@ -80,29 +61,18 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trainer = type(self).ledger()
-        self.trainer.restore({BEFORE: 0b11}, 0)
+        self.run = type(self).ledger()
+        self.run.restore({BEFORE: 0b11}, 0)
         self.trained_before = set(_ids(BEFORE, 0b11))
-        self.workers: list[Worker] = []
         self.trajectories: list[Tracked] = []
         self.prompts = 0
-        self.started = 0
-        for _ in range(PLACES):
-            self._start()
+        self.succeeded = 0
 
-    def _start(self) -> None:
-        page, name = bytearray(COUNTERS_BYTES), f"worker {self.started}"
-        worker = Worker(name, type(self).ledger(SharedCounters(page)), SharedCounters(page))
-        self.trainer.attach_counters(worker.account)
-        self.workers.append(worker)
-        self.started += 1
+    def _at(self, *places: str) -> list[Tracked]:
+        return [trajectory for trajectory in self.trajectories if trajectory.place in places]
 
-    def _at(self, place: str, worker: Worker | None = None) -> list[Tracked]:
-        return [
-            trajectory
-            for trajectory in self.trajectories
-            if trajectory.place == place and worker in {None, trajectory.worker}
-        ]
+    def _in_flight(self) -> list[Tracked]:
+        return self._at("begun", "sent")
 
     def _new_prompt(self) -> GroupId:
         self.prompts += 1
@@ -110,14 +80,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _end(self, trajectory: Tracked, state: EndState, reason: str) -> None:
         hold(ONE_END, trajectory.place != "ended", trajectory.one)
-        here = trajectory.place == "trainer" or (trajectory.place == "wire" and state == "rejected")
-        if here and trajectory.worker is not None:
-            reports = [end for end in trajectory.worker.unread if end[0] == trajectory.one.group and end[2] == state]
-            hold(
-                PACED,
-                any(mask >> trajectory.one.repetition_id & 1 for _, mask, _, _ in reports),
-                f"{trajectory.one} is not reported",
-            )
         trajectory.place, trajectory.state, trajectory.reason = "ended", state, reason
 
     def _trained(self) -> set[TrajectoryId]:
@@ -125,242 +87,167 @@ class LedgerMachine(RuleBasedStateMachine):
             trajectory.one for trajectory in self.trajectories if trajectory.state == "trained"
         } | self.trained_before
 
-    def _why_a_copy(self, one: TrajectoryId) -> str:
-        """Return the reason for which the trainer's ledger refuses it now; empty if it does not."""
-        if one in self._trained():
-            return "trained already"
-        return "in flight already" if any(trajectory.one == one for trajectory in self._at("trainer")) else ""
-
-    # -- in a worker -------------------------------------------------------------------------------------------------
-
-    def _alive(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.alive]
-
-    @rule(pick=PICKS, size=st.integers(1, 3))
-    def admit(self, pick: int, size: int) -> None:
-        worker, name = any_of(self._alive(), pick), self._new_prompt()
-        hold(NEW, worker.ledger.admit(name, range(size)) == size, name)
-        self._entered(worker, _ids(name, (1 << size) - 1))
-
-    def _entered(self, worker: Worker, ids: list[TrajectoryId]) -> None:
-        worker.allowance.update(ids)
-        self.trajectories += [Tracked(one, worker, "worker") for one in ids]
-
-    @rule(pick=PICKS)
-    def admit_what_was_before(self, pick: int) -> None:
-        """Admit a trajectory that another worker, this one, or the run before has sampled."""
-        worker, one = any_of(self._alive(), pick), any_of(self._ever(), pick)
-        new = [] if one in worker.allowance else [one]
-        hold(NEW, worker.ledger.admit(one.group, [one.repetition_id]) == len(new), one)
-        self._entered(worker, new)
-
-    def _sampling(self) -> list[Tracked]:
-        """Return the trajectories in live workers."""
-        return [
-            trajectory for trajectory in self._at("worker") if trajectory.worker is not None and trajectory.worker.alive
-        ]
-
     def _ever(self) -> list[TrajectoryId]:
         return sorted({trajectory.one for trajectory in self.trajectories} | self.trained_before)
 
-    @precondition(lambda self: self._sampling())
-    @rule(pick=PICKS, state=ENDS, reason=st.sampled_from(["timeout", "too long"]))
-    def end_in_the_worker(self, pick: int, state: EndState, reason: str) -> None:
-        trajectory = any_of(self._sampling(), pick)
-        assert trajectory.worker is not None
-        trajectory.worker.ledger.end([trajectory.one], state, reason)
-        trajectory.worker.allowance.remove(trajectory.one)
-        self._end(trajectory, state, UNREPORTED)
+    def _here(self) -> list[TrajectoryId]:
+        return [trajectory.one for trajectory in self._in_flight()]
 
-    @precondition(lambda self: self._sampling())
-    @rule(pick=PICKS, fails_first=st.booleans())
-    def send(self, pick: int, *, fails_first: bool) -> None:
-        """Send a worker's remaining trajectories of a prompt as one group, at the first or the second attempt."""
-        trajectory = any_of(self._sampling(), pick)
-        worker = trajectory.worker
-        assert worker is not None
-        together = [each for each in self._at("worker", worker) if each.one.group == trajectory.one.group]
-        record = _record(together)
-        hold(COPIES, not worker.ledger.hand_over(record), record)
+    def _of_prompt(self, trajectory: Tracked, *, whole: bool) -> list[Tracked]:
+        """Return `trajectory` alone, or all of its prompt at the same place."""
+        if not whole:
+            return [trajectory]
+        return [each for each in self._at(trajectory.place) if each.one.group == trajectory.one.group]
+
+    def _why_a_copy(self, one: TrajectoryId) -> str:
+        """Return the reason for which the ledger refuses it now; empty if it does not."""
+        if one in self._trained():
+            return "trained already"
+        return "in flight already" if any(trajectory.one == one for trajectory in self._at("sent")) else ""
+
+    # -- before it is sent -------------------------------------------------------------------------------------------
+
+    @rule(size=st.integers(1, 3))
+    def admit(self, size: int) -> None:
+        name = self._new_prompt()
+        hold(NEW, self.run.admit(name, range(size)) == size, name)
+        self.trajectories += [Tracked(one, "begun") for one in _ids(name, (1 << size) - 1)]
+
+    @precondition(lambda self: set(self._ever()) - self._trained())
+    @rule(pick=PICKS)
+    def admit_what_was_before(self, pick: int) -> None:
+        """Admit a trajectory that is in flight, or that ended otherwise than trained."""
+        one = any_of(sorted(set(self._ever()) - self._trained()), pick)
+        new = [] if one in self._here() else [Tracked(one, "begun")]
+        hold(NEW, self.run.admit(one.group, [one.repetition_id]) == len(new), one)
+        self.trajectories += new
+
+    @precondition(lambda self: self._at("begun"))
+    @rule(pick=PICKS, fails_first=st.booleans(), whole=st.booleans())
+    def send(self, pick: int, *, fails_first: bool, whole: bool) -> None:
+        """Send begun trajectories of a prompt as one group, at the first or the second attempt."""
+        together = self._of_prompt(any_of(self._at("begun"), pick), whole=whole)
+        record = _record([each.one for each in together])
+        self._hand_over(record)
         if fails_first:
-            worker.ledger.take_back(record)
-            hold(COPIES, not worker.ledger.hand_over(record), record)
-        worker.wire.append(together)
+            self.run.take_back(record)
+            self._hand_over(record)
         for each in together:
-            each.place = "wire"
+            each.place = "sent"
 
-    @precondition(lambda self: any(self._sent(worker) for worker in self._alive()))
-    @rule(pick=PICKS)
-    def send_again(self, pick: int) -> None:
-        worker, one = any_of([(worker, one) for worker in self._alive() for one in self._sent(worker)], pick)
-        again = Tracked(one, worker, "worker")
-        refused = worker.ledger.hand_over(_record([again]))
-        hold(COPIES, refused == mask_of([one.repetition_id]), one)
-        self.trajectories.append(again)
-        self._end(again, "rejected", UNREPORTED)
+    def _hand_over(self, record: TrajectoryGroup) -> None:
+        self.succeeded += len(record)
+        hold(COPIES, not self.run.hand_over(record), record)
 
-    def _sent(self, worker: Worker) -> list[TrajectoryId]:
-        """Return the trajectories that it sent, without those of known end."""
-        return sorted(worker.allowance - {trajectory.one for trajectory in self._at("worker", worker)})
+    @rule(mask=st.integers(1, 0b111), pick=PICKS, new=st.booleans(), state=ENDS)
+    def drop_unsent(self, mask: int, pick: int, state: EndState, *, new: bool) -> None:
+        """End trajectories that a worker began by itself; it may name some that others sent, or that were trained."""
+        name = self._new_prompt() if new else any_of(self._ever(), pick).group
+        self.run.end_unsent(name, mask, state, "in a worker")
+        known = {*self._here(), *self._trained()}
+        for one in _ids(name, mask):
+            if one not in known:
+                dropped = Tracked(one, "begun")
+                self.trajectories.append(dropped)
+                self._end(dropped, state, "in a worker")
 
-    @precondition(lambda self: any(worker.unread for worker in self._alive()))
-    @rule(pick=PICKS)
-    def receive_report(self, pick: int) -> None:
-        worker = any_of([worker for worker in self._alive() if worker.unread], pick)
-        name, mask, state, step = worker.unread.popleft()
-        worker.ledger.settle(name, mask, state, step)
-        worker.allowance.difference_update(_ids(name, mask))
+    # -- on arrival --------------------------------------------------------------------------------------------------
 
-    # -- in the trainer's process ------------------------------------------------------------------------------------
-
-    @precondition(lambda self: any(worker.wire for worker in self.workers))
-    @rule(pick=PICKS)
-    def receive(self, pick: int) -> None:
-        self._receive(any_of([worker for worker in self.workers if worker.wire], pick))
-
-    def _receive(self, worker: Worker) -> None:
-        trajectories = worker.wire.popleft()
-        refused = self.trainer.take_over(
-            _record(trajectories), lambda *ended: self._report(worker, *ended), worker.account
-        )
-        self._arrived(trajectories, refused)
-
-    def _report(self, worker: Worker, name: GroupId, mask: int, state: EndState, step: int) -> None:
-        ended = {trajectory.one for trajectory in self._at("trainer", worker)}
-        if state == "rejected":
-            ended.update(trajectory.one for trajectory in self._at("wire", worker))  # a copy is refused as it arrives
-        hold(PACED, ended.issuperset(_ids(name, mask)), f"{worker.name} hears of {name} {mask:b}, which is another's")
-        worker.unread.append((name, mask, state, step))
-
-    def _arrived(self, trajectories: list[Tracked], refused: int) -> None:
-        why = {
-            trajectory.one.repetition_id: reason
-            for trajectory in trajectories
-            if (reason := self._why_a_copy(trajectory.one))
-        }
+    @rule(mask=st.integers(1, 0b111), pick=PICKS, new=st.booleans())
+    def arrive(self, mask: int, pick: int, *, new: bool) -> None:
+        """Receive from a worker that samples by itself: a new group, or one of which a part may be copies."""
+        name = self._new_prompt() if new else any_of(self._ever(), pick).group
+        ids = _ids(name, mask)
+        begun = {trajectory.one: trajectory for trajectory in self._at("begun")}
+        why = {one.repetition_id: reason for one in ids if (reason := self._why_a_copy(one))}
+        self.succeeded += len(ids)
+        refused = self.run.hand_over(_record(ids))
         hold(COPIES, sorted(why) == list(iter_bits(refused)), f"{why}, {refused:b} refused")
-        for trajectory in trajectories:
-            if trajectory.one.repetition_id in why:
-                self._end(trajectory, "rejected", why[trajectory.one.repetition_id])
-            else:
-                trajectory.place = "trainer"
+        for one in ids:
+            if one in begun:
+                begun[one].place = "sent"
+                continue
+            arrived = Tracked(one, "sent")
+            self.trajectories.append(arrived)
+            if one.repetition_id in why:
+                self._end(arrived, "rejected", why[one.repetition_id])
 
-    @rule(pick=PICKS, new=st.booleans(), sampled_here=st.booleans())
-    def receive_from_elsewhere(self, pick: int, *, new: bool, sampled_here: bool) -> None:
-        """Receive from a source in the trainer's process, or one without counters: a new group, or an earlier one."""
-        ids = _ids(self._new_prompt(), 0b111) if new else [any_of(self._ever(), pick)]
-        trajectories = [Tracked(one, None, "wire") for one in ids]
-        take = self.trainer.hand_over if sampled_here else self.trainer.take_over
-        self._arrived(trajectories, take(_record(trajectories)))
-        self.trajectories += trajectories
+    @rule(copies=st.integers(1, 3))
+    def refuse(self, copies: int) -> None:
+        """Refuse copies that a stage has found."""
+        self.run.refuse(copies, "duplicate")
+        self.trajectories += [
+            Tracked(TrajectoryId("test", "refused", 0), "ended", "rejected", "duplicate") for _ in range(copies)
+        ]
 
-    @precondition(lambda self: self._at("trainer"))
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self._in_flight())
     @rule(pick=PICKS, state=ENDS, reason=st.sampled_from(["old", ""]), whole=st.booleans())
     def end(self, pick: int, state: EndState, reason: str, *, whole: bool) -> None:
-        """End one trajectory, or all of its prompt."""
-        trajectory = any_of(self._at("trainer"), pick)
-        together = (
-            [each for each in self._at("trainer") if each.one.group == trajectory.one.group] if whole else [trajectory]
-        )
-        self.trainer.end([each.one for each in together], state, reason)
+        """End one trajectory, or several of its prompt."""
+        together = self._of_prompt(any_of(self._in_flight(), pick), whole=whole)
+        self.run.end([each.one for each in together], state, reason)
         for each in together:
             self._end(each, state, reason)
 
-    @precondition(lambda self: self._at("trainer"))
+    @precondition(lambda self: self._in_flight())
     @rule(pick=PICKS, prompts=st.integers(1, 3), first=st.integers(0, 3))
     def commit(self, pick: int, prompts: int, first: int) -> None:
         """Train some prompts; the pieces of one may be at several positions of the batch."""
-        names = sorted({trajectory.one.group for trajectory in self._at("trainer")})
+        names = sorted({one.group for one in self._here()})
         chosen = {any_of(names, pick + offset) for offset in range(prompts)}
-        trajectories = [trajectory for trajectory in self._at("trainer") if trajectory.one.group in chosen]
+        trajectories = [trajectory for trajectory in self._in_flight() if trajectory.one.group in chosen]
         ids = [trajectory.one for trajectory in trajectories]
-        self.trainer.commit(_batch(ids[:first], ids[first:]), self.trainer.step + 1)
+        self.run.commit(_batch(ids[:first], ids[first:]), self.run.step + 1)
         for trajectory in trajectories:
             self._end(trajectory, "trained", "")
-
-    def _here(self) -> list[TrajectoryId]:
-        return [trajectory.one for trajectory in self._at("trainer")]
 
     @rule(pick=PICKS)
     def be_refused(self, pick: int) -> None:
         """End or train an absent trajectory, or one twice; admit a trained one; send a batch with a copy."""
         here, never = self._here(), TrajectoryId("test", "never", pick % 3)
         elsewhere = any_of(sorted({*self._ever(), never} - set(here)), pick)
-        self._refused(ONE_END, self.trainer.end, [*here, elsewhere], "filtered")
-        self._refused(ONE_COMMIT, self.trainer.commit, _batch([*here, elsewhere]), self.trainer.step + 1)
-        self._refused(ONE_END, any_of(self._alive(), pick).ledger.end, [never], "stale")
-        any_of(self._alive(), pick).ledger.settle(
-            never.group, 0b11, "trained", 0
-        )  # it is notified of its predecessor's
+        self._refused(ONE_END, self.run.end, [*here, elsewhere], "filtered")
+        self._refused(ONE_COMMIT, self.run.commit, _batch([*here, elsewhere]), self.run.step + 1)
         trained = any_of(sorted(self._trained()), pick)
-        self._refused(ONE_COMMIT, self.trainer.admit, trained.group, [trained.repetition_id])
+        self._refused(ONE_COMMIT, self.run.admit, trained.group, [trained.repetition_id])
         if here:
             one = any_of(here, pick)
-            self._refused(ONE_COMMIT, self.trainer.commit, _batch([one], [one]), self.trainer.step + 1)
-            self._refused(COPIES, self.trainer.take_over, _batch([one], [never]))
-            self._refused(COPIES, self.trainer.hand_over, _batch([one], [never]))
+            self._refused(ONE_COMMIT, self.run.commit, _batch([one], [one]), self.run.step + 1)
+        copies = sorted({*(trajectory.one for trajectory in self._at("sent")), *self._trained()})
+        self._refused(COPIES, self.run.hand_over, _batch([any_of(copies, pick)], [never]))
+        self.succeeded += 2  # they had succeeded, whatever the batch is
 
     def _refused(self, name: str, step: Callable[..., Any], *arguments: Any) -> None:
         """Assert that an imbalance is an error, and that nothing is counted."""
         try:
             step(*arguments)
         except LedgerImbalance:
-            self.the_trainer_knows_what_is_where()
+            self.the_ledger_knows_what_is_where()
             return
         raise Broken(name, f"{step.__name__}{arguments} was taken")
 
-    # -- deaths ------------------------------------------------------------------------------------------------------
-
-    @rule(pick=PICKS, arrived=st.integers(0, 3), again=st.booleans())
-    def kill(self, pick: int, arrived: int, *, again: bool) -> None:
-        """Kill a worker; its published records are received, its counters closed, and another one replaces it."""
-        worker = any_of(self._alive(), pick)
-        worker.alive = False
-        while len(worker.wire) > arrived:  # never published
-            for trajectory in worker.wire.pop():
-                trajectory.place = "worker"
-        if not again:
-            self._settle(worker)
-        self._start()
-
-    @precondition(lambda self: any(not worker.alive for worker in self.workers))
-    @rule(pick=PICKS)
-    def settle_a_death(self, pick: int) -> None:
-        """Receive the published records of a dead worker, one after another."""
-        self._settle(any_of([worker for worker in self.workers if not worker.alive], pick))
-
-    def _settle(self, worker: Worker) -> None:
-        while worker.wire:
-            self._receive(worker)
-        self._balanced()
-        held = self._at("worker", worker)
-        lost = self.trainer.detach_counters(worker.account, "lost", f"{worker.name} was killed")
-        hold(TRUE, lost == len(held), f"{lost} lost, {held} held")
-        hold(ONE_END, self.trainer.detach_counters(worker.account, "lost", "again") == 0, worker.name)
-        for trajectory in held:
-            self._end(trajectory, "lost", f"{worker.name} was killed")
-        self.workers.remove(worker)
-
     def teardown(self) -> None:
-        """End the run: trajectories in flight are unfinished, and all pages are closed."""
+        """End the run: trajectories in flight are unfinished."""
         if is_broken():
             return
-        in_flight = [trajectory for trajectory in self.trajectories if trajectory.place != "ended"]
-        ended = self.trainer.end_all("unfinished", "the run ended")
+        in_flight = self._in_flight()
+        ended = self.run.end_all("unfinished", "the run ended")
         hold(TRUE, ended == len(in_flight), f"{ended} unfinished, {in_flight} in flight")
         for trajectory in in_flight:
             self._end(trajectory, "unfinished", "the run ended")
-        self.the_trainers_ledger_is_true()
+        self.the_ledger_is_true()
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
     def _balanced(self) -> Balance:
-        balance = self.trainer.balance()
+        balance = self.run.balance()
         hold(BALANCED, balance.balanced and balance.in_flight >= 0, balance)
         return balance
 
     @invariant()
-    def the_trainers_ledger_is_true(self) -> None:
+    def the_ledger_is_true(self) -> None:
         balance = self._balanced()
         ended = Counter((trajectory.state, trajectory.reason) for trajectory in self.trajectories if trajectory.state)
         reports = {(state, why): count for state, all_of in balance.reasons.items() for why, count in all_of.items()}
@@ -369,30 +256,31 @@ class LedgerMachine(RuleBasedStateMachine):
         hold(TRUE, balance.admitted == len(self.trajectories), f"{balance.admitted} of {len(self.trajectories)}")
 
     @invariant()
-    def the_trainer_knows_what_is_where(self) -> None:
+    def the_ledger_knows_what_is_where(self) -> None:
         here = Counter(self._here())
-        trained, committed = self._trained(), self.trainer.committed
+        trained, committed = self._trained(), self.run.committed
         for one in self._ever():
-            hold(OPEN, self.trainer.is_open(one) == here[one], one)
+            hold(OPEN, self.run.is_open(one) == here[one], one)
             hold(OPEN, committed.mask(one.group) >> one.repetition_id & 1 == (one in trained), one)
-            known = self.trainer.known(one.group) >> one.repetition_id & 1
+            known = self.run.known(one.group) >> one.repetition_id & 1
             hold(OPEN, known == (one in here or one in trained), one)
-        hold(OPEN, self.trainer.in_flight == here.total(), self.trainer)
+        hold(OPEN, self.run.in_flight == here.total(), self.run)
 
     @invariant()
-    def workers_know_their_allowance(self) -> None:
-        for worker in self._alive():
-            hold(BALANCED, worker.ledger.balance().balanced, worker.ledger)
-            hold(PACED, worker.ledger.in_flight == len(worker.allowance), f"{worker.ledger!r}, {worker.allowance}")
+    def what_shows_progress_is_counted(self) -> None:
+        progress, ended = self.run.progress(), Counter(trajectory.state for trajectory in self.trajectories)
+        found = progress.failed, progress.rejected, progress.trained, progress.succeeded
+        truth = ended["failed"], ended["rejected"], ended["trained"], self.succeeded
+        hold(PROGRESS, found == truth, f"{progress}, but {truth}")
 
 
 def _ids(name: GroupId, mask: int) -> list[TrajectoryId]:
     return [TrajectoryId(*name, repetition) for repetition in iter_bits(mask)]
 
 
-def _record(trajectories: list[Tracked]) -> TrajectoryGroup:
+def _record(ids: list[TrajectoryId]) -> TrajectoryGroup:
     """Return the group of these trajectories."""
-    return _group(trajectories[0].one.instance_id, tuple(trajectory.one.repetition_id for trajectory in trajectories))
+    return _group(ids[0].instance_id, tuple(one.repetition_id for one in ids))
 
 
 @cache

@@ -20,7 +20,7 @@ from tests.models import (
     slot_machine,
     waiting_machine,
 )
-from tests.models.accounting_machine import RelayMachine, SourceMachine
+from tests.models.accounting_machine import AssignedMachine, RelayMachine, SourceMachine
 from tests.models.channel_model import Channel, Descriptor, Header, Line, State, Worker
 from tests.models.explore import Step
 from tests.models.group_buffer_faults import (
@@ -49,24 +49,22 @@ from tests.models.group_buffer_faults import (
 from tests.models.group_buffer_machine import AssemblyMachine
 from tests.models.ledger_faults import (
     AdmitsAgain,
-    AllowancesAreNotFreed,
-    ClosesTwice,
+    ArrivalsAreNotAdmitted,
     CommitsAgain,
     CommitsHalf,
     CommitsTheLastPiece,
-    CopiesAreNotReported,
-    CopiesAreTheWorkers,
+    CopiesAreNotCounted,
     DeadWorkersAreForgotten,
     EndsCountTwice,
     EndsWhatHasEnded,
     FailedSendsCount,
     ForgetsWhatWasTrained,
     LosesNothing,
-    ReportsAreIgnored,
     SendsCopies,
-    SettlesWithoutCounting,
-    TakesCopies,
-    TakesOverWithoutReporting,
+    SuccessesAreForgotten,
+    UnsentIsForgotten,
+    UnsentIsNotAdmitted,
+    UnsentMayBeAnothers,
 )
 from tests.models.ledger_machine import LedgerMachine
 from tests.models.machine import Machine, run
@@ -80,7 +78,7 @@ from penstock._pipeline.util.waiting import Waiters
 from penstock._pipeline.workers.worker_accounting import WorkerAccounting
 from penstock._stages.sampling.group_buffer import GroupBuffer
 from penstock.channels import MemoryReceiver, MemorySender
-from penstock.errors import IllegalTransition
+from penstock.errors import IllegalTransition, ProtocolMismatch
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -393,16 +391,43 @@ class DoesNotWaitForTheReaper(WorkerAccounting):
 class BelievesAnyEnding(WorkerAccounting):
     """A worker may end a trajectory of another."""
 
-    def observed(self, peer: Any, payload: bytes) -> None:
-        for name in list(self._workers):
-            super().observed(accounting_machine.peer(name), payload)
+    def _end(self, known: Any, ending: Any) -> None:
+        holders = [each for each in self._workers.values() if ending.group in each.held]
+        super()._end(holders[0] if holders else known, ending)
 
 
-class ForgetsReasons(WorkerAccounting):
-    """The reasons of a worker's report are ignored."""
+class TakesWhatAnotherHolds(WorkerAccounting):
+    """A worker may send a trajectory of another."""
+
+    def received(self, peer: Any, record: Any) -> Any:
+        with suppress(ProtocolMismatch):
+            return super().received(peer, record)
+
+
+class ForgetsReports(WorkerAccounting):
+    """The reports of workers are ignored."""
 
     def observed(self, peer: Any, payload: bytes) -> None:
         """Do nothing."""
+
+
+class LosesWhatIsAssignedAgain(WorkerAccounting):
+    """What a dead worker held is lost, though it is assigned again."""
+
+    def _settle_if_over(self, worker: str, known: Any) -> None:
+        takes_back = self.on_returned
+        self.on_returned = lambda group, mask: takes_back(group, mask) and False
+        super()._settle_if_over(worker, known)
+        self.on_returned = takes_back
+
+
+class ForgetsWhatIsHeld(WorkerAccounting):
+    """What a dead worker held stays in flight for ever."""
+
+    def _settle_if_over(self, worker: str, known: Any) -> None:
+        if known.reason and known.drained:
+            known.held.clear()
+        super()._settle_if_over(worker, known)
 
 
 class CountsTwice(WorkerAccounting):
@@ -539,12 +564,7 @@ MUTANTS = [
     Mutant(NeverSettles, search(line=NeverSettles), channel_model.ENDED),
     Mutant(ReleasesGoByPlace, search(channel=ReleasesGoByPlace, line=TakesReleasesOfAnother), channel_model.BELIEVED),
     Mutant(EndsCountTwice, search(ledger=EndsCountTwice), channel_model.BALANCE),
-    Mutant(TakesOverWithoutReporting, search(ledger=TakesOverWithoutReporting), channel_model.BALANCE),
-    Mutant(ReportsAreIgnored, search(ledger=ReportsAreIgnored), channel_model.TRUTH),
     Mutant(DeadWorkersAreForgotten, search(ledger=DeadWorkersAreForgotten), channel_model.TRUTH),
-    Mutant(AllowancesAreNotFreed, search(ledger=AllowancesAreNotFreed), channel_model.TRUTH),
-    Mutant(SettlesWithoutCounting, search(ledger=SettlesWithoutCounting), channel_model.BALANCE),
-    Mutant(LosesNothing, search(ledger=LosesNothing), channel_model.TRUTH),
     # The search, tests/models/test_group_buffer_model.py:
     Mutant(MergesCopies, gather(MergesCopies), group_buffer_model.CONSERVED),
     Mutant(BeginsAnew, gather(BeginsAnew), group_buffer_model.ONCE),
@@ -566,25 +586,21 @@ MUTANTS = [
     Mutant(TrimsKeepTheirSlots, machine(SlotMachine, table=TrimsKeepTheirSlots), slot_machine.OWNERS),
     Mutant(TooLargeWaits, machine(SlotMachine, table=TooLargeWaits), slot_machine.NEVER),
     Mutant(EndsCountTwice, machine(LedgerMachine, ledger=EndsCountTwice), ledger_machine.BALANCED),
-    Mutant(
-        TakesOverWithoutReporting, machine(LedgerMachine, ledger=TakesOverWithoutReporting), ledger_machine.BALANCED
-    ),
     Mutant(AdmitsAgain, machine(LedgerMachine, ledger=AdmitsAgain), ledger_machine.NEW),
-    Mutant(TakesCopies, machine(LedgerMachine, ledger=TakesCopies), ledger_machine.COPIES),
     Mutant(SendsCopies, machine(LedgerMachine, ledger=SendsCopies), ledger_machine.COPIES),
     Mutant(FailedSendsCount, machine(LedgerMachine, ledger=FailedSendsCount), ledger_machine.COPIES),
-    Mutant(CopiesAreTheWorkers, machine(LedgerMachine, ledger=CopiesAreTheWorkers), ledger_machine.BALANCED),
-    Mutant(CopiesAreNotReported, machine(LedgerMachine, ledger=CopiesAreNotReported), ledger_machine.PACED),
-    Mutant(ReportsAreIgnored, machine(LedgerMachine, ledger=ReportsAreIgnored), ledger_machine.TRUE),
     Mutant(
         DeadWorkersAreForgotten,
         machine(LedgerMachine, ledger=DeadWorkersAreForgotten),
         ledger_machine.TRUE,
-        ledger_machine.BALANCED,
+        or_rule=ledger_machine.OPEN,
     ),
-    Mutant(ClosesTwice, machine(LedgerMachine, ledger=ClosesTwice), ledger_machine.TRUE),
-    Mutant(AllowancesAreNotFreed, machine(LedgerMachine, ledger=AllowancesAreNotFreed), ledger_machine.PACED),
-    Mutant(SettlesWithoutCounting, machine(LedgerMachine, ledger=SettlesWithoutCounting), ledger_machine.BALANCED),
+    Mutant(ArrivalsAreNotAdmitted, machine(LedgerMachine, ledger=ArrivalsAreNotAdmitted), ledger_machine.BALANCED),
+    Mutant(CopiesAreNotCounted, machine(LedgerMachine, ledger=CopiesAreNotCounted), ledger_machine.BALANCED),
+    Mutant(UnsentIsForgotten, machine(LedgerMachine, ledger=UnsentIsForgotten), ledger_machine.TRUE),
+    Mutant(UnsentIsNotAdmitted, machine(LedgerMachine, ledger=UnsentIsNotAdmitted), ledger_machine.BALANCED),
+    Mutant(UnsentMayBeAnothers, machine(LedgerMachine, ledger=UnsentMayBeAnothers), ledger_machine.TRUE),
+    Mutant(SuccessesAreForgotten, machine(LedgerMachine, ledger=SuccessesAreForgotten), ledger_machine.PROGRESS),
     Mutant(EndsWhatHasEnded, machine(LedgerMachine, ledger=EndsWhatHasEnded), ledger_machine.ONE_END),
     Mutant(CommitsHalf, machine(LedgerMachine, ledger=CommitsHalf), ledger_machine.OPEN),
     Mutant(
@@ -677,11 +693,12 @@ MUTANTS = [
     ),
     Mutant(
         DoesNotWaitForWhatWasPublished,
-        machine(SourceMachine, accounting_type=DoesNotWaitForWhatWasPublished),
+        machine(RelayMachine, accounting_type=DoesNotWaitForWhatWasPublished),
         accounting_machine.SETTLED,
-        accounting_machine.REPORTED,
+        or_rule=accounting_machine.REPORTED,
     ),
-    Mutant(ForgetsReasons, machine(SourceMachine, accounting_type=ForgetsReasons), accounting_machine.REPORTED),
+    Mutant(ForgetsWhatIsHeld, machine(RelayMachine, accounting_type=ForgetsWhatIsHeld), accounting_machine.SETTLED),
+    Mutant(ForgetsReports, machine(SourceMachine, accounting_type=ForgetsReports), accounting_machine.REPORTED),
     Mutant(CountsTwice, machine(SourceMachine, accounting_type=CountsTwice), accounting_machine.COUNTED),
     Mutant(PassesCopiesOn, machine(SourceMachine, accounting_type=PassesCopiesOn), accounting_machine.COPIES),
     Mutant(DropsTheRestOfACopy, machine(SourceMachine, accounting_type=DropsTheRestOfACopy), accounting_machine.COPIES),
@@ -692,5 +709,16 @@ MUTANTS = [
         accounting_machine.SETTLED,
         or_rule=accounting_machine.REPORTED,
     ),
-    Mutant(BelievesAnyEnding, machine(RelayMachine, accounting_type=BelievesAnyEnding), accounting_machine.SETTLED),
+    Mutant(
+        BelievesAnyEnding,
+        machine(RelayMachine, accounting_type=BelievesAnyEnding),
+        accounting_machine.OWN,
+        or_rule=accounting_machine.SETTLED,
+    ),
+    Mutant(TakesWhatAnotherHolds, machine(RelayMachine, accounting_type=TakesWhatAnotherHolds), accounting_machine.OWN),
+    Mutant(
+        LosesWhatIsAssignedAgain,
+        machine(AssignedMachine, accounting_type=LosesWhatIsAssignedAgain),
+        accounting_machine.AGAIN,
+    ),
 ]

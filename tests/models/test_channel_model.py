@@ -16,7 +16,7 @@ SCOPES: dict[str, tuple[Callable[[], Channel], int]] = {
     ),
     "two producers, both killed and started anew, while the receiver lives": (
         partial(Channel, (2,), (1,), copies=True, receiver_may_die=False),
-        44_676,
+        37_817,
     ),
     "one producer, whose records are trained and let go in any order": (
         partial(Channel, (2, 1, 2), (1,), producers=1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.models.accounting_machine import RelayMachine, SourceMachine
+from tests.models.accounting_machine import AssignedMachine, RelayMachine, SourceMachine
 from tests.models.group_buffer_machine import AssemblyMachine
 from tests.models.ledger_machine import LedgerMachine
 from tests.models.machine import Machine, run
@@ -16,9 +16,10 @@ MACHINES: dict[str, tuple[Machine, int]] = {
     "waiters": (WaitingMachine, 20),
     "memory_channel": (MemoryMachine, 20),
     "assembly": (AssemblyMachine, 10),
-    "ledger_and_accounts": (LedgerMachine, 15),
+    "ledger": (LedgerMachine, 15),
     "books_of_sources": (SourceMachine, 15),
     "books_of_middle_stages": (RelayMachine, 15),
+    "books_of_assigned_prompts": (AssignedMachine, 15),
 }
 """The machines, each with its number of runs in `make test`."""
 

@@ -163,7 +163,6 @@ MISTAKES: list[tuple[str, str]] = [
     ('data.system="\\ud800"', "data.system: expected text that UTF-8 can hold, without NUL, got '\\ud800' in line 1"),
     ('model="\\ud800"', "model: expected text that UTF-8 can hold"),
     ("model.lora={targets: q_prj}", "expected names of layers, got 'q_prj'"),
-    ("placement.samplers=3", "placement: expected samplers that divide the 2 prompts"),
     ("placement.device=gpu", "config: placement.device: expected a device"),
     ("placement={ray: {}, joining: {}}", "placement: expected either ray or joining"),
     ("engine=vlm", "did you mean 'vllm'?"),

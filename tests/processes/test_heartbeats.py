@@ -12,6 +12,7 @@ from subprocess import Popen
 import anyio
 import anyio.to_thread
 import pytest
+from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
 from tests.fixed_limits import set_limits
 from tests.processes.children import child, line
@@ -198,19 +199,23 @@ STOPPED = {
 
 
 @pytest.mark.parametrize("name", STOPPED)
-async def test_a_stopped_worker_is_killed_and_replaced_and_its_records_are_lost_with_the_reason(
+async def test_a_stopped_worker_is_killed_and_replaced_and_named_with_the_reason(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits(monkeypatch, WORKER_HEARTBEAT_TIMEOUT_S=TIMEOUT_S)
 
-    report = await STOPPED[name].sink(Commit()).run()
+    with capture_logs() as log:
+        report = await STOPPED[name].sink(Commit()).run()
 
     balance, stage = report.balance, report.statistics.stages[-2]
     assert stage.workers[0].restarts == 1
     assert report.stop_reason == "end of stream"
     assert balance.balanced
-    (reason,) = balance.reasons["lost"]
-    assert reason.startswith(f"{name} (pid ")
-    assert reason.endswith(
+    (how,) = [entry["how"] for entry in log if entry["event"] == "worker_died"]
+    assert how.startswith(f"{name} (pid ")
+    assert how.endswith(
         f"did not respond for {TIMEOUT_S} s, because its process was stopped or its host hung; it was killed"
     )
+    assert set(balance.reasons["lost"]) == (
+        {how} if name.startswith("Judge") else set()
+    )  # a source has sent it, or not

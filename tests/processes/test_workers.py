@@ -14,7 +14,6 @@ from tests.processes.worker_sinks import Commit
 
 from penstock import GroupAssembler, ReceiveChannel, SendChannel, Source, TrajectoryGroup, current, processes, source
 from penstock.accounting import Metrics
-from penstock.errors import RecordsSwallowed
 
 # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -127,18 +126,6 @@ async def test_a_worker_imports_no_tensors_and_speaks_where_its_parent_does(capf
     printed = capfd.readouterr().out
     assert "worker 0 speaks" in printed
     assert "worker 1 speaks" in printed
-
-
-async def test_records_that_a_worker_swallows_are_lost_and_the_worker_is_named() -> None:
-    pipeline = source(stages.Forget(3), on=processes(1)).sink(Commit())
-
-    with pytest.raises(RecordsSwallowed, match=r"Forget 1/1 \(pid \d+\) \(2 trajectories\)"):
-        await pipeline.run()
-
-    assert pipeline.report is not None
-    (reason,) = pipeline.report.balance.reasons["lost"]
-    assert reason.startswith("swallowed by Forget 1/1 (pid ")
-    assert pipeline.report.balance.ended["lost"] == 2
 
 
 # -- statistics ----------------------------------------------------------------------------------------------------

@@ -147,15 +147,6 @@ class SampleObserved(Sample):
 
 
 @dataclass(frozen=True)
-class Forget(Sample):
-    """Admits one group that it neither sends nor drops."""
-
-    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        current().ledger.admit(group(instance_id="forgotten").id, [0, 1])
-        await super().run(outbox)
-
-
-@dataclass(frozen=True)
 class Raise:
     """Fails in a function of its own."""
 

@@ -22,6 +22,7 @@ import anyio.to_thread
 import pytest
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 from tests import configured_run
 from tests.failsafe import FAILSAFE_S
 from tests.pages import program
@@ -302,16 +303,16 @@ async def until(condition: Any) -> None:
             await anyio.sleep(0.05)
 
 
-async def test_an_actor_whose_event_loop_is_blocked_is_replaced_and_its_place_is_in_the_ledger(on: Any) -> None:
+async def test_an_actor_whose_event_loop_is_blocked_is_replaced_and_its_place_is_named(on: Any) -> None:
     make_env: Any = blocking
     env = SourceEnv(make_env, NoOpPolicy(), group_size=1, concurrency=1, groups=30, rollout_timeout_s=1)
 
-    report = await source(env, on=on(workers=2)).sink(Commit()).run()
+    with capture_logs() as log:
+        report = await source(env, on=on(workers=2)).sink(Commit()).run()
 
-    places = [re.search(BLOCKED, reason) for reason in report.balance.reasons["lost"]]
+    places = [re.search(BLOCKED, entry["how"]) for entry in log if entry["event"] == "worker_died"]
     assert {place[1] for place in places if place} == {way.__name__ for way in WAYS[:2]}
-    assert report.balance.balanced
-    assert report.balance.ended["trained"] >= 30 - 2
+    assert report.balance.admitted == report.balance.ended["trained"] == 30
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

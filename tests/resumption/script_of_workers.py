@@ -1,16 +1,22 @@
-"""A run of a synchronous schedule, sampled by two worker processes, whose trainer is killed in its third step.
+"""Runs of a synchronous schedule, whose prompts are sampled by one or three worker processes.
 
     python -m tests.resumption.script_of_workers FOLDER
 
-One in FOLDER/whole that is not killed, and one in FOLDER/killed, run until it dies, and then again.
+Rows are sampled one at a time, for what a kernel computes of one may depend on those beside it. FOLDER/alone has one
+worker, the others three, which cannot share the prompts of a step evenly: FOLDER/whole is not killed, in FOLDER/sampler
+a worker is killed while it samples, and FOLDER/trainer is run until its trainer is killed in its third step, and then
+again.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tests.resumption.script_of_a_run import (
@@ -32,17 +38,36 @@ from penstock.torch import TorchPolicy
 from penstock.weights import WeightPublisher
 
 STEP_GROUPS = 4
-WORKERS = 2
+
+ALIVE = partial(Digits, KillPoint())
+
+SCORED = 2 * GROUP_SIZE
+"""Answers that the killed worker scores in its life."""
 
 
-async def run(folder: Path, kill_point: KillPoint) -> None:
+class Deadly(Digits):
+    """The first worker that has scored so many answers is killed."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__(KillPoint())
+        self._mark = mark
+        self._scored = 0
+
+    def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
+        self._scored += 1
+        if self._scored > SCORED and not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().score_answer(answer, entry)
+
+
+async def run(folder: Path, kill_point: KillPoint, make_env: Callable[[], Digits] = ALIVE, workers: int = 3) -> None:
     """Run as a user's script does, and resume when it is started again."""
     torch.set_num_threads(1)
     model = TinyModel(vocabulary=11)
     trainer = Killed(kill_point, model)
     async with WeightPublisher(model.state_dict()) as publisher:
-        policy = TorchPolicy(partial(TinyModel, vocabulary=11), eos_id=10, weights=publisher.url, seed=3)
-        make_env = partial(Digits, KillPoint())
+        policy = TorchPolicy(partial(TinyModel, vocabulary=11), eos_id=10, weights=publisher.url, seed=3, max_rows=1)
         env = SourceEnv(
             make_env,
             policy,
@@ -53,7 +78,7 @@ async def run(folder: Path, kill_point: KillPoint) -> None:
             step_groups=STEP_GROUPS,
         )
         pipeline = (
-            source(env, on=processes(WORKERS))
+            source(env, on=processes(workers))
             .then(AdvantageNormalizer("grpo"))
             .then(Batcher(max_tokens=512, sequences=STEP_GROUPS * GROUP_SIZE, max_lag=0))
             .sink(SinkTrainer(trainer, publisher, max_steps=STEPS, checkpoint_every=CHECKPOINT_EVERY))
@@ -63,9 +88,12 @@ async def run(folder: Path, kill_point: KillPoint) -> None:
 
 def main(folder: Path) -> None:
     import_late_parts()
+    assert in_child(partial(run, workers=1), folder / "alone", KillPoint()) == 0
     assert in_child(run, folder / "whole", KillPoint()) == 0
-    assert in_child(run, folder / "killed", KillPoint("stepped", 3)) == -signal.SIGKILL
-    assert in_child(run, folder / "killed", KillPoint()) == 0
+    deadly = partial(Deadly, folder / "a worker was killed")
+    assert in_child(partial(run, make_env=deadly), folder / "sampler", KillPoint()) == 0
+    assert in_child(run, folder / "trainer", KillPoint("stepped", 3)) == -signal.SIGKILL
+    assert in_child(run, folder / "trainer", KillPoint()) == 0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent.parent
 OBSERVED_BY_WORKERS = ("rollout/", "reward_std")
 """Arrives when it arrives, and means over what arrived may differ in the last bit."""
 
+RUNS_WITH_WORKERS = ("alone", "whole", "sampler", "trainer")
+
 BY_THE_CLOCK = ("timing_s/", "perf/throughput", "perf/time_per_step")
 
 
@@ -66,14 +68,15 @@ def test_a_killed_run_that_is_started_again_comes_to_the_same_bit_for_bit(runs: 
 
 
 @pytest.mark.long
-def test_a_killed_run_whose_workers_sampled_comes_to_the_same_weights_and_trainer_s_metrics(tmp_path: Path) -> None:
+def test_the_weights_do_not_depend_on_the_number_of_samplers_nor_on_what_is_killed(tmp_path: Path) -> None:
     runs = made_by("script_of_workers", tmp_path)
 
-    whole, resumed = ([trained(line) for line in metrics_of(runs / name)] for name in ("whole", "killed"))
-    assert [line["step"] for line in whole] == list(range(1, STEPS + 1))
-    assert len({line["grad_norm"] for line in whole}) == STEPS
-    assert resumed == whole
-    assert weights_of(runs / "killed") == weights_of(runs / "whole")
+    alone, *others = ([trained(line) for line in metrics_of(runs / name)] for name in RUNS_WITH_WORKERS)
+    assert (runs / "a worker was killed").exists()
+    assert [line["step"] for line in alone] == list(range(1, STEPS + 1))
+    assert len({line["grad_norm"] for line in alone}) == STEPS
+    assert all(each == alone for each in others)
+    assert all(weights_of(runs / name) == weights_of(runs / "alone") for name in RUNS_WITH_WORKERS)
 
 
 def trained(line: dict[str, Any]) -> dict[str, Any]:

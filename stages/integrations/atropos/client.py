@@ -25,6 +25,7 @@ from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.channels.channel import SendChannel
 from ...._pipeline.errors import InvalidConfig
 from ...._pipeline.graph.context import current
+from ...._pipeline.graph.stage_info import StageInfo
 from ...._pipeline.util.exception_groups import unwrap_single
 from ...._schemas import InvalidRecord, TrajectoryGroup, TrajectoryId
 from ...._schemas.config import Config, check_url, load_config, parse_config
@@ -89,6 +90,10 @@ class AtroposClient(Config, frozen=True):
     wandb_project: str = ""
     checkpoint_dir: str = ""
     save_checkpoint_interval: int = 0
+
+    def stage_info(self) -> StageInfo:
+        """State that it acknowledges what was trained."""
+        return StageInfo(follows_trajectories=True)
 
     def __post_init__(self) -> None:
         normalize_counts(self, "batch_size", "max_token_len", "candidates")

@@ -16,8 +16,8 @@ from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 
 from ...._pipeline.accounting.committed_prompts import CommittedPrompts
+from ...._pipeline.accounting.end_states import EndState
 from ...._pipeline.accounting.ledger import Ledger
-from ...._pipeline.accounting.shared_counters import EndState
 from ...._pipeline.accounting.telemetry import Metrics, get_logger
 from ...._pipeline.channels.channel import ReceiveChannel
 from ...._pipeline.durability.resumption import ResumePoint, Stateful

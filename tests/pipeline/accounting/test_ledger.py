@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from penstock import GroupId, TrainBatch, TrajectoryGroup
-from penstock.accounting import EndState, Ledger
+from penstock.accounting import Ledger
 from penstock.errors import InvalidRecord, LedgerImbalance
 from penstock.testing import group
 
@@ -136,9 +136,9 @@ def test_what_a_checkpoint_keeps_is_not_trained_again_by_the_run_that_resumes_it
 
 def test_of_two_deliveries_the_first_goes_on_and_the_copy_is_rejected_in_flight_already() -> None:
     ledger = Ledger()
-    assert ledger.take_over(group(instance_id="a", repetition_ids=[0, 1])) == 0
+    assert ledger.hand_over(group(instance_id="a", repetition_ids=[0, 1])) == 0
 
-    assert ledger.take_over(group(instance_id="a", repetition_ids=[1, 2])) == 0b010
+    assert ledger.hand_over(group(instance_id="a", repetition_ids=[1, 2])) == 0b010
 
     balance = ledger.balance()
     assert (balance.admitted, balance.in_flight) == (4, 3)
@@ -149,7 +149,7 @@ def test_what_the_run_before_trained_is_rejected_trained_already() -> None:
     ledger = Ledger()
     ledger.restore({A: 0b01}, step=5)
 
-    assert ledger.take_over(group(instance_id="a")) == ledger.hand_over(group(instance_id="a", repetition_ids=[0, 2]))
+    assert ledger.hand_over(group(instance_id="a")) == ledger.hand_over(group(instance_id="a", repetition_ids=[0, 2]))
 
     assert ledger.balance().reasons["rejected"] == {"trained already": 2}
     assert ledger.in_flight == 2
@@ -159,7 +159,7 @@ def test_what_ended_otherwise_may_come_again_and_is_judged_anew() -> None:
     ledger = ledger_with(A)
     ledger.end(group(instance_id="a"), "stale", "old")
 
-    assert ledger.take_over(group(instance_id="a")) == 0
+    assert ledger.hand_over(group(instance_id="a")) == 0
 
     assert ledger.balance().admitted == 4
     assert ledger.in_flight == 2
@@ -189,8 +189,7 @@ def test_a_send_that_failed_when_its_trajectories_had_ended_leaves_nothing_behin
     assert not ledger._begun
 
 
-@pytest.mark.parametrize("enter", ["hand_over", "take_over"])
-def test_a_batch_with_a_copy_is_an_imbalance_for_it_cannot_go_on_without_it(enter: str) -> None:
+def test_a_batch_with_a_copy_is_an_imbalance_for_it_cannot_go_on_without_it() -> None:
     ledger = Ledger()
     ledger.hand_over(group(instance_id="a"))
     before = ledger.balance()
@@ -198,7 +197,7 @@ def test_a_batch_with_a_copy_is_an_imbalance_for_it_cannot_go_on_without_it(ente
     with pytest.raises(
         LedgerImbalance, match=r"test/a repetitions \[0, 1\] is in flight or was trained, and arrives again"
     ):
-        getattr(ledger, enter)(TrainBatch.pack([group(instance_id="b"), group(instance_id="a")]))
+        ledger.hand_over(TrainBatch.pack([group(instance_id="b"), group(instance_id="a")]))
 
     assert ledger.balance() == before
 
@@ -211,6 +210,34 @@ def test_the_copies_that_a_stage_finds_count_as_admitted_and_rejected() -> None:
     assert ledger.balance().reasons["rejected"] == {"duplicate": 2}
     assert ledger.balance().balanced
     assert ledger.in_flight == 2
+
+
+# -- trajectories that a worker of a source began ----------------------------------------------------------------------
+
+
+def test_a_trajectory_that_a_worker_dropped_before_it_was_sent_counts_as_admitted_and_ended() -> None:
+    ledger, ends = Ledger(), list[int]()
+
+    with ledger.on_end(lambda: ends.append(ledger.ended_here)):
+        ledger.end_unsent(A, 0b111, "failed", "timeout")
+
+    balance = ledger.balance()
+    assert (balance.admitted, balance.in_flight) == (3, 0)
+    assert balance.reasons["failed"] == {"timeout": 3}
+    assert ends == [3]
+
+
+def test_a_drop_of_what_is_in_flight_or_was_trained_ends_nothing_of_it() -> None:
+    ledger = ledger_with(A)
+    ledger.restore({B: 0b01}, step=5)
+
+    ledger.end_unsent(A, 0b111, "failed", "timeout")
+    ledger.end_unsent(B, 0b11, "failed", "timeout")
+
+    balance = ledger.balance()
+    assert (balance.admitted, balance.in_flight) == (4, 2)
+    assert balance.reasons["failed"] == {"timeout": 2}
+    assert ledger.committed == {B: 0b01}
 
 
 # -- callbacks -------------------------------------------------------------------------------------------------------
@@ -275,14 +302,6 @@ def test_the_pace_is_what_is_expected_and_then_the_mean_of_trained_groups_per_st
             ledger.admit(GroupId("test", name), range(2))
         ledger.commit(batch, step)
     assert ledger.trained_per_step == pytest.approx((2 + 4 + 8) / 3)
-
-
-def test_a_group_from_a_stranger_is_admitted_where_it_arrives() -> None:
-    ledger, outcomes = Ledger(), list[tuple[GroupId, int, EndState, int]]()
-    ledger.take_over(group(instance_id="a"), lambda *ended: outcomes.append(ended))
-    ledger.end(group(instance_id="a"), "stale", "old")
-    assert ledger.balance().admitted == 2
-    assert outcomes == [(A, 0b11, "stale", 0)]
 
 
 def test_without_a_pipeline_ended_trajectories_count_as_admitted() -> None:

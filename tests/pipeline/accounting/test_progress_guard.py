@@ -10,9 +10,9 @@ import pytest
 import structlog
 
 from penstock import GroupId, TrajectoryId
+from penstock._pipeline.accounting.end_states import OTHER_REASONS, EndState
 from penstock._pipeline.accounting.epoch import Epoch
 from penstock._pipeline.accounting.progress_guard import FAILURE_LIMIT, LOOK_EVERY, ProgressGuard
-from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, EndState, SharedCounters
 from penstock.accounting import Ledger
 from penstock.errors import NothingTrained, RolloutsFailed
 from penstock.testing import group
@@ -59,37 +59,36 @@ class Rollouts:
 # -- rollouts that fail --------------------------------------------------------------------------------------------
 
 
-def test_a_success_by_any_worker_ends_a_row_of_failures() -> None:
-    ledger = Ledger()
-    guard = ProgressGuard(ledger)
-    pages = bytearray(COUNTERS_BYTES), bytearray(COUNTERS_BYTES)
-    for page in pages:
-        ledger.attach_counters(SharedCounters(page))
-    failing, succeeding = map(SharedCounters, pages)
+def test_a_success_ends_a_row_of_failures() -> None:
+    run = Rollouts(size=1)
 
     for _ in range(10):
-        failing.end("failed", FAILURE_LIMIT - 1)
-        succeeding.succeed(1)
-        guard.check()
+        run.end(FAILURE_LIMIT - 1, "failed", "timeout")
+        run.ledger.succeed()
 
-    failing.end("failed", FAILURE_LIMIT)
+    with pytest.raises(RolloutsFailed, match="failures and no success between them"):
+        run.end(2 * FAILURE_LIMIT, "failed", "timeout")
+
+
+def test_failures_that_workers_report_count_as_those_of_the_pipeline() -> None:
+    run = Rollouts()
+    failing = GroupId("test", "in a worker")
+
+    run.ledger.end_unsent(failing, (1 << FAILURE_LIMIT - 1) - 1, "failed", "timeout")
+    run.guard.check()
+    run.ledger.end_unsent(failing, 1, "failed", "timeout")
     with pytest.raises(RolloutsFailed):
-        guard.check()
+        run.end(2, "failed", "timeout")
 
 
-UNREPORTED = {
-    "reason not reported": 129,
-    "other reasons": 64,
-    "no simulator for task 0": 1,
-    "no simulator for task 1": 2,
-}
+MANY = {OTHER_REASONS: 129, "no simulator for task 0": 1, "no simulator for task 1": 2}
 
 
 @pytest.mark.parametrize(
     ("reasons", "message"),
     [
         ({"a": 60, "b": 3, "c": 2, "d": 1, "e": 1}, r"in all\): 60 × a, 3 × b, 2 × c, 2 more reasons\. Fix"),
-        (UNREPORTED, r"2 × no simulator for task 1, 1 × no simulator for task 0, 129 × reason"),
+        (MANY, r"2 × no simulator for task 1, 1 × no simulator for task 0, 129 × other reasons"),
     ],
     ids=["by frequency", "causes first"],
 )
@@ -141,17 +140,15 @@ def test_every_end_but_training_counts(state: EndState) -> None:
         run.end(10**4, state, "because")
 
 
-def test_ends_in_workers_count() -> None:
-    ledger = Ledger()
-    guard, counters = ProgressGuard(ledger), SharedCounters(bytearray(COUNTERS_BYTES))
-    ledger.attach_counters(counters)
+def test_ends_that_workers_report_at_once_count_each() -> None:
+    run = Rollouts()
 
-    counters.admit(10_240)
-    counters.end("filtered", 10_239)
-    guard.check()
-    counters.end("filtered", 1)
-    with pytest.raises(NothingTrained, match="filtered"):
-        guard.check()
+    with structlog.testing.capture_logs():
+        run.ledger.end_unsent(GroupId("test", "in a worker"), (1 << 10_239) - 1, "filtered", "too long")
+        run.guard.check()
+        run.ledger.end_unsent(GroupId("test", "in a worker"), (1 << 16) - 1, "filtered", "too long")
+        with pytest.raises(NothingTrained, match="filtered"):
+            run.guard.check()
 
 
 def test_the_bounds_are_ten_and_a_hundred_steps_where_these_are_more() -> None:
@@ -311,59 +308,3 @@ def test_no_prompt_fits_where_one_worker_has_looked_at_all_and_no_rollout_has_su
 
     assert run.ledger.epoch == Epoch(GROUP, none_fits=True)
     assert Epoch.of_all([Epoch(), Epoch(GROUP)]) == Epoch(GROUP)
-
-
-def worker_of(run: Rollouts) -> tuple[SharedCounters, Callable[[int], None]]:
-    """Return the counters of a worker, and a function that rejects so many groups in it before the next check."""
-    run.ledger.attach_counters(counters := SharedCounters(bytearray(COUNTERS_BYTES)))
-
-    def reject(groups: int) -> None:
-        counters.admit(groups * GROUP)
-        counters.end("rejected", groups * GROUP)
-        run.guard.check()
-
-    return counters, reject
-
-
-def test_prompts_that_a_worker_rejects_while_others_are_sampled_do_not_count() -> None:
-    run = Rollouts()
-    run.ledger.epoch = Epoch(100 * GROUP)
-    counters, reject = worker_of(run)
-    counters.admit(GROUP)
-    counters.succeed(GROUP)  # on its way here
-
-    for _ in range(3):
-        reject(10_000)
-        counters.succeed(GROUP)
-
-
-def test_prompts_that_are_sampled_for_long_allow_as_many_rejected_ones_as_trajectories_that_wait() -> None:
-    run = Rollouts()
-    run.ledger.epoch = Epoch(100 * GROUP)
-    counters, reject = worker_of(run)
-    counters.admit(GROUP)
-
-    for _ in range(199):
-        reject(10)
-    with pytest.raises(NothingTrained, match=r"of 10,240 trajectories in a row to be sampled, got 16,000 .*rejected"):
-        reject(10)
-
-
-def test_prompts_that_workers_reject_in_a_row_end_the_run() -> None:
-    run = Rollouts()
-    _, reject = worker_of(run)
-
-    reject(1280)
-    with pytest.raises(NothingTrained, match=r"in a row to be sampled, got 10,248"):
-        reject(1)
-
-
-def test_rejections_of_a_worker_that_has_ended_are_counted_no_second_time() -> None:
-    run = Rollouts()
-    counters, reject = worker_of(run)
-    reject(1000)
-    before = run.ledger.progress()
-
-    run.ledger.detach_counters(counters, "lost", "its worker died")
-
-    assert run.ledger.progress() == before

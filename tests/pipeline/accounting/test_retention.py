@@ -32,7 +32,7 @@ def test_a_checkpoint_saves_its_own_and_dropped_groups_and_not_later_ones() -> N
     ledger, retention = Ledger(), Retention[str]()
     records = {name: group(instance_id=name) for name in ("saved", "trained later", "in flight", "dropped")}
     for name, record in records.items():
-        ledger.take_over(record)
+        ledger.hand_over(record)
         retention.keep_record(name, record)
     ledger.commit(TrainBatch.pack([records["saved"]]), step=1)
     committed = ledger.committed

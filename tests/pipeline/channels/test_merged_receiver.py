@@ -91,8 +91,8 @@ async def test_the_stream_ends_when_every_channel_has_ended() -> None:
 
 async def test_one_sender_can_be_dismissed_and_the_others_stay() -> None:
     async with merged() as ends:
-        assert ends.inbox.knows("elsewhere")
-        await ends.inbox.dismiss("elsewhere")
+        (elsewhere,) = (peer for peer in ends.inbox.peers.values() if peer.name == "elsewhere")
+        await elsewhere.dismiss()
         await ends.elsewhere.wait_failed()
 
         with pytest.raises(PeerClosed):

@@ -15,7 +15,7 @@ from penstock import (
     Pipeline,
     ReceiveChannel,
     SendChannel,
-    SourceEnv,
+    SourceChannel,
     StageInfo,
     TrainBatch,
     TrajectoryGroup,
@@ -23,8 +23,8 @@ from penstock import (
     processes,
     source,
 )
-from penstock.errors import InvalidConfig, InvalidPipeline
-from penstock.policies import NoOpPolicy
+from penstock.errors import InvalidPipeline
+from penstock.integrations.atropos import AtroposClient
 
 T = TypeVar("T")
 
@@ -189,50 +189,21 @@ def test_a_source_that_begins_less_than_a_batch_waits_for_is_found() -> None:
     assert "Batcher waits for 32 trajectories, and Paced begins 24 before a step" in problems
 
 
-@dataclass(frozen=True)
-class Shared(Groups):
-    prompts: int = 6
+@pytest.mark.parametrize(
+    "stage", [AtroposClient(batch_size=8, max_token_len=64, num_steps=1), SourceChannel("tcp://127.0.0.1:0")]
+)
+def test_a_source_that_follows_its_trajectories_is_found_in_a_worker(stage: Any) -> None:
+    alone = complaint(source(stage, on=processes(1)).then(Batcher(max_tokens=999)).sink(Train()))
+    within = complaint(source(source(stage).then(Pass()), on=processes(1)).then(Batcher(max_tokens=999)).sink(Train()))
 
-    def stage_info(self) -> StageInfo:
-        return StageInfo(check_workers=self.check_workers)
-
-    def check_workers(self, count: int) -> None:
-        if self.prompts % count:
-            raise InvalidConfig(f"Shared.prompts: expected a multiple of the {count} workers, got {self.prompts}")
-
-
-def test_work_that_the_workers_cannot_share_is_found_before_any_of_them_starts() -> None:
-    source(Shared(1), on=processes(3)).then(Pass()).sink(Collect()).check()
-
-    alone = complaint(source(Shared(1), on=processes(4)).then(Pass()).sink(Collect()))
-    within = complaint(source(source(Shared(1)).then(Pass()), on=processes(4)).sink(Collect()))
-
-    assert "Shared: Shared.prompts: expected a multiple of the 4 workers, got 6" in alone
-    assert "Shared.prompts: expected a multiple of the 4 workers, got 6" in within
+    for problems in (alone, within):
+        assert f"{type(stage).__name__}: it asks the ledger of the run what became of trajectories" in problems
 
 
-class Questions:
-    def __len__(self) -> int:
-        return 1
+def test_a_batcher_that_bounds_the_lag_is_found_in_a_worker() -> None:
+    problems = complaint(source(Groups(1)).then(Batcher(max_tokens=999, max_lag=1), on=processes(1)).sink(Train()))
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"question": "1 + 1", "answer": "2"}
-
-    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
-        return float(answer == entry["answer"])
-
-
-def test_groups_of_a_step_that_the_workers_do_not_divide_are_found() -> None:
-    def pipeline(step_groups: int) -> Pipeline:
-        sampling = SourceEnv(Questions, NoOpPolicy(), group_size=4, max_lag=1, step_groups=step_groups)
-        return source(sampling, on=processes(2)).sink(Collect())
-
-    problems = complaint(pipeline(3))
-
-    assert (
-        "SourceEnv.step_groups: expected a multiple of the 2 workers, got 3: take 4 groups a step, or as " in problems
-    )
-    pipeline(4).check()
+    assert "Batcher: it asks the ledger of the run what became of trajectories" in problems
 
 
 class Keep:

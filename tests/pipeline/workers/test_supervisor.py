@@ -1,4 +1,4 @@
-"""Preparing a child process, without starting one; tests/processes/test_workers.py starts some."""
+"""Preparing a child process, and what a sender may do, without one; tests/processes/test_workers.py starts some."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from dataclasses import dataclass
 import pytest
 from tests.pipeline.flow_stages import Count
 
+from penstock._pipeline.channels.peer import Peer
+from penstock._pipeline.graph.edge import EdgeCounter
+from penstock._pipeline.graph.placement import Processes
 from penstock._pipeline.servers.subreaper_process import describe_exit
 from penstock._pipeline.workers import worker_stage
-from penstock._pipeline.workers.worker_messages import Failed
+from penstock._pipeline.workers.supervisor import Supervisor
+from penstock._pipeline.workers.worker_accounting import WorkerAccounting
+from penstock._pipeline.workers.worker_messages import Failed, Joins, Wants, WorkerEvent
 from penstock._pipeline.workers.worker_payload import open_payload, write_payload
 from penstock._schemas.bounds import LONGEST_TRACEBACK
-from penstock.errors import InvalidConfig, StageFailed
+from penstock._schemas.control import PROTOCOL_VERSION, Connect
+from penstock.accounting import Ledger, Metrics
+from penstock.errors import InvalidConfig, ProtocolMismatch, StageFailed
 
 
 @dataclass(frozen=True)
@@ -80,3 +87,30 @@ def test_a_long_traceback_is_cut_at_its_beginning() -> None:
 
     assert len(text) == LONGEST_TRACEBACK
     assert text.startswith("…x")
+
+
+def test_a_sender_that_was_not_started_from_here_gets_no_place() -> None:
+    ledger = Ledger()
+    accounting = WorkerAccounting(ledger, Metrics(), EdgeCounter(), source=True)
+    supervisor = Supervisor("Sample", Processes(1), accounting, ledger)
+    stranger = Peer(Connect(PROTOCOL_VERSION, "shm", "group", b"identity", "Sample 1/1", 7), lambda _: None, 1)
+
+    with pytest.raises(ProtocolMismatch, match="expected the name of a worker that was started and has no place yet"):
+        supervisor.handle(stranger, Joins())
+
+    assert not accounting.takes(stranger)
+
+
+@pytest.mark.parametrize("event", [Wants(), Failed("raised ValueError: no", "")])
+def test_an_event_of_a_sender_without_a_place_changes_nothing(event: WorkerEvent) -> None:
+    ledger = Ledger()
+    supervisor = Supervisor(
+        "Sample", Processes(1), WorkerAccounting(ledger, Metrics(), EdgeCounter(), source=True), ledger
+    )
+    before = supervisor.statistics()
+
+    supervisor.handle(
+        Peer(Connect(PROTOCOL_VERSION, "shm", "group", b"identity", "Sample 1/1", 7), lambda _: None, 1), event
+    )
+
+    assert supervisor.statistics() == before

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import msgspec
-import numpy as np
 import pytest
 
-from penstock import GroupId, TrainBatch, TrajectoryGroup, TrajectoryId
-from penstock._pipeline.accounting.shared_counters import COUNTERS_BYTES, SharedCounters
+from penstock import GroupId, TrajectoryGroup, TrajectoryId
+from penstock._pipeline.accounting.epoch import UNKNOWN, Epoch
 from penstock._pipeline.accounting.telemetry import Observations
 from penstock._pipeline.channels.peer import Peer
 from penstock._pipeline.graph.context import Worker as Place
 from penstock._pipeline.graph.edge import EdgeCounter
 from penstock._pipeline.workers.worker_accounting import WorkerAccounting
-from penstock._pipeline.workers.worker_messages import Ending, WorkerEndState, WorkerReport
+from penstock._pipeline.workers.worker_messages import Ending, Joins, WorkerReport
 from penstock._schemas.bounds import MOST_NAMES
 from penstock._schemas.control import PROTOCOL_VERSION, Connect
-from penstock.accounting import EndState, Ledger, Metrics
+from penstock.accounting import Ledger, Metrics
 from penstock.errors import LedgerImbalance, PeerLost, ProtocolMismatch
 from penstock.testing import group
 
 WORKER = "Sample 1/2"
 KILLED = "Sample 1/2 (pid 7) was killed by SIGKILL"
+FIRST = Place(0, 1)
+A, B = GroupId("test", "a"), GroupId("test", "b")
 
 
 def peer(name: str = WORKER) -> Peer:
@@ -36,54 +34,44 @@ def peer(name: str = WORKER) -> Peer:
 def report(
     observations: Observations | None = None,
     endings: list[Ending] | None = None,
-    reasons: dict[WorkerEndState, dict[str, int]] | None = None,
+    *,
+    succeeded: int = 0,
+    epoch: Epoch = UNKNOWN,
 ) -> bytes:
-    return msgspec.msgpack.encode(WorkerReport(observations, tuple(endings or ()), reasons or {}))
+    return msgspec.msgpack.encode(WorkerReport(observations, tuple(endings or ()), succeeded=succeeded, epoch=epoch))
 
 
 class Source:
-    """A source's worker as the accounting sees it: it writes its page, and its records are received."""
+    """A worker of a source that samples by itself, as the accounting sees it."""
 
     def __init__(self) -> None:
         self.ledger, self.metrics, self.counter = Ledger(), Metrics(), EdgeCounter()
         self.accounting = WorkerAccounting(self.ledger, self.metrics, self.counter, source=True)
-        fd = self.accounting.open(WORKER)
-        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
-        self.account = SharedCounters(self._memory)
-        os.close(fd)
-
-    def close(self) -> None:
-        self.account.close()
-        self._memory.close()
-        self.accounting.close("unfinished", "the run ended")
+        self.accounting.open(WORKER, FIRST)
 
     def sends(self, record: TrajectoryGroup) -> None:
-        self.account.admit(len(record))
         self.accounting.received(peer(), record)
+
+    def drops(self, *endings: Ending) -> None:
+        self.accounting.observed(peer(), report(endings=list(endings)))
 
 
 @pytest.fixture
-def source() -> Iterator[Source]:
-    made = Source()
-    yield made
-    made.close()
+def source() -> Source:
+    return Source()
 
 
-def test_samples_of_a_worker_are_in_flight_before_they_are_received(source: Source) -> None:
-    source.account.admit(8)
-
-    assert source.ledger.balance().in_flight == 8
+# -- a source whose prompts are not assigned ---------------------------------------------------------------------------
 
 
-def test_received_records_are_in_the_ledger_and_counted_once(source: Source) -> None:
+def test_received_records_are_admitted_and_counted_once(source: Source) -> None:
     source.sends(group())
 
-    assert source.ledger.balance().in_flight == source.ledger.in_flight == source.counter.trajectories == 2
+    assert source.ledger.balance().admitted == source.ledger.in_flight == source.counter.trajectories == 2
 
 
 def test_only_the_new_part_of_a_repeated_record_passes(source: Source) -> None:
     source.sends(group(repetition_ids=[0, 1]))
-    source.account.admit(4)
 
     rest = source.accounting.received(peer(), group(repetition_ids=[1, 2]))
     nothing = source.accounting.received(peer(), group(repetition_ids=[0, 2]))
@@ -94,73 +82,47 @@ def test_only_the_new_part_of_a_repeated_record_passes(source: Source) -> None:
     assert source.ledger.balance().reasons["rejected"] == {"in flight already": 3}
 
 
-@pytest.mark.parametrize("drained_first", [True, False])
-def test_records_of_a_dead_worker_are_lost_once_all_that_it_sent_was_received(
-    source: Source,
-    drained_first: bool,  # noqa: FBT001 (a parameter)
-) -> None:
+def test_what_a_worker_dropped_before_it_was_sent_counts_with_its_reason(source: Source) -> None:
+    source.drops(Ending(A, (0, 1), "failed", "timeout"), Ending(B, (2,), "filtered", "too long"))
+
+    balance = source.ledger.balance()
+    assert (balance.admitted, balance.in_flight) == (3, 0)
+    assert balance.reasons["failed"] == {"timeout": 2}
+    assert balance.reasons["filtered"] == {"too long": 1}
+
+
+def test_a_worker_ends_nothing_of_what_another_one_has_sent(source: Source) -> None:
+    source.sends(group(instance_id="a"))
+
+    source.drops(Ending(A, (0, 1, 2), "failed", "timeout"))
+
+    assert source.ledger.balance().reasons["failed"] == {"timeout": 1}
+    assert source.ledger.in_flight == 2
+
+
+def test_rollouts_that_succeeded_in_a_worker_count_as_soon_as_it_reports_them(source: Source) -> None:
+    source.accounting.observed(peer(), report(succeeded=3))
+
+    assert source.ledger.progress().succeeded == 3
+
+
+def test_the_epoch_of_a_run_is_that_of_all_its_workers(source: Source) -> None:
+    source.accounting.open("Sample 2/2", Place(1, 2))
+
+    source.accounting.observed(peer(), report(epoch=Epoch(8)))
+    source.accounting.observed(peer("Sample 2/2"), report(epoch=Epoch(16)))
+
+    assert source.ledger.epoch == Epoch.of_all([Epoch(8), Epoch(16)])
+
+
+def test_the_death_of_a_worker_loses_nothing_that_was_admitted(source: Source) -> None:
     source.sends(group())
-    source.account.admit(3)
-    steps: list[Callable[[], None]] = [
-        lambda: source.accounting.lost(peer(), PeerLost()),
-        lambda: source.accounting.ended(WORKER, KILLED),
-    ]
-    first, second = steps if drained_first else reversed(steps)
 
-    first()
-    assert source.ledger.balance().ended["lost"] == 0
-    second()
+    source.accounting.lost(peer(), PeerLost())
+    source.accounting.ended(WORKER, KILLED)
 
     balance = source.ledger.balance()
-    assert balance.reasons["lost"] == {KILLED: 3}
-    assert (balance.admitted, balance.in_flight) == (5, 2)
-
-
-def test_the_page_of_a_worker_that_died_before_it_connected_is_not_kept(source: Source) -> None:
-    pages = _mapped_pages()
-    os.close(source.accounting.open("a second worker"))
-
-    source.accounting.ended("a second worker", KILLED, connected=False)
-
-    assert _mapped_pages() == pages
-
-
-def _mapped_pages() -> int:
-    return Path("/proc/self/maps").read_text().count("account")
-
-
-def test_the_reasons_of_ends_in_a_worker_are_those_that_it_has_reported(source: Source) -> None:
-    source.account.admit(5)
-    source.account.end("failed", 3)
-    source.account.end("filtered", 1)
-
-    source.accounting.observed(peer(), report(reasons={"failed": {"timeout": 2}}))
-
-    balance = source.ledger.balance()
-    assert balance.reasons["failed"] == {"timeout": 2, "reason not reported": 1}
-    assert balance.reasons["filtered"] == {"reason not reported": 1}
-    assert balance.balanced
-
-
-@pytest.mark.parametrize(("returned", "end"), [(True, "unfinished"), (False, "lost")])
-def test_a_run_that_ends_before_all_was_received_did_not_need_it(source: Source, *, returned: bool, end: str) -> None:
-    source.account.admit(8)
-    source.accounting.ended(WORKER, "it ended", unaccounted_by=WORKER if returned else "")
-
-    source.accounting.close("unfinished", "the run ended")
-
-    assert source.ledger.balance().ended[end] == 8
-    assert not source.ledger.unaccounted
-
-
-def test_reasons_outlive_their_worker(source: Source) -> None:
-    source.account.admit(2)
-    source.account.end("failed", 2)
-    source.accounting.observed(peer(), report(reasons={"failed": {"timeout": 2}}))
-
-    source.accounting.close("unfinished", "the run ended")
-
-    assert source.ledger.balance().reasons["failed"] == {"timeout": 2}
+    assert (balance.admitted, balance.in_flight, balance.ended["lost"]) == (2, 2, 0)
 
 
 def test_metrics_of_a_worker_join_those_of_the_run(source: Source) -> None:
@@ -174,10 +136,30 @@ def test_a_report_that_is_none_is_refused_as_a_breach_of_the_protocol(source: So
         source.accounting.observed(peer(), b"no news")
 
 
-def test_a_sender_that_is_no_worker_is_admitted_here(source: Source) -> None:
-    source.accounting.received(peer("a stranger"), group())
+@pytest.mark.parametrize("has_a_place", [True, False])
+def test_records_of_a_sender_without_a_place_are_refused(source: Source, *, has_a_place: bool) -> None:
+    source.accounting.takes = lambda _peer: not has_a_place
 
-    assert source.ledger.balance().admitted == 2
+    with pytest.raises(ProtocolMismatch, match="expected records of a worker that has a place"):
+        source.accounting.received(peer(WORKER if has_a_place else "a stranger"), group())
+
+    assert source.ledger.balance().admitted == 0
+
+
+def test_a_sender_without_a_place_may_only_ask_for_one(source: Source) -> None:
+    events: list[object] = []
+    source.accounting.takes = lambda _peer: False
+    source.accounting.on_event = lambda _peer, event: events.append(event)
+
+    source.accounting.observed(peer(), msgspec.msgpack.encode(WorkerReport.of(Joins())))
+    with pytest.raises(ProtocolMismatch, match="expected a request for a place"):
+        source.drops(Ending(A, (0,), "failed", "timeout"))
+
+    assert events == [Joins()]
+    assert source.ledger.balance().admitted == 0
+
+
+# -- workers that are given their trajectories -------------------------------------------------------------------------
 
 
 class Middle:
@@ -186,7 +168,7 @@ class Middle:
     def __init__(self) -> None:
         self.ledger, self.counter = Ledger(), EdgeCounter()
         self.accounting = WorkerAccounting(self.ledger, Metrics(), self.counter, source=False)
-        os.close(self.accounting.open(WORKER))
+        self.accounting.open(WORKER, FIRST)
         self.group = group(completion_lengths=[1, 2, 3])
         self.ledger.admit(self.group.id, [0, 1, 2])
         self.accounting.handed(WORKER, self.group)
@@ -225,16 +207,123 @@ def test_a_worker_cannot_end_records_that_it_was_not_handed() -> None:
     assert middle.ledger.balance().ended["filtered"] == 0
 
 
-def joined(ledger: Ledger, metrics: Metrics) -> WorkerAccounting:
-    """Return the accounting of workers that join and are told what to sample, one of which has the first place."""
-    accounting = WorkerAccounting(ledger, metrics, EdgeCounter(), source=False, assigned=True)
-    accounting.open_reported(WORKER, Place(0, 1))
+def test_a_worker_sends_nothing_that_it_was_not_given() -> None:
+    middle = Middle()
+
+    with pytest.raises(ProtocolMismatch, match=r"got repetitions \[0, 1\] of test/other"):
+        middle.accounting.received(peer(), group(instance_id="other"))
+
+    assert middle.counter.trajectories == 0
+
+
+@pytest.mark.parametrize("drained_first", [True, False])
+def test_records_of_a_dead_worker_are_lost_once_all_that_it_sent_was_received(*, drained_first: bool) -> None:
+    middle = Middle()
+    steps: list[Callable[[], None]] = [
+        lambda: middle.accounting.lost(peer(), PeerLost()),
+        lambda: middle.accounting.ended(WORKER, KILLED),
+    ]
+    first, second = steps if drained_first else reversed(steps)
+
+    first()
+    assert middle.ledger.balance().ended["lost"] == 0
+    second()
+
+    assert middle.ledger.balance().reasons["lost"] == {KILLED: 3}
+    assert middle.ledger.in_flight == 0
+
+
+def test_what_a_worker_held_that_never_connected_is_lost_at_once() -> None:
+    middle = Middle()
+
+    middle.accounting.ended(WORKER, KILLED, connected=False)
+
+    assert middle.ledger.balance().reasons["lost"] == {KILLED: 3}
+
+
+@pytest.mark.parametrize(("returned", "end"), [(True, "unfinished"), (False, "lost")])
+def test_a_run_that_ends_before_all_was_received_did_not_need_it(*, returned: bool, end: str) -> None:
+    middle = Middle()
+    middle.accounting.ended(WORKER, "it ended", unaccounted_by=WORKER if returned else "")
+
+    middle.accounting.close("unfinished", "the run ended")
+
+    assert middle.ledger.balance().ended[end] == 3
+    assert not middle.ledger.unaccounted
+
+
+def test_what_a_worker_held_whose_stage_returned_is_unaccounted_by_it() -> None:
+    middle = Middle()
+
+    middle.accounting.ended(WORKER, "it ended", unaccounted_by=WORKER)
+    middle.accounting.closed(peer())
+
+    assert middle.ledger.balance().reasons["lost"] == {"it ended": 3}
+    assert middle.ledger.unaccounted == {WORKER: 3}
+
+
+def assigned(ledger: Ledger, metrics: Metrics) -> WorkerAccounting:
+    """Return the accounting of workers that are told what to sample, one of which has the first place."""
+    accounting = WorkerAccounting(ledger, metrics, EdgeCounter(), source=True, assigned=True)
+    accounting.open(WORKER, FIRST)
     return accounting
 
 
-def test_a_worker_that_has_joined_names_no_more_others_than_it_was_given() -> None:
+def test_what_a_dead_worker_held_stays_in_flight_where_it_is_assigned_again_and_the_rest_is_lost() -> None:
+    ledger, taken_back = Ledger(), list[tuple[GroupId, int]]()
+    accounting = assigned(ledger, Metrics())
+
+    def take_back(prompt: GroupId, mask: int) -> bool:
+        taken_back.append((prompt, mask))
+        return prompt == A
+
+    accounting.on_returned = take_back
+    for prompt in (A, B):
+        ledger.admit(prompt, [0, 1, 2])
+        accounting.assigned(WORKER, prompt, 0b111)
+    accounting.observed(peer(), report(endings=[Ending(A, (1,), "failed", "timeout")]))
+
+    accounting.ended(WORKER, KILLED, connected=False)
+
+    assert taken_back == [(A, 0b101), (B, 0b111)]
+    assert ledger.in_flight_by_group() == {A: 0b101}
+    assert ledger.balance().reasons["lost"] == {KILLED: 3}
+    assert accounting.groups_held == 0
+
+
+def test_nothing_is_assigned_again_when_the_run_is_over() -> None:
+    ledger = Ledger()
+    accounting = assigned(ledger, Metrics())
+    accounting.on_returned = lambda _group, _mask: True
+    ledger.admit(A, [0, 1])
+    accounting.assigned(WORKER, A, 0b11)
+
+    accounting.close("unfinished", "the run ended")
+
+    assert ledger.balance().reasons["unfinished"] == {"the run ended": 2}
+
+
+def test_a_worker_has_room_until_it_holds_as_many_groups_as_it_may() -> None:
+    ledger, room = Ledger(), list[bool]()
+    accounting = assigned(ledger, Metrics())
+    accounting.most_held = 2
+    accounting.on_taken = lambda: room.append(accounting.has_room(WORKER))
+    for prompt in (A, B):
+        assert accounting.has_room(WORKER)
+        ledger.admit(prompt, [0, 1])
+        accounting.assigned(WORKER, prompt, 0b11)
+    assert not accounting.has_room(WORKER)
+
+    accounting.received(peer(), group(instance_id="a"))
+
+    assert room == [True]
+    accounting.ended(WORKER, KILLED)
+    assert not accounting.has_room(WORKER)
+
+
+def test_a_worker_names_no_more_others_than_it_was_given() -> None:
     ledger, record = Ledger(), group(completion_lengths=[3, 3])
-    accounting = joined(ledger, Metrics())
+    accounting = assigned(ledger, Metrics())
     ledger.admit(record.id, [0, 1])
     accounting.assigned(WORKER, record.id, 0b11)
     own, other = (
@@ -254,11 +343,11 @@ def gauges(first: int, count: int) -> bytes:
 
 def test_the_metrics_of_a_place_stay_within_the_bound_of_one_worker_however_often_it_is_taken() -> None:
     metrics = Metrics()
-    accounting = joined(Ledger(), metrics)
+    accounting = assigned(Ledger(), metrics)
     for restart in range(3):
         accounting.observed(peer(), gauges(restart * MOST_NAMES, MOST_NAMES))
         accounting.ended(WORKER, KILLED, connected=False)
-        accounting.open_reported(WORKER, Place(0, 1, restart + 1))
+        accounting.open(WORKER, Place(0, 1, restart + 1))
 
     found = metrics.emit(1)
     assert len(found) <= MOST_NAMES + 1  # and the time of the step
@@ -267,10 +356,10 @@ def test_the_metrics_of_a_place_stay_within_the_bound_of_one_worker_however_ofte
 
 def test_the_metrics_of_a_worker_that_joins_again_go_on() -> None:
     metrics = Metrics()
-    accounting = joined(Ledger(), metrics)
+    accounting = assigned(Ledger(), metrics)
     accounting.observed(peer(), report(Observations(totals={"tokens": 3.0})))
     accounting.ended(WORKER, KILLED, connected=False)
-    accounting.open_reported(WORKER, Place(0, 1, 1))
+    accounting.open(WORKER, Place(0, 1, 1))
     accounting.observed(peer(), report(Observations(totals={"tokens": 4.0})))
 
     assert metrics.emit(1)["tokens"] == 7.0
@@ -289,7 +378,7 @@ def test_a_record_whose_sending_failed_is_not_counted_to_the_worker() -> None:
 def test_closing_twice_is_fine(is_source: bool) -> None:  # noqa: FBT001 (a parameter)
     ledger = Ledger()
     accounting = WorkerAccounting(ledger, Metrics(), EdgeCounter(), source=is_source)
-    os.close(accounting.open(WORKER))
+    accounting.open(WORKER, FIRST)
 
     accounting.close("unfinished", "the run ended")
     accounting.close("unfinished", "the run ended")
@@ -303,133 +392,3 @@ def test_an_ended_trajectory_has_ended_however_late_the_rest_of_its_group_ends()
 
     with pytest.raises(LedgerImbalance, match="is not in flight"):
         middle.ledger.end([TrajectoryId(*middle.group.id, 0)], "trained")
-
-
-A, B = GroupId("test", "a"), GroupId("test", "b")
-
-
-class TestTwoProcesses:
-    """A worker's ledger with its account, and the trainer's, joined as a channel joins them."""
-
-    def setup_method(self) -> None:
-        self.page = bytearray(COUNTERS_BYTES)
-        self.worker = Ledger(SharedCounters(self.page))
-        self.account = SharedCounters(self.page)
-        self.trainer = Ledger()
-        self.trainer.attach_counters(self.account)
-
-    def hand_over(self, name: str) -> None:
-        self.trainer.take_over(group(instance_id=name), self.worker.settle, self.account)
-
-    def balanced(self) -> dict[str, int]:
-        balance = self.trainer.balance()
-        assert balance.balanced
-        return {"admitted": balance.admitted, "in_flight": balance.in_flight} | {
-            k: v for k, v in balance.ended.items() if v
-        }
-
-    def test_the_ledger_balances_while_a_trajectory_is_in_transit(self) -> None:
-        self.worker.admit(A, range(2))
-        assert self.balanced() == {"admitted": 2, "in_flight": 2}
-        self.hand_over("a")
-        assert self.balanced() == {"admitted": 2, "in_flight": 2}
-        self.trainer.commit(TrainBatch.pack([group(instance_id="a")]), step=1)
-        assert self.balanced() == {"admitted": 2, "in_flight": 0, "trained": 2}
-
-    def test_an_end_is_reported_to_the_worker_and_frees_its_allowance(self) -> None:
-        self.worker.admit(A, range(2))
-        self.hand_over("a")
-        assert self.worker.in_flight == 2
-        self.trainer.commit(TrainBatch.pack([group(instance_id="a")]), step=3)
-        assert self.worker.in_flight == 0
-        assert self.worker.step == 3
-        assert self.worker.trained_per_step == 2
-
-    def test_the_ledger_of_a_worker_balances_when_its_trajectories_end_elsewhere(self) -> None:
-        self.worker.admit(A, range(2))
-        self.hand_over("a")
-
-        self.trainer.end(group(instance_id="a"), "stale", "old")
-
-        assert self.worker.balance().ended["stale"] == 2
-        assert self.worker.balance().balanced
-        assert not self.worker.balance().reasons["stale"]  # counted once, in the trainer's ledger
-
-    def test_workers_that_share_a_prompt_each_hear_of_what_they_sampled(self) -> None:
-        other = Ledger(SharedCounters(bytearray(COUNTERS_BYTES)))
-        first, second = group(instance_id="a", repetition_ids=[0, 1]), group(instance_id="a", repetition_ids=[2, 3])
-        for ledger, sampled in ((self.worker, first), (other, second)):
-            ledger.admit(A, sampled.repetition_ids.tolist())
-            self.trainer.take_over(sampled, ledger.settle)
-
-        self.trainer.commit(TrainBatch.pack([first]), step=1)
-        assert (self.worker.in_flight, other.in_flight) == (0, 2)
-        self.trainer.end(second, "stale", "old")
-        assert (self.worker.in_flight, other.in_flight) == (0, 0)
-
-    def test_a_copy_is_removed_from_the_counters_of_its_worker_which_is_notified(self) -> None:
-        self.trainer.hand_over(group(instance_id="a"))
-        self.worker.admit(A, range(3))
-
-        self.trainer.take_over(group(instance_id="a"), self.worker.settle, self.account)
-
-        assert self.worker.in_flight == 1
-        assert self.balanced() == {"admitted": 5, "in_flight": 3, "rejected": 2}
-        assert self.trainer.detach_counters(self.account, "lost", "killed") == 1
-        assert self.balanced() == {"admitted": 5, "in_flight": 2, "rejected": 2, "lost": 1}
-
-    def test_a_worker_is_not_notified_of_trajectories_of_another_worker(self) -> None:
-        outcomes: list[tuple[GroupId, int, EndState, int]] = []
-        self.trainer.take_over(group(instance_id="a"), lambda *ended: outcomes.append(ended))
-        again = group(instance_id="a").select(np.array([True, False]))
-        self.trainer.end(again, "stale", "old")
-
-        self.trainer.take_over(again, lambda *_: None)
-        self.trainer.end(again, "filtered", "")
-
-        assert outcomes == [(A, 0b01, "stale", 0)]
-
-    def test_a_record_that_a_worker_sends_twice_is_rejected_in_the_worker(self) -> None:
-        record = group(instance_id="a")
-        assert (self.worker.hand_over(record), self.worker.hand_over(record)) == (0, 0b11)
-        self.hand_over("a")
-
-        assert self.balanced() == {"admitted": 4, "in_flight": 2, "rejected": 2}
-
-    def test_trajectories_that_end_in_the_worker_count_in_the_trainers_ledger(self) -> None:
-        self.worker.admit(A, range(2))
-        self.worker.end(group(instance_id="a").ids[:1], "failed", "the environment raised")
-        assert self.balanced() == {"admitted": 2, "in_flight": 1, "failed": 1}
-        assert self.trainer.balance().reasons["failed"] == {"reason not reported": 1}
-
-    @pytest.mark.parametrize("handed_over", [True, False])
-    def test_records_of_a_dead_worker_are_lost_and_those_it_sent_continue(self, handed_over: bool) -> None:  # noqa: FBT001
-        self.worker.admit(A, range(2))
-        self.worker.admit(B, range(3))
-        if handed_over:
-            self.hand_over("a")
-
-        lost = self.trainer.detach_counters(self.account, "lost", "worker 0 was killed by SIGKILL")
-
-        assert lost == (3 if handed_over else 5)
-        assert self.balanced() == {"admitted": 5, "in_flight": 5 - lost, "lost": lost}
-        assert self.trainer.balance().reasons["lost"] == {"worker 0 was killed by SIGKILL": lost}
-
-    def test_closing_an_account_twice_counts_once(self) -> None:
-        self.worker.admit(A, range(2))
-        assert self.trainer.detach_counters(self.account, "lost", "killed") == 2
-        assert self.trainer.detach_counters(self.account, "lost", "killed") == 0
-        assert self.balanced() == {"admitted": 2, "in_flight": 0, "lost": 2}
-
-    def test_a_restarted_worker_is_not_confused_by_its_predecessors_trajectories(self) -> None:
-        successor = Ledger(SharedCounters(bytearray(COUNTERS_BYTES)))
-        successor.settle(A, 0b11, "trained", 7)
-        assert successor.in_flight == 0
-        assert successor.step == 7
-
-    def test_at_the_end_of_a_run_the_remaining_trajectories_are_lost_by_name(self) -> None:
-        self.worker.admit(A, range(2))
-        self.worker.admit(B, range(2))
-        self.hand_over("a")
-        assert self.trainer.end_all("unfinished", "the run was stopped") == 4
-        assert self.balanced() == {"admitted": 4, "in_flight": 0, "unfinished": 4}

@@ -185,8 +185,8 @@ async def test_a_set_without_a_length_is_refused_before_anything_is_sampled() ->
 class NoneLeft:
     """No prompts are assigned any more."""
 
-    async def next(self) -> int | None:
-        return None
+    async def next(self) -> tuple[()]:
+        return ()
 
 
 @pytest.mark.parametrize(("place", "mean"), [(0, 0.8), (3, None)])

@@ -5,6 +5,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from penstock import GroupId
+from penstock._pipeline.accounting.repetition_sets import trajectories
 from penstock._stages.sampling.lag_limiter import LagLimiter
 from penstock.accounting import Ledger
 from penstock.testing import VirtualClock
@@ -24,8 +25,16 @@ class Trainer:
             self.ledger.admit(group, range(4))
 
     def train(self, *numbers: int, step: int) -> None:
-        for number in numbers:
-            self.ledger.settle(self.groups[number], 0b1111, "trained", step)
+        self.ledger.commit_ids([each for number in numbers for each in trajectories(self.groups[number], 0b1111)], step)
+
+
+class Sampling:
+    """Those who sample, of whom a test says how many groups they hold."""
+
+    groups_held = 0
+
+    async def hold_none(self) -> None:
+        """Return: no test waits for it."""
 
 
 async def stays_waiting(wait: Callable[[], Awaitable[None]]) -> bool:
@@ -49,9 +58,9 @@ async def test_nothing_is_held_back_without_a_bound_or_before_the_first_step() -
     trainer = Trainer()
     trainer.sample(100)
 
-    await LagLimiter(trainer.ledger, 4, max_lag=0).wait_for_slot()
+    await LagLimiter(trainer.ledger, 4, max_lag=0, samplers=Sampling()).wait_for_slot()
     trainer.train(0, step=1)
-    await LagLimiter(trainer.ledger, 4, max_lag=None).wait_for_slot()
+    await LagLimiter(trainer.ledger, 4, max_lag=None, samplers=Sampling()).wait_for_slot()
 
 
 @pytest.mark.parametrize(("max_lag", "in_flight_at_most"), [(0, 8), (1, 16), (3, 32)])
@@ -61,7 +70,7 @@ async def test_a_group_is_begun_only_if_it_can_be_trained_within_the_bound(
     trainer = Trainer()
     trainer.sample(2)
     trainer.train(0, 1, step=1)  # so a step trains 8
-    pace = LagLimiter(trainer.ledger, 4, max_lag)
+    pace = LagLimiter(trainer.ledger, 4, max_lag, samplers=Sampling())
 
     while not await stays_waiting(pace.wait_for_slot):
         trainer.sample()
@@ -74,7 +83,7 @@ async def test_a_step_is_never_left_short_of_trajectories() -> None:
     trainer.sample(5)
     trainer.train(0, 1, 2, step=1)
     trainer.train(3, 4, step=2)  # so a step trains 10
-    pace = LagLimiter(trainer.ledger, 4, max_lag=0)
+    pace = LagLimiter(trainer.ledger, 4, max_lag=0, samplers=Sampling())
 
     while not await stays_waiting(pace.wait_for_slot):
         trainer.sample()
@@ -85,7 +94,7 @@ async def test_a_step_is_never_left_short_of_trajectories() -> None:
 async def test_before_the_first_step_the_bound_is_that_of_the_batch_that_is_expected() -> None:
     trainer = Trainer()
     trainer.ledger.expect_per_step(8)
-    pace = LagLimiter(trainer.ledger, 4, max_lag=1)
+    pace = LagLimiter(trainer.ledger, 4, max_lag=1, samplers=Sampling())
 
     while not await stays_waiting(pace.wait_for_slot):
         trainer.sample()
@@ -100,7 +109,7 @@ def test_before_the_first_step_the_trainer_is_given_ten_seconds_before_it_is_ass
         trainer = Trainer()
         trainer.ledger.expect_per_step(8)
         trainer.sample(2)
-        await LagLimiter(trainer.ledger, 4, max_lag=0).wait_for_slot()
+        await LagLimiter(trainer.ledger, 4, max_lag=0, samplers=Sampling()).wait_for_slot()
 
     clock.run(main)
 
@@ -111,7 +120,7 @@ async def test_a_trained_group_makes_room_for_the_next() -> None:
     trainer = Trainer()
     trainer.sample(4)
     trainer.train(0, 1, step=1)
-    pace = LagLimiter(trainer.ledger, 4, max_lag=0)
+    pace = LagLimiter(trainer.ledger, 4, max_lag=0, samplers=Sampling())
     assert await stays_waiting(pace.wait_for_slot)
 
     trainer.train(2, step=2)
@@ -126,7 +135,7 @@ def test_where_nothing_moves_for_the_time_of_two_steps_one_more_group_is_begun()
         trainer = Trainer()
         trainer.sample(6)
         trainer.train(0, 1, step=1)
-        pace = LagLimiter(trainer.ledger, 4, max_lag=0)
+        pace = LagLimiter(trainer.ledger, 4, max_lag=0, samplers=Sampling())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pace.wait_for_slot)
             await anyio.sleep(12)
@@ -148,11 +157,13 @@ def test_while_a_group_is_being_sampled_the_pace_does_not_give_way() -> None:
         trainer = Trainer()
         trainer.sample(4)
         trainer.train(0, 1, step=1)
-        pace = LagLimiter(trainer.ledger, 4, max_lag=0)
+        samplers = Sampling()
+        pace = LagLimiter(trainer.ledger, 4, max_lag=0, samplers=samplers)
 
         async def sample() -> None:
-            with pace.sampling():
-                await anyio.sleep(99.5)
+            samplers.groups_held = 1
+            await anyio.sleep(99.5)
+            samplers.groups_held = 0
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sample)
@@ -169,7 +180,7 @@ def test_a_pace_that_is_given_holds_from_the_first_step_on_and_never_gives_way()
 
     async def main() -> None:
         trainer = Trainer()
-        pace = LagLimiter(trainer.ledger, 4, max_lag=0, per_step=8)
+        pace = LagLimiter(trainer.ledger, 4, max_lag=0, per_step=8, samplers=Sampling())
         trainer.sample(2)
         with anyio.move_on_after(1000) as waiting:
             await pace.wait_for_slot()

@@ -18,7 +18,17 @@ from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from tests.fake_policy import FakePolicy, Letters, completion_of
 
-from penstock import AdvantageNormalizer, Context, GroupId, SourceEnv, StopReason, TrajectoryGroup, Worker, current
+from penstock import (
+    AdvantageNormalizer,
+    Context,
+    GroupId,
+    SourceEnv,
+    StopReason,
+    TrajectoryGroup,
+    TrajectoryId,
+    Worker,
+    current,
+)
 from penstock.channels import memory_channel
 from penstock.environments import RolloutResult
 from penstock.errors import InvalidConfig, InvalidRecord, LedgerImbalance
@@ -490,20 +500,6 @@ async def test_logprobs_that_are_not_finite_end_the_run() -> None:
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
-async def test_no_two_workers_and_no_restarted_worker_ever_use_the_same_name() -> None:
-    workers = [Worker(0, 2), Worker(1, 2), Worker(1, 2, restart=1), Worker(1, 2, restart=2)]
-
-    names = [group.instance_id for worker in workers for group in await sampled(source(groups=8), worker)]
-
-    assert len(set(names)) == len(names) == 16
-
-
-async def test_workers_share_the_prompts_among_them() -> None:
-    driven = [await sampled(source(groups=5), Worker(index, 2)) for index in range(2)]
-
-    assert [sorted(group.meta["task"] for group in groups) for groups in driven] == [[0, 2, 4], [1, 3]]
-
-
 async def test_a_resumed_run_goes_on_behind_the_prompts_it_has_used() -> None:
     driven = await sampled(source(groups=3, first_task=5))
 
@@ -511,18 +507,18 @@ async def test_a_resumed_run_goes_on_behind_the_prompts_it_has_used() -> None:
 
 
 async def test_a_run_that_goes_on_samples_what_was_not_trained_also_what_was_begun() -> None:
-    trained = [GroupId("Sums", "0"), GroupId("Sums", "1.2"), GroupId("Sums", "9"), GroupId("else", "1")]
+    trained = [GroupId("Sums", "0"), GroupId("Sums", "2"), GroupId("Sums", "9"), GroupId("else", "1")]
 
     resumed = source(groups=6).resume_from(ResumePoint(4, dict.fromkeys(trained, 0b1)))
 
     assert sorted(group.instance_id for group in await sampled(resumed)) == ["1", "3", "4", "5"]
 
 
-async def test_in_a_synchronous_schedule_it_goes_on_behind_the_last_prompt_that_each_worker_had_trained() -> None:
+async def test_in_a_synchronous_schedule_it_goes_on_behind_the_last_prompt_that_was_trained() -> None:
     trained = dict.fromkeys([GroupId("Sums", "0"), GroupId("Sums", "4"), GroupId("Sums", "3")], 0b1)
-    schedule = source(groups=12, max_lag=0, step_groups=2).resume_from(ResumePoint(1, trained))
+    schedule = source(groups=8, max_lag=0, step_groups=3).resume_from(ResumePoint(1, trained))
 
-    assert [list(schedule.numbers(Worker(index, 2))) for index in range(2)] == [[6, 8, 10], [5, 7, 9, 11]]
+    assert [group.instance_id for group in await sampled(schedule)] == ["5", "6", "7"]
 
 
 @pytest.mark.parametrize(
@@ -615,22 +611,10 @@ async def test_in_a_synchronous_schedule_groups_come_in_waves_and_in_order() -> 
         waves.append([await inbox.receive() for _ in range(3)])
         assert len(asked) == 3
         for group in waves[0]:
-            context.ledger.settle(group.id, 0b111, "trained", 1)
+            context.ledger.commit_ids(group.ids, 1)
         waves.append([await inbox.receive() for _ in range(3)])
 
     assert [group.instance_id for wave in waves for group in wave] == ["0", "1", "2", "3", "4", "5"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step_groups": 3}, "step_groups: expected a multiple of the 2 workers, got 3"),
-        ({"step_groups": 8, "concurrency": 11}, "concurrency: expected at least 12"),
-    ],
-)
-async def test_a_schedule_that_the_workers_cannot_keep_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidConfig, match=message):
-        await sampled(source(max_lag=0, **options), Worker(0, 2))
 
 
 @dataclass
@@ -672,7 +656,7 @@ async def test_a_group_without_a_bound_on_its_lag_does_not_wait_for_weights() ->
 async def test_max_lag_holds_back_what_would_be_trained_too_late() -> None:
     context, lags = Context(), list[int]()
     context.ledger.admit(GroupId("earlier", "0"), range(3))
-    context.ledger.settle(GroupId("earlier", "0"), 0b111, "trained", 1)  # so a step trains 3
+    context.ledger.commit_ids([TrajectoryId("earlier", "0", each) for each in range(3)], 1)  # so a step trains 3
     outbox, inbox = memory_channel[TrajectoryGroup](100)
     stage = SourceEnv(Ready, NoOpPolicy(), group_size=3, concurrency=300, max_lag=1)
 
@@ -683,7 +667,7 @@ async def test_max_lag_holds_back_what_would_be_trained_too_late() -> None:
             await reached(lambda: context.ledger.in_flight >= 6)
             lags.append(context.ledger.in_flight // 3 - 1)
             group = await inbox.receive()
-            context.ledger.settle(group.id, 0b111, "trained", step)
+            context.ledger.commit_ids(group.ids, step)
         tasks.cancel_scope.cancel()
 
     assert lags == [1] * 8

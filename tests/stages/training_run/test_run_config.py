@@ -116,7 +116,6 @@ def test_overrides_leave_the_given_mapping_as_it_is() -> None:
         ("engine=vlm", "Expected one of torch, vllm, sglang, got 'vlm' - at `$.engine`; did you mean 'vllm'?"),
         ("reward.functions=[{function: 'm:f', kind: tlr}]", "Expected one of trl, verl, completion, got 'tlr'"),
         ("engine=vllm", "engine: expected server: {url: http://host:port} with engine vllm, got none"),
-        ("placement.samplers=3", "placement: expected samplers that divide the 32 prompts of a step, got 3"),
         ("data.path=''", "path: expected either it or sets"),
         ("seed", "expected key=value, for example model.path=./model, got 'seed'"),
         ("seed.more=1", "Expected `int`, got `object` - at `$.seed`"),

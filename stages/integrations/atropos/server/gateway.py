@@ -20,6 +20,7 @@ from ....._pipeline.accounting.repetition_sets import mask_of
 from ....._pipeline.accounting.telemetry import Metrics
 from ....._pipeline.channels.channel import SendChannel
 from ....._pipeline.graph.context import Context, current
+from ....._pipeline.graph.stage_info import StageInfo
 from ....._pipeline.util.waiting import Waiters
 from ....._pipeline.workers.worker_accounting import RUN_ENDED
 from ....._schemas import GroupId, TrajectoryGroup
@@ -92,6 +93,10 @@ class AtroposGateway:
     """Bound on the time after the last step in which environments are notified, before the gateway stops listening."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
     """`await gateway.listening.url()` returns the URL as soon as there is one."""
+
+    def stage_info(self) -> StageInfo:
+        """State that it tells environments what was trained."""
+        return StageInfo(follows_trajectories=True)
 
     def __post_init__(self) -> None:
         normalize_counts(self, "batch_size", "max_token_len", "capacity", "capacity_bytes", "candidates")
