@@ -14,7 +14,6 @@ from ..._schemas import InvalidConfig, TokenizerIdentity, TrainBatch, Trajectory
 from ..._schemas.numbers import whole_number
 from ..._schemas.tokenizer import disagreements
 from ..accounting.telemetry import get_logger
-from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from ..util.pickling import pickled
 from .misplaced import written
 from .missing_columns import missing_columns
@@ -217,7 +216,7 @@ def _of_sizes(before: StageNode, after: StageNode, group_tokens: int | None) -> 
             f"token budget, or sample smaller groups or shorter completions"
         )
     remote = before.remote or after.remote
-    budget = after.capacity_bytes or (REMOTE_CAPACITY_BYTES if remote else None)
+    budget = after.remote_capacity_bytes if remote else after.capacity_bytes
     at_once = 2 if remote else 1  # a stage holds one record, which is not copied, while it asks for the next
     if budget is not None and group_tokens is not None and at_once * group_tokens * BYTES_PER_TOKEN > budget:
         yield (
@@ -225,7 +224,7 @@ def _of_sizes(before: StageNode, after: StageNode, group_tokens: int | None) -> 
             f"holds {budget}: raise capacity_bytes{' to twice as much' if remote else ''}"
         )
     keeps = _hint(after.stage, "keeps_groups") or 0
-    if not isinstance(before.on, Here) and keeps > (credit := before.on.count * (after.capacity or REMOTE_CAPACITY)):
+    if not isinstance(before.on, Here) and keeps > (credit := before.on.count * after.remote_capacity):
         yield (
             f"{edge}: {after.name} keeps {keeps} groups before it sends, and its senders have credit for {credit}: "
             f"they would wait for each other; raise capacity"

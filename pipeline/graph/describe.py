@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..channels.channel import MEMORY_CAPACITY, REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .placement import Joining, Ray
 from .stage_node import StageNode
 
@@ -25,11 +24,11 @@ def _stage(node: StageNode, width: int) -> str:
 
 def _edge(before: StageNode, after: StageNode) -> str:
     if not (before.remote or after.remote):
-        capacity = _records(after.capacity or MEMORY_CAPACITY)
+        capacity = _records(after.memory_capacity)
         return f"memory: {capacity}" + (f", {_bytes(after.capacity_bytes)}" if after.capacity_bytes else "")
-    capacity = _records(after.capacity or REMOTE_CAPACITY)
     transport = _transport({type(before.on), type(after.on)})
-    return f"{transport}: {capacity} and {_bytes(after.capacity_bytes or REMOTE_CAPACITY_BYTES)} for each process"
+    capacity = f"{_records(after.remote_capacity)} and {_bytes(after.remote_capacity_bytes)}"
+    return f"{transport}: {capacity} for each process"
 
 
 def _transport(placements: set[type]) -> str:

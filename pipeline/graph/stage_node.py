@@ -8,6 +8,7 @@ from typing import Any
 
 from ..._schemas.errors import InvalidConfig
 from ..._schemas.numbers import whole_number
+from ..channels.channel import MEMORY_CAPACITY, REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .placement import Here, Placement
 
 
@@ -29,6 +30,21 @@ class StageNode:
             if (value := getattr(self, name)) is not None:
                 with suppress(InvalidConfig):
                     object.__setattr__(self, name, whole_number(name, value))
+
+    @property
+    def memory_capacity(self) -> int:
+        """Return the records that may wait in front of this stage, within a process."""
+        return self.capacity or MEMORY_CAPACITY
+
+    @property
+    def remote_capacity(self) -> int:
+        """Return the records that may wait in front of this stage, of each sender of another process."""
+        return self.capacity or REMOTE_CAPACITY
+
+    @property
+    def remote_capacity_bytes(self) -> int:
+        """Return the bytes of those."""
+        return self.capacity_bytes or REMOTE_CAPACITY_BYTES
 
     @property
     def remote(self) -> bool:

@@ -22,7 +22,7 @@ from ..accounting.end_states import EndState
 from ..accounting.ledger import Ledger
 from ..accounting.progress_guard import ProgressGuard
 from ..accounting.telemetry import get_logger, report_waits
-from ..channels.channel import MEMORY_CAPACITY, SendChannel
+from ..channels.channel import SendChannel
 from ..channels.memory import memory_channel
 from ..errors import NothingTrained, PeerClosed, RolloutsFailed, StageFailed
 from ..graph.context import Context, entered
@@ -344,7 +344,7 @@ class Run:
                 self._create_workers(before, before.node.on, after, counter).serve()
             )
             return Edge(before.node.name, after.node.name, inbox, counter, None)
-        capacity = 1 if after.node.remote else after.node.capacity or MEMORY_CAPACITY
+        capacity = 1 if after.node.remote else after.node.memory_capacity
         sender, receiver = memory_channel[Any](capacity, after.node.capacity_bytes)
         channels.callback(receiver.close)
         outbox = CountingSendChannel(sender, counter)

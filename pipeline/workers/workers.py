@@ -26,7 +26,7 @@ from msgspec import structs
 
 from ..accounting.end_states import EndState
 from ..accounting.telemetry import WaitAggregator
-from ..channels.channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES, ReceiveChannel, SendChannel
+from ..channels.channel import ReceiveChannel, SendChannel
 from ..channels.heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from ..channels.keys import SECRET_BYTES, ChannelKey
 from ..channels.merged_receiver import AnyReceiver, MergedReceiver
@@ -185,8 +185,8 @@ class Workers:
         return serve(
             url,
             wire_type(self._node.stage),
-            capacity=self._after.capacity or REMOTE_CAPACITY,
-            capacity_bytes=self._after.capacity_bytes or REMOTE_CAPACITY_BYTES,
+            capacity=self._after.remote_capacity,
+            capacity_bytes=self._after.remote_capacity_bytes,
             max_senders=max_senders or self._on.count * (2 if self._on.restarts else 1),
             listener=self._accounting,
             name=self._after.name,
@@ -226,8 +226,8 @@ class Workers:
             outbox_url=outbox_url,
             outbox_kind=wire_type(self._node.stage).schema.kind,
             inbox_kind=self._feeder.record_type.schema.kind if self._feeder else "",
-            inbox_capacity=self._node.capacity or REMOTE_CAPACITY,
-            inbox_capacity_bytes=self._node.capacity_bytes or REMOTE_CAPACITY_BYTES,
+            inbox_capacity=self._node.remote_capacity,
+            inbox_capacity_bytes=self._node.remote_capacity_bytes,
             assigned=self._assigned,
         )
 
