@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import anyio
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import EngineRefused, PenstockError, ProtocolMismatch
-from ..._pipeline.graph.context import Worker, current
+from ..._pipeline.graph.context import current
 from ..._pipeline.util.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.weights.shielded import shielded
@@ -33,9 +33,7 @@ from ..contracts.sampling_params import SamplingParams
 from ..http.bounded_response import RequestFailed, bytes_of
 from ..http.completion_stream import Events, StreamedCompletion
 from ..http.gate import GenerationGate, Reason
-from ..http.retry import jitter
-from ..http.server_client import RETRYABLE, ServerClient, open_client
-from .http_policy import HttpPolicy
+from ..http.server_client import RETRYABLE, ServerClient
 from .inference_servers import PROBES, SERVERS, KnownServer, ServerCall
 
 log = get_logger("penstock.http_policy")
@@ -57,24 +55,6 @@ UNKNOWN_PATH = {HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED}
 T = TypeVar("T")
 
 
-@asynccontextmanager
-async def open_engine(policy: HttpPolicy, worker: Worker) -> AsyncGenerator[HttpEngine]:
-    """Connect, check that the server has the model, and detect the kind of server if it is not given.
-
-    Raises:
-        NobodyListens: no server responds at the policy's URL.
-        EngineRefused: the server has another model.
-        InvalidConfig: `versions` is "server", and this server does not report versions.
-    """
-    async with open_client(
-        policy.url, policy.api_key, policy.backoff, request_timeout_s=policy.request_timeout_s, draw=jitter(worker)
-    ) as client:
-        await check_model(client, policy.model)
-        server = await _detect(client) if policy.server == "auto" else policy.server
-        policy.check_versions(server)
-        yield HttpEngine(policy, client, server)
-
-
 async def check_model(client: ServerClient, name: str) -> None:
     """Check that the server has the model.
 
@@ -88,8 +68,8 @@ async def check_model(client: ServerClient, name: str) -> None:
         raise EngineRefused(f"expected {name!r} at {client.url}, got {known}")
 
 
-async def _detect(client: ServerClient) -> KnownServer:
-    """Return the kind of server; `openai` if no probe succeeds."""
+async def detected(client: ServerClient) -> KnownServer:
+    """Return the kind of a server; `openai` if no probe succeeds."""
     for probe in PROBES:
         with suppress(EngineRefused, ProtocolMismatch):
             request = partial(client.request_json, "GET", probe.path)
@@ -104,22 +84,30 @@ async def _detect(client: ServerClient) -> KnownServer:
 class HttpEngine:
     """A client of one server; see `Engine`. One event loop uses it."""
 
-    def __init__(self, policy: HttpPolicy, client: ServerClient, server: KnownServer) -> None:
-        """Make a client; `server` is the kind of server, also if `policy` does not give it."""
-        self._policy = policy
+    def __init__(
+        self,
+        client: ServerClient,
+        server: KnownServer,
+        *,
+        model: str,
+        concurrency: int,
+        tempered_logprobs: bool | None,
+        versions: Literal["engine", "server"],
+    ) -> None:
+        """Make an engine of a client of this kind of server; see the fields of `HttpPolicy`."""
+        self._model = model
+        self._versions = versions
         self._server: KnownServer = server
         self._requests = SERVERS[server]
         self._client = client
-        self._permits = anyio.Semaphore(policy.concurrency)
+        self._permits = anyio.Semaphore(concurrency)
         self._gate = GenerationGate()
         """Every attempt at a completion passes through it."""
         self._one_at_a_time = anyio.Lock()
         """Held while weights, memory or pauses of the server change."""
         self._version = 0
         """Version of the weights, as set by `update_weights` of this engine."""
-        self._tempered = (
-            self._requests.tempered_logprobs if policy.tempered_logprobs is None else policy.tempered_logprobs
-        )
+        self._tempered = self._requests.tempered_logprobs if tempered_logprobs is None else tempered_logprobs
         self._warned_of_logprobs = False
         self._warned_of_memory = False
         self._update_error: str | None = None
@@ -127,7 +115,7 @@ class HttpEngine:
 
     def __repr__(self) -> str:
         state = " and ".join(sorted(self._gate.closed_for)) or ("no_weights" if self._update_error else "awake")
-        return f"<HttpEngine {self._server} at {self._policy.url} {state}, version {self._version}>"
+        return f"<HttpEngine {self._server} at {self._client.url} {state}, version {self._version}>"
 
     # -- completions ---------------------------------------------------------------------------------------------------
 
@@ -167,7 +155,7 @@ class HttpEngine:
         return msgspec.structs.replace(completion, logprobs=None)
 
     async def _complete(self, body: dict[str, Any], sampling: SamplingParams) -> Completion:
-        fields: dict[str, Any] = {"model": self._policy.model, "stream": True, "logprobs": 1}
+        fields: dict[str, Any] = {"model": self._model, "stream": True, "logprobs": 1}
         encoded = msgspec.json.encode(fields | body)
 
         async def attempt() -> Completion:
@@ -203,12 +191,12 @@ class HttpEngine:
 
     async def _version_now(self) -> int:
         """Return the version of the weights; a completion that is begun now uses this version, or newer ones."""
-        if self._policy.versions == "engine" or self._requests.version is None:
+        if self._versions == "engine" or self._requests.version is None:
             return self._version
         reported = (await self._client.request_json("GET", self._requests.version)).get("weight_version")
         version = "0" if reported is None or reported == "default" else str(reported)
         if not version.isdecimal():
-            raise ProtocolMismatch(f"expected a number as weight_version of {self._policy.url}, got {reported!r}")
+            raise ProtocolMismatch(f"expected a number as weight_version of {self._client.url}, got {reported!r}")
         return int(version)
 
     # -- weights and memory --------------------------------------------------------------------------------------------
@@ -234,7 +222,7 @@ class HttpEngine:
             await anyio.to_thread.run_sync(check_weight_files, folder)
             async with self._paused():
                 calls = update(str(folder), found)
-                if self._policy.versions == "server" and self._requests.set_version is not None:
+                if self._versions == "server" and self._requests.set_version is not None:
                     calls.append(self._requests.set_version(found))
                 await self._load(calls)
                 self._version = found
@@ -312,7 +300,7 @@ class HttpEngine:
             settings = await self._client.request_json("GET", self._requests.settings)
             if not _releases_memory(settings):
                 self._warned_of_memory = True
-                log.warning("sleep_keeps_memory", url=self._policy.url, reason="sleep mode is not enabled there")
+                log.warning("sleep_keeps_memory", url=self._client.url, reason="sleep mode is not enabled there")
 
     async def wake_up(self) -> None:
         """Have the server allocate its memory. If it lost its weights, completions wait for `update_weights`."""
@@ -334,7 +322,7 @@ class HttpEngine:
 
     async def _reopen(self, reason: Reason, call: ServerCall | None, after: BaseException) -> None:
         """After a failure, resume the server if it can be reached, and open the gate."""
-        what = f"a response of {self._policy.url}"
+        what = f"a response of {self._client.url}"
         try:
             await shielded(
                 lambda: self._send(call),
@@ -344,7 +332,7 @@ class HttpEngine:
                 cancel_timeout_s=CANCELLED_RESUME_TIMEOUT_S,
             )
         except (PenstockError, TimeoutError) as error:
-            log.warning("engine_not_resumed", url=self._policy.url, reason=str(error))
+            log.warning("engine_not_resumed", url=self._client.url, reason=str(error))
         finally:
             self._gate.open(reason)
 

@@ -17,7 +17,7 @@ from ..._schemas.choices import check_choice
 from ..._schemas.config import check_url
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..contracts.policies import Engine
-from ..http.retry import Backoff
+from ..http.retry import Backoff, jitter
 from .inference_servers import SERVERS, KnownServer, Server
 
 
@@ -72,10 +72,23 @@ class HttpPolicy:
             InvalidConfig: `versions` is "server", and this server does not report versions.
             MissingExtra: aiohttp is not installed.
         """
-        with extra("http", "HttpPolicy"):
-            from .http_engine import open_engine  # noqa: PLC0415 (describing a policy does not need aiohttp)
-        async with open_engine(self, worker) as engine:
-            yield engine
+        with extra("http", "HttpPolicy"):  # describing a policy does not need aiohttp
+            from ..http.server_client import open_client  # noqa: PLC0415
+            from .http_engine import HttpEngine, check_model, detected  # noqa: PLC0415
+        async with open_client(
+            self.url, self.api_key, self.backoff, request_timeout_s=self.request_timeout_s, draw=jitter(worker)
+        ) as client:
+            await check_model(client, self.model)
+            server = await detected(client) if self.server == "auto" else self.server
+            self.check_versions(server)
+            yield HttpEngine(
+                client,
+                server,
+                model=self.model,
+                concurrency=self.concurrency,
+                tempered_logprobs=self.tempered_logprobs,
+                versions=self.versions,
+            )
 
     def check_versions(self, server: KnownServer) -> None:
         """Check that a server of this kind supports `versions`.
