@@ -40,7 +40,6 @@ def problems(nodes: Sequence[StageNode]) -> list[str]:
         *found,
         *_of_waits(nodes),
         *_of_state(nodes),
-        *_of_evaluation(nodes),
         *missing_columns(nodes),
         *disagreements(identities),
     ]
@@ -104,18 +103,6 @@ def _of_waits(nodes: Sequence[StageNode]) -> Iterator[str]:
                 f"{nodes[0].name} → {node.name}: {node.name} waits for {wanted} trajectories, and {nodes[0].name} "
                 f"begins {begun} before a step: they would wait for each other; raise step_groups, or ask for fewer"
             )
-
-
-def _of_evaluation(nodes: Sequence[StageNode]) -> Iterator[str]:
-    """Find a sink that would wait for an evaluation that the source does not do."""
-    awaited = info_of(nodes[-1].stage).evaluation
-    source = info_of(nodes[0].stage)
-    done = [source.evaluation, *(info_of(inner.stage).evaluation for inner in source.nodes)]
-    if awaited is not None and not any(each is awaited for each in done):
-        yield (
-            f"{nodes[-1].name}: it waits for an evaluation that {nodes[0].name} does not do: give both the same, "
-            f"SourceEnv(…, evaluation=evaluation) and SinkTrainer(…, evaluation=evaluation)"
-        )
 
 
 def _of_state(nodes: Sequence[StageNode]) -> Iterator[str]:

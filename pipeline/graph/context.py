@@ -104,6 +104,8 @@ class Context:
     """Called with samples of what a step trained; one list for all stages of a run."""
     nothing_on_the_way: Callable[[], bool] = _always
     """Returns whether every trajectory in flight is in this stage or downstream of it."""
+    evaluation: object | None = None
+    """The evaluation that the source of the run does."""
     watch_loop: Callable[[float], AbstractContextManager[None]] = _unwatched
     """Limits the time without the event loop to so many seconds, the bound of the stage on its calls. A worker is ended
     at the limit; in the process of the pipeline the loop is named in a warning. See `loop_watch`."""

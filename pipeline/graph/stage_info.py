@@ -61,7 +61,7 @@ class StageInfo:
     saves_at_end: bool = False
     """True of a sink that writes a checkpoint when its stream ends."""
     evaluation: object | None = None
-    """The evaluation that a source does, or that a sink waits for."""
+    """The evaluation that a source does; the pipeline hands it to its sink."""
     needs_columns: tuple[str, ...] = ()
     """The columns without which it cannot process a record: `("teacher_ids", "teacher_logprobs")`."""
     fills_columns: tuple[str, ...] | None = None

@@ -67,6 +67,7 @@ class Flow(Generic[Out_co]):
             sends_at_most_tokens=next((bound for bound in bounds if bound is not None), None),
             assign=first.assign,
             groups_at_once=first.groups_at_once,
+            evaluation=first.evaluation,
             nodes=self.nodes,
         )
 

@@ -61,6 +61,7 @@ class _StageTask:
             context.metrics,
             context.worker,
             assignments=context.assignments,
+            evaluation=run.evaluation,
             flush=context.flush,
             sample_sinks=context.sample_sinks,
             watch_loop=context.watch_loop,
@@ -144,6 +145,7 @@ class Run:
         """The last optimizer step of the run that this one resumes."""
         self._outbox = outbox
         """The channel that the last stage sends to, in a fragment without a sink."""
+        self.evaluation = info_of(nodes[0].stage).evaluation
         self._tasks = [_StageTask(node, context, self) for node in nodes]
         self._edges: list[Edge] = []
         self._failure: StageFailed | RolloutsFailed | NothingTrained | None = None

@@ -149,6 +149,9 @@ class WeightSink(Protocol):
 class SinkTrainer:
     """Train on every batch until the stream ends.
 
+    Where the source evaluates, the run ends when the evaluation of `max_steps` is done, if that is due. With
+    checkpoints, one is written at each step that is evaluated, and the best is kept and linked as `best`.
+
     Args:
         trainer: any object with `step(batch) -> metrics`; see `TorchTrainer`.
         publisher: receives the weights after every step, and the initial ones; None publishes no weights.
@@ -165,8 +168,6 @@ class SinkTrainer:
         cancel_timeout_s: bound on waiting for the running step after cancellation.
         samples: which trajectories of a batch are shown and written as text, and when; also of each evaluation. None
             for none.
-        evaluation: that of the source. The run ends when the evaluation of `max_steps` is done, if that is due; with
-            checkpoints, one is written at each step that is evaluated, and the best is kept and linked as `best`.
 
     Raises:
         TypeError: the trainer lacks a method that `publisher` or `checkpoints` need.
@@ -183,7 +184,6 @@ class SinkTrainer:
     keep_checkpoints: int | None = None
     cancel_timeout_s: float = CANCEL_TIMEOUT_S
     samples: Samples | None = None
-    evaluation: Evaluation | None = None
     _signal: LearningSignal = field(default_factory=LearningSignal, init=False, repr=False, compare=False)
     """Warns of steps in a row that have nothing to learn from."""
     _gathered: tuple[StageSnapshot, ...] = field(default=(), repr=False)
@@ -208,7 +208,6 @@ class SinkTrainer:
             saved=saved,
             saves_at_end=self.checkpoints is not None,
             commits=True,
-            evaluation=self.evaluation,
             needs_columns=self.trainer.needs_columns if isinstance(self.trainer, NeedsColumns) else (),
         )
 
@@ -240,7 +239,10 @@ class SinkTrainer:
 
     @property
     def _evaluated(self) -> EvaluatedSteps:
-        return EvaluatedSteps(self.evaluation, None if self.checkpoints is None else Path(self.checkpoints))
+        """The steps that the source evaluates; to be called within the run."""
+        evaluation = current().evaluation
+        assert evaluation is None or isinstance(evaluation, Evaluation)  # noqa: S101 (see `StageInfo.evaluation`)
+        return EvaluatedSteps(evaluation, None if self.checkpoints is None else Path(self.checkpoints))
 
     @property
     def _weight_sink(self) -> WeightSink | None:
@@ -346,7 +348,7 @@ class SinkTrainer:
         }
         emitted = context.metrics.emit(step, trained | timing)  # at once: later samples count for the next step
         found = context.metrics.evaluations.take_samples()
-        if self.evaluation is not None:
+        if context.evaluation is not None:
             await _in_thread(partial(self._evaluated.record, emitted), thread)
         await self._pass_on_samples(batch, found, step, thread)
         if self._saves_at(step):  # afterwards: a checkpoint without the metrics of its step would leave a gap

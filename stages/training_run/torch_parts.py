@@ -399,7 +399,6 @@ class RunParts:
             max_steps=algorithm.steps,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
-            evaluation=self.evaluation,
             samples=Samples(self.tokenizer, every=config.samples.every, count=config.samples.count),
         )
         try:

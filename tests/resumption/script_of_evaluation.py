@@ -89,7 +89,6 @@ async def run(folder: Path, kill_point: KillPoint, *, kill_at: int | None = None
             checkpoint_every=EVERY,
             keep_checkpoints=1,
             samples=Samples(Tokens(), every=STEPS),
-            evaluation=evaluation if evaluates else None,
         )
         pipeline = (
             source(env)

@@ -66,7 +66,6 @@ async def _run(folder: Path, steps: int, *, skip_damaged: bool) -> None:
             max_steps=steps,
             checkpoint_every=EVERY,
             keep_checkpoints=2,
-            evaluation=evaluated,
             samples=Samples(Tokens(), every=1, count=1),
         )
         pipeline = (

@@ -365,11 +365,7 @@ def hooked(raises: Raises) -> Pipeline:
 def evaluated(**methods: Any) -> Pipeline:
     evaluation = Evaluation({"val": lambda: with_method(Sums(), **methods)}, every=1)
     env = sampling(Sums(), groups=None, evaluation=evaluation, max_lag=1)
-    return (
-        source(env)
-        .then(Batcher(max_tokens=4096, sequences=4))
-        .sink(SinkTrainer(Trainer(), max_steps=2, evaluation=evaluation))
-    )
+    return source(env).then(Batcher(max_tokens=4096, sequences=4)).sink(SinkTrainer(Trainer(), max_steps=2))
 
 
 @dataclass

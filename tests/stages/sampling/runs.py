@@ -132,7 +132,7 @@ def pipeline(
         step_groups=GROUPS,
         evaluation=evaluated,
     )
-    given: dict[str, Any] = {"trainer": Counts(), "max_steps": steps, "evaluation": evaluated} | sink
+    given: dict[str, Any] = {"trainer": Counts(), "max_steps": steps} | sink
     return (
         source(env, on=on or here())
         .then(Batcher(max_tokens=10_000, sequences=GROUPS * GROUP_SIZE))

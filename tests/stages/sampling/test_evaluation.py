@@ -16,7 +16,7 @@ from tests.stages.sampling.runs import SAMPLED, Adds, Broken, BrokenForSome, Cou
 
 from penstock import Context, RewardBridge, SourceEnv, TrajectoryGroup, Worker
 from penstock.channels import memory_channel
-from penstock.errors import InvalidConfig, InvalidPipeline
+from penstock.errors import InvalidConfig
 from penstock.policies import NoOpPolicy
 from penstock.rewards import RewardFunction, RewardInput
 from penstock.testing import entered
@@ -158,13 +158,6 @@ async def test_an_evaluation_that_exceeds_its_time_is_told_and_ends_nothing() ->
 
     assert lines.evaluations[2] == {"eval/sums/missing": 5}
     assert balance["ended"]["trained"] == 4 * 4 * 2
-
-
-def test_a_sink_whose_evaluation_no_source_does_is_refused_before_the_run() -> None:
-    run = pipeline(None, evaluation=evaluation())
-
-    with pytest.raises(InvalidPipeline, match="it waits for an evaluation that SourceEnv does not do"):
-        run.check()
 
 
 def test_a_source_that_ends_by_itself_cannot_evaluate() -> None:
