@@ -207,7 +207,7 @@ def test_what_trl_drops_as_too_long_is_counted_by_reason(model: Path, make_train
     assert balance_of(worker).reasons["rejected"][reason] >= dropped > 0
 
 
-def test_a_sampler_that_is_killed_is_replaced_and_what_it_held_is_counted(
+def test_a_sampler_that_is_killed_is_replaced_and_what_it_held_is_sampled_again(
     model: Path, make_trainer: MakeTrainer
 ) -> None:
     publisher = publisher_of(model)
@@ -219,7 +219,7 @@ def test_a_sampler_that_is_killed_is_replaced_and_what_it_held_is_counted(
 
     balance = balance_of(worker)
     assert balance.ended["trained"] == 40 * 16  # more than the first one could send ahead
-    assert any("was killed by SIGKILL" in reason for reason in balance.reasons["lost"])
+    assert balance.ended["lost"] == 0
     assert samplers() == []
 
 

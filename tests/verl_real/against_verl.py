@@ -319,8 +319,7 @@ def test_a_sampler_that_is_killed_is_replaced_and_no_trajectory_is_trained_twice
     _, manager, logged = train(make_training(*lines, flow="tests.verl_real.flows:deadly"))
 
     balance = balance_of(manager)
-    (reason,) = [reason for reason in balance.reasons["lost"] if "was killed by SIGKILL" in reason]
-    assert 0 < balance.reasons["lost"][reason] <= 16
+    assert balance.ended["lost"] == 0
     assert balance.ended["trained"] == 6 * 16  # each step has what it asked for
     assert trained_by(tmp_path, 6) == 6 * 16  # none of them twice
     assert {line["training/off_policy/trajectory_staleness_worst/max"] for line in logged} == {0}
