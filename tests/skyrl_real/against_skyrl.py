@@ -31,8 +31,9 @@ from tests.skyrl_real.training import FULLY_ASYNC, OPTIONS, config_of, trainer_o
 from tests.worker_processes import worker_processes
 
 from penstock._pipeline.accounting.committed_prompts import CommittedPrompts
-from penstock._stages.integrations.skyrl import interface
+from penstock._stages.integrations.interface import object_in
 from penstock._stages.integrations.skyrl.engines import no_engines
+from penstock._stages.integrations.skyrl.trainer import check_trainer
 from penstock.errors import FlowEnded, InvalidConfig, MissingInterface, RolloutsFailed, StageFailed, WorkerFailed
 from penstock.policies import GenerationIsOutside
 
@@ -101,9 +102,9 @@ def test_the_recorded_contracts_are_those_of_the_installed_version() -> None:
 
 def test_a_trainer_without_a_method_that_is_extended_is_refused() -> None:
     with pytest.raises(MissingInterface, match=r"expected object\.train, found none"):
-        interface.check_trainer(object)
+        check_trainer(object)
     with pytest.raises(MissingInterface, match=r"expected skyrl\.train\.trainer\.OtherTrainer, found none"):
-        interface.name_of("train.trainer", "OtherTrainer")
+        object_in("skyrl", "skyrl.train.trainer", "OtherTrainer")
 
 
 def test_the_client_of_no_engines_is_one_of_skyrl_and_only_generation_is_an_error() -> None:

@@ -34,8 +34,9 @@ from transformers import TrainerCallback
 
 from penstock import AdvantageNormalizer, TrajectoryGroup
 from penstock._pipeline.accounting.committed_prompts import CommittedPrompts
-from penstock._stages.integrations.trl import interface
+from penstock._stages.integrations import interface
 from penstock._stages.integrations.trl.samples import samples_of
+from penstock._stages.integrations.trl.worker import rollout_sample
 from penstock.errors import FlowEnded, FlowStalled, MissingInterface, WorkerFailed
 from penstock.integrations.trl import TRLWorker, rollout_func
 from penstock.testing import drive
@@ -160,25 +161,26 @@ def test_adapters_are_sampled_merged(model: Path, make_trainer: MakeTrainer) -> 
 
 
 def test_a_version_that_was_not_tried_is_warned_of_once_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "TRIED", ("1.0",))
+    monkeypatch.setitem(interface.TRIED, "trl", "1.0")
+    interface.installed_version.cache_clear()
 
     with capture_logs() as logs:
-        assert interface.rollout_sample() is interface.rollout_sample()
+        assert rollout_sample() is rollout_sample()
 
     assert [(line["event"], line["tried"]) for line in logs] == [("framework_version_untried", "1.0")]
 
 
 def test_a_sample_that_lacks_a_field_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module(interface.MODULE)
+    module = importlib.import_module(rollout_sample().__module__)
     kept = [(name, Any) for name in SAMPLE if name != "old_log_probs"]
     monkeypatch.setattr(module, "RolloutSample", dataclasses.make_dataclass("RolloutSample", kept))
 
     with pytest.raises(MissingInterface, match=r"RolloutSample to have \['old_log_probs'\]"):
-        interface.rollout_sample()
+        rollout_sample()
 
     monkeypatch.delattr(module, "RolloutSample")
-    with pytest.raises(MissingInterface, match=r"RolloutSample, found none in TRL 1\."):
-        interface.rollout_sample()
+    with pytest.raises(MissingInterface, match=r"RolloutSample, found none beside trl 1\."):
+        rollout_sample()
 
 
 def test_what_trl_drops_as_stale_is_counted_by_reason(model: Path, make_trainer: MakeTrainer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...contracts.policies import GenerationIsOutside
-from .interface import name_of
+from ..interface import object_in
 
 NOTHING_TO_DO = (
     *("wake_up", "sleep", "sleep_for_weight_sync", "wake_for_weight_sync", "pause_generation", "resume_generation"),
@@ -21,7 +21,7 @@ def no_engines(model_name: str) -> Any:
         MissingExtra: SkyRL is not installed.
         MissingInterface: it has no such interface.
     """
-    interface = name_of("backends.skyrl_train.inference_servers.base", "InferenceEngineInterface")
+    interface = object_in("skyrl", "skyrl.backends.skyrl_train.inference_servers.base", "InferenceEngineInterface")
     methods: dict[str, Any] = dict.fromkeys(interface.__abstractmethods__, _generates)  # also those of later versions
     methods |= dict.fromkeys(NOTHING_TO_DO, _does_nothing)
     methods |= {

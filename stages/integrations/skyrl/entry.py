@@ -8,9 +8,9 @@ from typing import Any
 
 from ...._pipeline.errors import InvalidConfig
 from ...._pipeline.util.named_objects import import_object
+from ..interface import object_in
 from .engines import no_engines
 from .generator import PenstockGenerator
-from .interface import name_of
 
 GENERATOR = "penstock.generator"
 """The argument that names the function which returns the generator."""
@@ -31,10 +31,10 @@ def main() -> None:
         MissingInterface: it lacks an interface.
     """
     named, arguments = split(sys.argv[1:])
-    cfg = name_of("train.config", "SkyRLTrainConfig").from_cli_overrides(arguments)
-    name_of("train.utils", "validate_cfg")(cfg)
+    cfg = object_in("skyrl", "skyrl.train.config", "SkyRLTrainConfig").from_cli_overrides(arguments)
+    object_in("skyrl", "skyrl.train.utils", "validate_cfg")(cfg)
     import_object(named, GENERATOR)  # here rather than in a worker of Ray, where an error would come late
-    name_of("train.utils.utils", "initialize_ray")(cfg)
+    object_in("skyrl", "skyrl.train.utils.utils", "initialize_ray")(cfg)
     ray = importlib.import_module("ray")  # SkyRL's
     ray.get(ray.remote(num_cpus=1)(run).remote(cfg, named, sys.path[:]))
 
@@ -59,7 +59,7 @@ def run(cfg: Any, named: str, path: list[str]) -> None:
 
 def experiment(named: str) -> Any:
     """Return SkyRL's `BasePPOExp` with the generator that the function `named` returns."""
-    base: Any = name_of("train.entrypoints.main_base", "BasePPOExp")
+    base: Any = object_in("skyrl", "skyrl.train.entrypoints.main_base", "BasePPOExp")
 
     class PenstockExp(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
         """An experiment of SkyRL without inference engines."""
@@ -84,7 +84,7 @@ def trainer_of(cfg: Any) -> type:
     """Return the trainer of SkyRL that the configuration asks for."""
     asynchronous = cfg.trainer.fully_async
     if asynchronous.simulate_training:
-        return name_of("train.fully_async_trainer_sim", "FullyAsyncTrainerSim")  # type: ignore[no-any-return]
+        return object_in("skyrl", "skyrl.train.fully_async_trainer_sim", "FullyAsyncTrainerSim")  # type: ignore[no-any-return]
     if asynchronous.enabled:
-        return name_of("train.fully_async_trainer", "FullyAsyncRayPPOTrainer")  # type: ignore[no-any-return]
-    return name_of("train.trainer", "RayPPOTrainer")  # type: ignore[no-any-return]
+        return object_in("skyrl", "skyrl.train.fully_async_trainer", "FullyAsyncRayPPOTrainer")  # type: ignore[no-any-return]
+    return object_in("skyrl", "skyrl.train.trainer", "RayPPOTrainer")  # type: ignore[no-any-return]

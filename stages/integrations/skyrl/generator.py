@@ -38,10 +38,10 @@ from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread, statistics_of
 from ..flow_thread.sample_queue import Trajectories
 from ..flow_thread.weight_transfer import WeightTransfer
+from ..interface import object_in
 from .arrivals import Arrivals
 from .configuration import refuse_evaluation, refuse_unsupported
 from .deliveries import SkyRLDeliveries, keys_of
-from .interface import name_of
 from .requests import PromptRequest, Requests
 from .samples import Asked, Rules, columns_of, lags_of
 from .sampling_params import sampling_of
@@ -242,7 +242,7 @@ class PenstockGenerator:
         self._arrived = time.monotonic()
         output = columns_of(asked, self._rules, self._filler)
         output["trajectory_ids"] = input_batch.get("trajectory_ids")
-        metrics = name_of("train.generators.utils", "get_rollout_metrics")
+        metrics = object_in("skyrl", "skyrl.train.generators.utils", "get_rollout_metrics")
         output["rollout_metrics"] = {
             **metrics(output["response_ids"], output["rewards"], loss_masks=output["loss_masks"]),
             **self._metrics(asked, requests),
@@ -320,7 +320,7 @@ class PenstockGenerator:
             MissingExtra: SkyRL is not installed.
             MissingInterface: it lacks a method.
         """
-        name_of("train.generators.base", "GeneratorInterface").register(type(self))
+        object_in("skyrl", "skyrl.train.generators.base", "GeneratorInterface").register(type(self))
         self._bound = True
         return bound(base, self)
 

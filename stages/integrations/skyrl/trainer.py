@@ -8,10 +8,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from .interface import check_trainer, name_of
+from ...._pipeline.errors import MissingInterface
+from ..interface import TRIED, object_in
 
 LEDGER = "penstock.json"
 """The file with the ledger, in the folder of a checkpoint of SkyRL."""
+
+HOOKS = ("train", "init_weight_sync_state", "convert_to_training_input", "save_checkpoints", "load_checkpoints")
+"""Methods of both of SkyRL's trainers that are extended."""
+
+ASYNC_HOOKS = ("_collect_generation_mini_batch", "convert_generation_group_mini_batch_to_training_input")
+"""Those of its fully asynchronous trainer."""
 
 
 class TrainedBySkyRL(Protocol):
@@ -88,6 +95,21 @@ def bound(base: Any, generator: TrainedBySkyRL) -> type:
     return _asynchronous(found, generator) if is_async else found
 
 
+def check_trainer(trainer: type) -> bool:
+    """Check that a class is a trainer of SkyRL with the methods that are extended; return whether it is asynchronous.
+
+    Raises:
+        MissingInterface: it lacks one.
+    """
+    is_async = issubclass(trainer, object_in("skyrl", "skyrl.train.fully_async_trainer", "FullyAsyncRayPPOTrainer"))
+    for hook in (*HOOKS, *(ASYNC_HOOKS if is_async else ())):
+        if not callable(getattr(trainer, hook, None)):
+            raise MissingInterface(
+                f"expected {trainer.__name__}.{hook}, found none: give a trainer of SkyRL, of skyrl=={TRIED['skyrl']}"
+            )
+    return is_async
+
+
 def _committing(base: Any, generator: TrainedBySkyRL, *, is_async: bool) -> Any:
     class Committing(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
         """A trainer of SkyRL that starts the flow, reports what it trains, and sends its weights to the publisher."""
@@ -117,7 +139,7 @@ def _committing(base: Any, generator: TrainedBySkyRL, *, is_async: bool) -> Any:
 
 
 def _with_checkpoints(base: Any, generator: TrainedBySkyRL) -> Any:
-    io = name_of("backends.skyrl_train.utils.io", "io")
+    io = object_in("skyrl", "skyrl.backends.skyrl_train.utils.io", "io")
 
     def ledger_in(folder: object) -> str:
         return f"{folder}/{LEDGER}"  # the folder may be a URL

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from ...._pipeline.errors import MissingInterface
 from ...._pipeline.util.extras import extra
-from .interface import NEEDED_BY
 
 STATE = "PenstockLedger"
 """The name of the state in `trainer_state.json`, and of the callback's class."""
@@ -47,7 +46,7 @@ def callback_of(reported: TrainedByTRL) -> Any:
     Raises:
         MissingExtra: transformers is not installed.
     """
-    with extra("trl", NEEDED_BY):
+    with extra("trl", "penstock.integrations.trl"):
         from transformers import TrainerCallback  # noqa: PLC0415 (only where TRL trains)
         from transformers.trainer_callback import ExportableState  # noqa: PLC0415 (as above)
 

@@ -23,9 +23,8 @@ from ...sink.sink_trainer import WeightSink
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
-from ..framework_version import warn_untried
+from ..interface import installed_version
 from .callback import callback_of
-from .interface import TRIED
 from .samples import check
 from .transfer import TRLTransfer
 
@@ -129,7 +128,7 @@ class Rollouts:
             raise InvalidPipeline(f"TRL: expected rollout_func to generate for one process that trains, got {found}")
 
     def _start(self, trainer: Any, asked: int) -> FlowThread:
-        warn_untried("trl", TRIED)
+        installed_version("trl")
         self._trainer = trainer
         self._publish()
         flow = self._flow if isinstance(self._flow, Flow) else self._flow()

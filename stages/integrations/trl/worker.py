@@ -11,6 +11,7 @@ so that the lag of a trajectory is the staleness that TRL computes.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import queue
 import time
@@ -20,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from ...._pipeline.accounting.telemetry import get_logger
-from ...._pipeline.errors import FlowEnded, InvalidPipeline
+from ...._pipeline.errors import FlowEnded, InvalidPipeline, MissingInterface
 from ...._pipeline.graph.report import Report
 from ...._pipeline.graph.statistics import PipelineStatistics
 from ...._pipeline.runtime.flow import Flow
@@ -30,10 +31,10 @@ from ...batching.batcher import NOTHING_TO_TRAIN
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread, statistics_of
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
+from ..interface import TRIED, object_in
 from .callback import callback_of, note_collated, samples_per_version
 from .deliveries import SampleBounds, TRLDeliveries
-from .interface import rollout_sample
-from .samples import samples_of
+from .samples import FIELDS, samples_of
 
 log = get_logger("penstock.trl")
 
@@ -236,3 +237,19 @@ class TRLWorker:
             self._deliveries.take(sample, *trajectories)
         else:
             thread.call(lambda: thread.run.end(trajectories, *dropped))
+
+
+def rollout_sample() -> Any:
+    """Return TRL's class of samples.
+
+    Raises:
+        MissingExtra: TRL is not installed.
+        MissingInterface: it has no such class, or the class lacks a field.
+    """
+    found = object_in("trl", "trl.experimental.async_grpo.async_rollout_worker", "RolloutSample")
+    fields = {field.name for field in dataclasses.fields(found)}
+    if missing := set(FIELDS) - fields:
+        raise MissingInterface(
+            f"expected RolloutSample to have {sorted(missing)}, found {sorted(fields)}: install trl=={TRIED['trl']}"
+        )
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .interface import needed
+from ..interface import object_in
 from .transfer_queue import PARTITION
 
 ESTIMATOR = "penstock"
@@ -21,7 +21,7 @@ def register_estimator() -> None:
     Raises:
         MissingInterface: verl has no registry of estimators.
     """
-    needed("verl.trainer.ppo.core_algos", "register_adv_est").register_adv_est(ESTIMATOR)(flow_advantages)
+    object_in("verl", "verl.trainer.ppo.core_algos", "register_adv_est")(ESTIMATOR)(flow_advantages)
 
 
 def flow_advantages(
@@ -41,9 +41,9 @@ def flow_advantages(
     """
     advantages = response_mask.new_zeros(response_mask.shape, dtype=token_level_rewards.dtype)
     rows = [row for row, trains in enumerate(response_mask.any(-1).tolist()) if trains]
-    queue = needed("transfer_queue", "kv_batch_get")
+    kv_batch_get = object_in("verl", "transfer_queue", "kv_batch_get")
     keys = [str(index[row]) for row in rows]
-    found = queue.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=["advantages"])["advantages"]
+    found = kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=["advantages"])["advantages"]
     for row, column in zip(rows, found, strict=True):
         advantages[row, : len(column)] = column
     advantages = advantages * response_mask

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from ...._pipeline.errors import InvalidPipeline
 from ...._pipeline.util.named_objects import import_object
 from ..flow_thread.weight_transfer import WeightTransfer
-from .interface import needed
+from ..interface import object_in
 
 NAME = "penstock"
 """The name in `actor_rollout_ref.rollout.name`, and in `checkpoint_engine.backend`."""
@@ -31,12 +31,12 @@ def register() -> None:
         MissingExtra: verl is not installed.
         MissingInterface: verl lacks a registry.
     """
-    rollouts = needed("verl.workers.rollout.base", "_ROLLOUT_REGISTRY")
-    rollouts._ROLLOUT_REGISTRY[NAME, "async"] = f"{PenstockRollout.__module__}.{PenstockRollout.__name__}"  # noqa: SLF001 (it has no function)
-    replicas = needed("verl.workers.rollout.replica", "RolloutReplicaRegistry")
-    replicas.RolloutReplicaRegistry.register(NAME, lambda: PenstockReplica)
-    engines = needed("verl.checkpoint_engine.base", "CheckpointEngineRegistry")
-    engines.CheckpointEngineRegistry.register(NAME)(PenstockCheckpointEngine)
+    rollouts = object_in("verl", "verl.workers.rollout.base", "_ROLLOUT_REGISTRY")  # it has no function
+    rollouts[NAME, "async"] = f"{PenstockRollout.__module__}.{PenstockRollout.__name__}"
+    object_in("verl", "verl.workers.rollout.replica", "RolloutReplicaRegistry").register(NAME, lambda: PenstockReplica)
+    object_in("verl", "verl.checkpoint_engine.base", "CheckpointEngineRegistry").register(NAME)(
+        PenstockCheckpointEngine
+    )
 
 
 class Publishing:
@@ -101,7 +101,7 @@ class PenstockRollout:
             InvalidConfig: there is no function of that name.
         """
         given = dict(config.checkpoint_engine.engine_kwargs.get(NAME, {}))
-        rank = needed("torch.distributed", "get_rank").get_rank()
+        rank = object_in("verl", "torch.distributed", "get_rank")()
         self._publishing = Publishing(given.pop("publisher", None), given, publishes=rank == 0)
         self.sleep_level: int = 2
         """Set by verl for adapters."""
@@ -153,7 +153,7 @@ class PenstockReplica:
 
     async def init_standalone(self) -> None:
         """Start a process that does nothing: verl wants one to send weights to. It takes no device."""
-        remote = needed("ray", "remote").remote
+        remote = object_in("verl", "ray", "remote")
         self.workers = [remote(num_cpus=0)(NoReceiver).remote()]
 
     async def sleep(self) -> None:

@@ -21,8 +21,8 @@ from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
 from ..flow_thread.weight_transfer import WeightTransfer
+from ..interface import object_in
 from .data_proto import Shape, padded, unpadded
-from .interface import needed
 from .manager import CAPACITY, POLL_S, STALE_AFTER_S
 from .rows import Needs, Row, rows_of
 
@@ -93,7 +93,7 @@ class DataProtoBatches:
             MissingExtra: verl is not installed.
             MissingInterface: verl lacks an interface.
         """
-        needed("verl.protocol", "DataProto")
+        object_in("verl", "verl.protocol", "DataProto")
         with ExitStack() as stack:
             if self._transfer is not None:
                 self._transfer.open()
@@ -130,10 +130,10 @@ class DataProtoBatches:
         while len(rows) < self._sequences:
             rows += self._next(self._running())
         self._untrained += [row.trajectory for row in rows]
-        torch = needed("torch", "from_numpy")
-        columns = {name: torch.from_numpy(column.copy()) for name, column in padded(rows, self._shape).items()}
+        from_numpy = object_in("verl", "torch", "from_numpy")
+        columns = {name: from_numpy(column.copy()) for name, column in padded(rows, self._shape).items()}
         tokens = [row.tag["seq_len"] for row in rows]
-        data: Any = needed("verl.protocol", "DataProto").DataProto.from_dict(
+        data: Any = object_in("verl", "verl.protocol", "DataProto").from_dict(
             tensors=columns, non_tensors=unpadded(rows), meta_info={"global_token_num": tokens}
         )
         return data

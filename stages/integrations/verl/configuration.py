@@ -11,8 +11,8 @@ from ...._pipeline.errors import InvalidPipeline
 from ...._pipeline.util.json_file import read_json
 from ...._pipeline.util.named_objects import import_object
 from ..flow_thread.flow_run import Groups
+from ..interface import object_in
 from .advantages import ESTIMATOR
-from .interface import needed
 from .requests import GroupBounds
 from .rows import Needs, Row
 
@@ -111,7 +111,7 @@ class Configuration:
         """Return the folder that `_load_checkpoint` of verl's trainer loads (trainer_base.py:846)."""
         match self._trainer.resume_mode:
             case "auto":
-                find = needed("verl.utils.checkpoint.checkpoint_manager", "find_latest_ckpt_path").find_latest_ckpt_path
+                find = object_in("verl", "verl.utils.checkpoint.checkpoint_manager", "find_latest_ckpt_path")
                 found = find(str(Path(self._trainer.default_local_dir).absolute()))
                 return None if found is None else Path(found)
             case "resume_path":

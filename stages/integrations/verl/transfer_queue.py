@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .interface import needed
+from ..interface import module_with
 from .rows import Row
 
 PARTITION = "train"
@@ -25,9 +25,9 @@ class TransferQueue:
             MissingExtra: verl is not installed.
             MissingInterface: TransferQueue or verl lacks a function.
         """
-        self._functions = needed("transfer_queue", "kv_put", "kv_batch_put", "kv_clear", "close")
-        self._tensordict = needed("verl.utils.tensordict_utils", "list_of_dict_to_tensordict")
-        self._torch = needed("torch", "from_numpy")
+        self._functions = module_with("verl", "transfer_queue", "kv_put", "kv_batch_put", "kv_clear", "close")
+        self._tensordict = module_with("verl", "verl.utils.tensordict_utils", "list_of_dict_to_tensordict")
+        self._torch = module_with("verl", "torch", "from_numpy")
         self._replaced: dict[str, Any] = {}
 
     def put(self, uid: str, step: int, rows: Sequence[Row], *, name_rows: bool) -> None:
