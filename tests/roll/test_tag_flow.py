@@ -13,8 +13,7 @@ from structlog.testing import capture_logs
 from tests.failsafe import FAILSAFE_S
 
 from penstock import Flow, SendChannel, TrajectoryGroup, source
-from penstock._stages.integrations.roll.episodes import QueuePlace
-from penstock._stages.integrations.roll.group_queue import Put
+from penstock._stages.integrations.roll.group_queue import Put, QueuePlace
 from penstock._stages.integrations.roll.step_files import StepFiles
 from penstock._stages.integrations.roll.tag_flow import Bounds, Sampled, TagFlow
 from penstock.errors import FlowEnded, FlowStalled
@@ -160,6 +159,20 @@ def test_what_roll_drops_is_counted_by_reason(make: Make, roll: Roll) -> None:
         "sampled before ROLL created its group: older than async_generation_ratio": SIZE,
         "dropped by ROLL: older than async_generation_ratio=1": SIZE,
     }
+
+
+def test_a_group_of_the_oldest_age_that_roll_takes_is_trained_once_it_has_left_the_queue(
+    make: Make, roll: Roll
+) -> None:
+    flow = make(Groups(1))
+    flow.begin_step(0)
+    roll.put(flow, taken(flow))
+    flow.begin_step(1)  # still in the queue
+    assert "1 given" in repr(flow)
+    roll.make_batch(1)
+    flow.begin_step(2)
+
+    assert sum(ended(flow)["trained"].values()) == SIZE
 
 
 def test_a_group_that_came_too_late_for_its_episode_can_have_the_next(make: Make, roll: Roll) -> None:

@@ -92,7 +92,8 @@ def _running(requests: Requests | Arrivals, flow: Flow[TrajectoryGroup]) -> Iter
     rest = Drop("rejected", "not awaited")
     run = FlowRun(flow, requests.awaited, requests, trainer="test", rest=rest, saved=None, version=0)
     requests.why_closed = lambda: run.failure or RuntimeError("the flow has ended")
-    thread = FlowThread(run, "test-flow")
+    thread = FlowThread("test-flow")
+    thread.start(run)
     try:
         yield Running(requests, thread)
     finally:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 from tests.skyrl.contract import OUTPUT
 from tests.skyrl.flows import Sends, sampled
+from tests.stages.turns import of_turns
 
 from penstock import source
+from penstock._stages.batching.batcher import NOTHING_TO_TRAIN
+from penstock._stages.integrations.skyrl import generator as generators
 from penstock._stages.integrations.skyrl.entry import split
 from penstock._stages.integrations.skyrl.samples import KEYS
 from penstock.errors import InvalidConfig, InvalidPipeline, MissingExtra
@@ -96,3 +101,51 @@ def test_the_entry_point_takes_its_own_arguments_and_leaves_skyrls() -> None:
     for arguments in ([entry], [NAMED, NAMED]):
         with pytest.raises(InvalidConfig, match=r"expected one argument penstock\.generator=module:function"):
             split(arguments)
+
+
+class Skyrl:
+    """Stands for the objects of SkyRL: its interface of generators, its metrics, and a tokenizer."""
+
+    pad_token_id = 0
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """Return no metrics."""
+        return {}
+
+    @classmethod
+    def register(cls, _: type) -> None:
+        """Register nothing."""
+
+
+def ids(instance_id: str) -> list[Any]:
+    return [SimpleNamespace(instance_id=instance_id, repetition_id=repetition) for repetition in range(2)]
+
+
+def asked(instance_id: str) -> dict[str, Any]:
+    """Return an input of SkyRL: two repetitions of a prompt."""
+    return {
+        "prompts": [[], []],
+        "env_classes": ["sums", "sums"],
+        "trajectory_ids": ids(instance_id),
+    }
+
+
+def test_every_row_that_skyrl_was_given_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "object_in", lambda *_: Skyrl)
+    monkeypatch.setattr(generators, "bound", lambda base, _: base)
+    groups = [of_turns(".x", ".x", instance_id=name, behavior_logprobs=np.zeros(4)) for name in "abc"]
+    made = PenstockGenerator(source(Sends(groups)), config(n_samples_per_prompt=2), tokenizer=Skyrl)
+    made.trainer(object)
+    made.weights_wanted(None, 0)
+    first, again, other = (asyncio.run(made.generate(asked(name))) for name in ("7", "7", "8"))
+
+    made.batch(again | {"loss_masks": [[1], [0]]})
+    made.weights_wanted(None, 1)
+    made.end()
+
+    assert [first["trajectory_ids"], other["trajectory_ids"]] == [ids("7"), ids("8")]
+    assert made.report is not None
+    assert {state: dict(reasons) for state, reasons in made.report.balance.reasons.items() if reasons} == {
+        "trained": {"": 1},
+        "filtered": {"dropped by SkyRL": 4, NOTHING_TO_TRAIN: 1},
+    }

@@ -61,7 +61,7 @@ def test_a_trainer_without_the_callback_or_with_several_processes_is_refused() -
     with rollout_func(flow, WeightPublisher({"bias": np.zeros(1, np.float32)})) as rollouts:
         with pytest.raises(InvalidPipeline, match=r"callbacks=\[rollouts\.callback\(\)\]"):
             rollouts(["a"], trainer)
-        rollouts.train_begins(None, None, saved=None, resumed=False)
+        rollouts.train_begins(None, None, None)
         with pytest.raises(InvalidPipeline, match="got 2 processes"):
             rollouts(["a"], trainer)
 

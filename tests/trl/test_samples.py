@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.trl.contract import SAMPLE
 
 from penstock import TrajectoryGroup, TrajectoryId
-from penstock._stages.integrations.trl.samples import FIELDS, samples_of
+from penstock._stages.integrations.flow_thread.flow_run import Drop
+from penstock._stages.integrations.trl.samples import FIELDS, SampleBounds, samples_of
 from penstock.errors import InvalidPipeline, InvalidRecord
 
 
@@ -104,3 +107,24 @@ def test_a_temperature_other_than_that_of_the_trainer_is_refused() -> None:
         with pytest.raises(InvalidRecord, match=f"got {found}"):
             list(samples_of(of_two(meta={"temperatures": turns}), 0, temperature=1.0))
     assert len(list(samples_of(of_two(meta={"temperatures": [[[4, 1.0]], None]}), 0, temperature=1.0))) == 2
+
+
+@dataclass
+class Sample:
+    model_version: int = 1
+    input_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(3, np.int64))
+
+
+def test_a_sample_is_dropped_when_it_lags_more_versions_than_trl_allows() -> None:
+    limits = SampleBounds(max_staleness=2)
+
+    assert limits.drop(Sample(model_version=1), 3) is None
+    assert limits.drop(Sample(model_version=1), 4) == Drop("stale", "dropped by TRL: older than max_staleness=2")
+
+
+def test_a_sample_is_dropped_when_it_is_longer_than_a_row() -> None:
+    assert SampleBounds(4, token_budget=3).drop(Sample(), 1) is None
+    assert SampleBounds(4, token_budget=0).drop(Sample(), 1) is None
+    assert SampleBounds(4, token_budget=2).drop(Sample(), 1) == Drop(
+        "rejected", "dropped by TRL: longer than token_budget=2"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ import pytest
 from tests.trl.contract import TRANSFER, WORKER, methods_of
 
 from penstock import SourceEnv, source
-from penstock._stages.integrations.trl.deliveries import SampleBounds
 from penstock.errors import FlowEnded, InvalidConfig, InvalidPipeline, MissingExtra, WeightsMismatch
 from penstock.integrations.trl import TRLTransfer, TRLWorker
 from penstock.policies import EnginePublisher, NoOpPolicy
@@ -39,7 +39,8 @@ def test_a_trainer_without_the_callback_is_refused_when_it_begins() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="TRL is installed")
 def test_without_trl_the_command_that_installs_it_is_named() -> None:
     trained = worker()
-    trained.begin(SampleBounds(4), temperature=1.0, per_version=None, saved=None, resumed=False)
+    args = SimpleNamespace(max_staleness=4, token_budget=64, temperature=1.0)
+    trained.train_begins(args, SimpleNamespace(collate_fn=unused), None)
 
     with pytest.raises(MissingExtra, match=r"pip install .*\[trl\]'"):
         trained.start()

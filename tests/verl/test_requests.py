@@ -11,8 +11,8 @@ FLAT = Drop("filtered", "dropped by verl: no difference in reward")
 SURPLUS = Drop("filtered", "dropped by verl: more groups than it trains")
 
 
-def ids(number: int) -> list[TrajectoryId]:
-    return [TrajectoryId("sums", str(number), repetition) for repetition in range(2)]
+def ids(number: int) -> tuple[TrajectoryId, ...]:
+    return tuple(TrajectoryId("sums", str(number), repetition) for repetition in range(2))
 
 
 def keys(uid: str) -> list[str]:
@@ -36,7 +36,7 @@ def test_the_prompt_that_was_asked_for_first_is_answered_first() -> None:
     seen = []
     while (asked := requests.next()) is not None:
         seen.append(asked)
-        requests.answer([], 0, [])
+        requests.answer((), 0, [])
 
     assert seen == [("a", 1), ("b", 1), ("c", 2)]
 
@@ -45,7 +45,7 @@ def test_a_group_is_trained_when_its_rows_are_removed_after_its_prompt() -> None
     requests = answered(GroupBounds(), "a", "b")
 
     assert requests.clear(["a"]) == ([], [])
-    assert requests.clear(keys("a")) == (ids(0), [])
+    assert requests.clear(keys("a")) == ([*ids(0)], [])
     assert requests.clear(keys("a")) == ([], [])
 
 
@@ -77,7 +77,7 @@ def test_a_checkpoint_commits_what_was_selected_before_its_rows_are_removed() ->
     requests = answered(GroupBounds(), "a", "b", "c")
     requests.clear(["a", "b"])
 
-    assert requests.lying() == ids(2)
+    assert requests.lying() == [*ids(2)]
     assert requests.train() == [*ids(0), *ids(1)]
     assert requests.clear([*keys("a"), *keys("b")]) == ([], [])
 
@@ -89,4 +89,4 @@ def test_prompts_without_a_group_fail_once() -> None:
 
     assert requests.fail() == ["b", "c"]
     assert requests.fail() == []
-    assert repr(requests) == "<Requests of step 1: 0 without a group, 1 with, 0 selected>"
+    assert repr(requests) == "<Requests of step 1: 0 without a group, <Deliveries: 1 given, 0 batches>>"

@@ -66,7 +66,7 @@ class FlowRun:
 
     def __init__(
         self,
-        flow: Groups,
+        flow: Groups | Callable[[], Groups],
         items: Items,
         samples: SampleReceiver,
         *,
@@ -79,7 +79,7 @@ class FlowRun:
         """Prepare a run.
 
         Args:
-            flow: sends groups.
+            flow: sends groups, or is a function that returns such a flow.
             items: returns what the trainer is given of a group, each with its trajectories; or a `Drop` of these.
             samples: takes these.
             trainer: the name of the framework, in metrics and errors.
@@ -91,6 +91,7 @@ class FlowRun:
         Raises:
             InvalidPipeline: the flow cannot work.
         """
+        flow = flow if isinstance(flow, Flow) else flow()
         self._items = items
         self._samples = samples
         self._trainer = trainer
@@ -190,8 +191,7 @@ class FlowRun:
         if self.sent != sent:
             self._progress = self.sent, time.monotonic()
         elif (waited_s := time.monotonic() - since) > stale_after_s:
-            stages = "; ".join(f"{stage.name}: {stage.waiting_for or 'works'}" for stage in waits().stages)
-            raise FlowStalled(f"expected a sample within {stale_after_s:g} s, got none in {waited_s:.0f} s ({stages})")
+            raise stalled(stale_after_s, waited_s, waits())
 
     def wake(self) -> None:
         """Let the sink look for room. Called in the trainer's thread."""
@@ -203,12 +203,12 @@ class FlowRun:
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(function)
 
-    def end(self, trajectories: Trajectories, state: Any, reason: str, evaluated: bool = False) -> None:  # noqa: FBT001, FBT002 (the fields of a Drop)
+    def end(self, trajectories: Trajectories, dropped: Drop) -> None:
         """Count the end of trajectories that the trainer drops; those of a run that is over have ended."""
         ending = [each for each in trajectories if self._ledger.is_open(each)]
-        if evaluated:
+        if dropped.evaluated:
             self._ledger.note_evaluated(len(ending))
-        self._ledger.end(ending, state, reason)
+        self._ledger.end(ending, dropped.state, dropped.reason)
 
     def commit(self, trained: list[TrajectoryId], version: int) -> dict[str, float]:
         """Commit trajectories at `version`; return the metrics since the last commit.
@@ -245,6 +245,12 @@ class _Sink:
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         """Run the sink; see `Sink`."""
         await self._run.feed(inbox)
+
+
+def stalled(stale_after_s: float, waited_s: float, waits: PipelineStatistics) -> FlowStalled:
+    """Return the error for a flow that sends nothing, with what its stages wait for."""
+    stages = "; ".join(f"{stage.name}: {stage.waiting_for or 'works'}" for stage in waits.stages)
+    return FlowStalled(f"expected a sample within {stale_after_s:g} s, got none in {waited_s:.0f} s ({stages})")
 
 
 def _nothing() -> None:

@@ -13,6 +13,9 @@ Trajectories: TypeAlias = tuple[TrajectoryId, ...]
 
 OnGet: TypeAlias = Callable[[Any, Trajectories], None]
 
+CAPACITY = 2
+"""Samples that wait for the trainer: one being sent, one being taken."""
+
 
 class _Queued(NamedTuple):
     sample: Any
@@ -25,7 +28,7 @@ class SampleQueue(queue.Queue[Any]):
     Once it is closed and empty, `get` raises `queue.Empty` without waiting: the trainer then asks for its health.
     """
 
-    def __init__(self, capacity: int, on_get: OnGet) -> None:
+    def __init__(self, capacity: int = CAPACITY, on_get: OnGet | None = None) -> None:
         """Make a queue of `capacity` samples; `on_get` is called with each sample that was taken, before it is used."""
         super().__init__(capacity)
         self._on_get = on_get
@@ -60,5 +63,6 @@ class SampleQueue(queue.Queue[Any]):
                 self.not_empty.wait(left)
             queued: _Queued = self._get()
             self.not_full.notify()
-        self._on_get(*queued)
+        if self._on_get is not None:
+            self._on_get(*queued)
         return queued.sample

@@ -19,8 +19,7 @@ from ...rewards.reward_bridge import RewardBridge
 from ..flow_thread.flow_run import Groups
 from .atropos_flow import flow_function
 from .data_proto import data_proto
-from .episodes import QueuePlace
-from .group_queue import GroupQueue, Put, held_episodes
+from .group_queue import GroupQueue, Put, QueuePlace, held_episodes
 from .job import RollJob
 from .plain import plain
 from .resources import amount_of, check_fit

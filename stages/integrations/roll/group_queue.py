@@ -13,13 +13,21 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from ...._pipeline.errors import MissingInterface
-from .episodes import QueuePlace
 
 COMMIT = "8eb27cc2dc34c4d1310b169d9b86d339004d811a"
 """The commit of ROLL that the tests run."""
 
 CALL_TIMEOUT_S = 120.0
 """Bound on a call that ROLL answers at once; its event loop also concatenates batches."""
+
+
+class QueuePlace(NamedTuple):
+    """A place for one group in ROLL's queue."""
+
+    group_id: int
+    """The number of its `GroupQueue`."""
+    number: int
+    """Its `episode_id`."""
 
 
 class Put(NamedTuple):

@@ -12,27 +12,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.graph.report import Report
 from ...._pipeline.graph.statistics import PipelineStatistics
 from ...._schemas import TrajectoryGroup
+from ..flow_thread.deliveries import Deliveries
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
-from ..flow_thread.flow_thread import FlowThread, statistics_of
+from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
-from .episodes import Episodes, QueuePlace
-from .group_queue import Put
+from .group_queue import Put, QueuePlace
 from .rollouts import fits
 from .step_files import StepFiles
 
 log = get_logger("penstock.roll")
 
-CAPACITY = 2
-"""Groups that wait for ROLL: one being sent, one being taken."""
+OLDER = Drop("stale", "sampled before ROLL created its group: older than async_generation_ratio")
 
-POLL_S = 1.0
-"""Seconds between looks at the flow's health, and at whether ROLL has stopped the worker."""
+FILTERED = Drop("filtered", "dropped by ROLL's group_filter_cls")
 
 
 class Sampled(NamedTuple):
@@ -79,9 +77,10 @@ class TagFlow:
         self._held = held
         self._lock = threading.Lock()
         """Held while a group is put, and while a step begins: a group that ROLL has taken is known as such."""
-        self._episodes = Episodes(bounds.async_generation_ratio)
-        self._thread: FlowThread | None = None
-        self._queue = SampleQueue(CAPACITY, self._taken)
+        self._deliveries: Deliveries[QueuePlace, int] = Deliveries()
+        """What ROLL's queue has taken, each with the step at which ROLL created its group."""
+        self._thread = FlowThread(f"penstock-roll-{tag}")
+        self._queue = SampleQueue()
         self._metrics: dict[str, float] = {}
         """Of the last step, until a rollout carries them to ROLL."""
         self.step: int = -1
@@ -90,8 +89,7 @@ class TagFlow:
         """The report of the flow, once ROLL has stopped it."""
 
     def __repr__(self) -> str:
-        state = "not started" if self._thread is None else "runs" if self._thread.running else "ended"
-        return f"<TagFlow {self._tag}: {state}, {self._episodes!r}>"
+        return f"<TagFlow {self._tag}: {self._thread.state}, {self._deliveries!r}>"
 
     def statistics(self) -> PipelineStatistics:
         """Return what every stage of the flow waits for now.
@@ -99,7 +97,7 @@ class TagFlow:
         Raises:
             RuntimeError: ROLL has not begun its first step.
         """
-        return statistics_of(self._thread)
+        return self._thread.statistics()
 
     # -- called by ROLL, which waits ---------------------------------------------------------------------------------
 
@@ -113,23 +111,21 @@ class TagFlow:
         with self._lock:
             if step == self.step:
                 return  # each environment is told
-            thread = self._thread
-            if thread is None:
-                self._start(step)
+            if self._thread.started:
+                self._commit(step)
             else:
-                self._commit(thread, step)
+                self._start(step)
             self.step = step
 
     def stop(self) -> None:
         """Commit what ROLL has trained in its last step, and stop the flow and everything that it started."""
         with self._lock:
-            thread = self._thread
-            if thread is None or not thread.running:
+            if not self._thread.running:
                 return
             try:
-                self._commit(thread, self.step + 1)
+                self._commit(self.step + 1)
             finally:
-                self.report = thread.stop()
+                self.report = self._thread.stop()
             if self.report is not None:
                 self._files.save_balance(self.report.balance)
                 log.info("flow_stopped", tag=self._tag, **self.report.balance.ended)
@@ -145,17 +141,23 @@ class TagFlow:
             f"ROLL: expected group_size={self._bounds.group_size} rollouts that train, of at most "
             f"sequence_length={self._bounds.sequence_length} tokens",
         )
-        run = FlowRun(self._make_flow(), self._items, self._queue, trainer="ROLL", rest=rest, saved=saved, version=step)
-        self._thread = FlowThread(run, f"penstock-roll-{self._tag}")
-        self._episodes.advance(step, ())
+        run = FlowRun(self._make_flow, self._items, self._queue, trainer="ROLL", rest=rest, saved=saved, version=step)
+        self._thread.start(run)
 
-    def _commit(self, thread: FlowThread, step: int) -> None:
-        trained, dropped = self._episodes.advance(step, self._held())
-        ratio = self._bounds.async_generation_ratio
-        reason = f"dropped by ROLL: older than async_generation_ratio={ratio}"
-        thread.call(lambda: thread.run.end(tuple(dropped), "stale", reason))
-        self._metrics |= thread.call(lambda: thread.run.commit(trained, step))
-        self._files.save(step - 1, thread.call(thread.run.state_dict))
+    def _commit(self, step: int) -> None:
+        """Commit what has left ROLL's queue before `step`, but for what ROLL has dropped.
+
+        ROLL asks for the batch of a step, trains it, and then names the next. Between two steps a group leaves its
+        queue into the batch, or is dropped as too old (roll/distributed/scheduler/rollout_scheduler.py:264, 525).
+        """
+        held, ratio = self._held(), self._bounds.async_generation_ratio
+        gone = {place: given.note for place, given in self._deliveries.given.items() if place not in held}
+        old = self._deliveries.drop([place for place, created in gone.items() if self.step - created > ratio])
+        self._thread.end(old, Drop("stale", f"dropped by ROLL: older than async_generation_ratio={ratio}"))
+        self._deliveries.batch(gone)
+        self._deliveries.step_all()
+        self._metrics |= self._thread.commit(self._deliveries.stepped(), step)
+        self._files.save(step - 1, self._thread.state_dict())
 
     # -- called by the threads of ROLL's worker ----------------------------------------------------------------------
 
@@ -167,13 +169,10 @@ class TagFlow:
             FlowEnded: the flow has sent its last group.
             FlowStalled: it has sent nothing for ROLL's `env_monitor.hung_timeout`.
         """
-        thread = self._thread
-        assert thread is not None  # noqa: S101 (ROLL gives out episodes after its first step has begun)
-        sampled: Sampled | None = thread.next(
+        sampled: Sampled | None = self._thread.next(
             self._queue,
-            poll_s=POLL_S,
             stale_after_s=self._bounds.hung_timeout,
-            wanted=lambda: wanted() and thread.running,
+            wanted=lambda: wanted() and self._thread.running,
         )
         return sampled
 
@@ -183,17 +182,12 @@ class TagFlow:
             answer, created = send(self.step, self._metrics)
             if answer == "taken":
                 self._metrics = {}
-                self._episodes.put(episode, sampled.trajectories, created)
+                self._deliveries.give(episode, sampled.trajectories, created)
             elif answer == "older":
-                self._end(sampled, "stale", "sampled before ROLL created its group: older than async_generation_ratio")
+                self._thread.end(sampled.trajectories, OLDER)
             elif answer == "filtered":
-                self._end(sampled, "filtered", "dropped by ROLL's group_filter_cls")
+                self._thread.end(sampled.trajectories, FILTERED)
         return Put(answer, created)
-
-    def _end(self, sampled: Sampled, state: str, reason: str) -> None:
-        thread = self._thread
-        assert thread is not None  # noqa: S101 (it has sent the group)
-        thread.call(lambda: thread.run.end(sampled.trajectories, state, reason))
 
     def _items(self, group: TrajectoryGroup, decode: Decode | None) -> Iterator[tuple[Trajectories, Sampled]]:
         """Yield the group, if ROLL can train it; on the event loop."""
@@ -201,7 +195,3 @@ class TagFlow:
         if fits(group, self._bounds.group_size, self._bounds.sequence_length):
             trajectories = tuple(group.ids)
             yield trajectories, Sampled(group.owned(), trajectories)
-
-    def _taken(self, sampled: Any, trajectories: Trajectories) -> None:  # noqa: ARG002 (of the queue)
-        if self._thread is not None:
-            self._thread.run.wake()

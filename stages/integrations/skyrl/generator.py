@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ...._pipeline.accounting.telemetry import get_logger
-from ...._pipeline.errors import FlowEnded, FlowStalled, InvalidPipeline
+from ...._pipeline.errors import FlowEnded, InvalidPipeline
 from ...._pipeline.graph.report import Report
 from ...._pipeline.graph.statistics import PipelineStatistics
 from ...._pipeline.runtime.flow import Flow
@@ -34,14 +34,14 @@ from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...batching.batcher import NOTHING_TO_TRAIN
 from ...data.plain_values import plain_row
 from ...sink.sink_trainer import WeightSink
-from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
-from ..flow_thread.flow_thread import FlowThread, statistics_of
+from ..flow_thread.deliveries import Deliveries
+from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups, stalled
+from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import Trajectories
 from ..flow_thread.weight_transfer import WeightTransfer
 from ..interface import object_in
 from .arrivals import Arrivals
 from .configuration import refuse_evaluation, refuse_unsupported
-from .deliveries import SkyRLDeliveries, keys_of
 from .requests import PromptRequest, Requests
 from .samples import Asked, Rules, columns_of, lags_of
 from .sampling_params import sampling_of
@@ -63,6 +63,9 @@ EVALUATED = Drop("filtered", "evaluation by SkyRL", evaluated=True)
 DROPPED = Drop("filtered", "dropped by SkyRL")
 
 UNTRAINED = Drop("filtered", NOTHING_TO_TRAIN)
+
+Key: TypeAlias = tuple[str, int]
+"""SkyRL's `instance_id` and `repetition_id`. It asks for the same ones again in a later epoch."""
 
 
 class PenstockGenerator:
@@ -106,14 +109,14 @@ class PenstockGenerator:
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._weights = None if publisher is None else WeightTransfer(publisher, "penstock-skyrl-weights")
-        self._deliveries = SkyRLDeliveries()
+        self._deliveries: Deliveries[Key, None] = Deliveries()
         self._rules = Rules(
             logprobs=cfg.generator.sampling_params.logprobs is not None,
             zero_reward_on_non_stop=bool(cfg.generator.zero_reward_on_non_stop),
             apply_overlong_filtering=bool(cfg.generator.apply_overlong_filtering),
         )
         self._requests = self._arrivals() if isinstance(flow, Flow) else Requests()
-        self._thread: FlowThread | None = None
+        self._thread = FlowThread("penstock-skyrl-flow")
         self._saved: Mapping[str, Any] | None = None
         self._version = 0
         """Optimizer steps done; also the version of the weights."""
@@ -128,8 +131,8 @@ class PenstockGenerator:
         """The report of the flow, once training has ended: the balance of the ledger, and why it ended."""
 
     def __repr__(self) -> str:
-        state = "not started" if self._thread is None else "runs" if self._thread.running else "ended"
-        return f"<PenstockGenerator: {state}, version {self._version}, {self._requests!r}, {self._deliveries!r}>"
+        flow = f"{self._thread.state}, version {self._version}"
+        return f"<PenstockGenerator: {flow}, {self._requests!r}, {self._deliveries!r}>"
 
     def _arrivals(self) -> Arrivals:
         refuse_evaluation(self._cfg.trainer)
@@ -142,7 +145,7 @@ class PenstockGenerator:
         Raises:
             RuntimeError: training has not begun.
         """
-        return statistics_of(self._thread)
+        return self._thread.statistics()
 
     # -- SkyRL's GeneratorInterface ------------------------------------------------------------------------------------
 
@@ -168,7 +171,7 @@ class PenstockGenerator:
         raise AssertionError("unreachable")
 
     async def _generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
-        if not self._bound or self._thread is None:
+        if not self._bound or not self._thread.started:
             raise InvalidPipeline(
                 "SkyRL: expected a trainer that commits what it trains, got another: use "
                 "trainer.override_entrypoint=penstock.integrations.skyrl, or generator.trainer(RayPPOTrainer)(…)"
@@ -226,15 +229,11 @@ class PenstockGenerator:
             waited_s = time.monotonic() - max(began, self._arrived)
             if waiting and waited_s > STALE_AFTER_S:
                 statistics = await asyncio.to_thread(self.statistics)
-                stages = "; ".join(f"{each.name}: {each.waiting_for or 'works'}" for each in statistics.stages)
-                raise FlowStalled(
-                    f"expected a trajectory within {STALE_AFTER_S:g} s, got none in {waited_s:.0f} s ({stages})"
-                )
+                raise stalled(STALE_AFTER_S, waited_s, statistics)
 
     def _withdraw(self, requests: Sequence[PromptRequest]) -> None:
-        if (thread := self._thread) is not None:
-            run = thread.run
-            run.post(lambda: run.end(tuple(self._requests.withdraw(requests)), *NOT_AWAITED))
+        run = self._thread.run
+        run.post(lambda: run.end(tuple(self._requests.withdraw(requests)), NOT_AWAITED))
 
     def _output(
         self, input_batch: Mapping[str, Any], asked: Sequence[Asked], requests: Sequence[PromptRequest]
@@ -274,13 +273,12 @@ class PenstockGenerator:
         for each in asked:
             if (row := each.request.rows[each.repetition]) is not None:
                 key = each.request.instance_id, each.repetition
-                if (dropped := self._deliveries.give(key, row.trajectory.id)) is not None:
-                    earlier.append(dropped)
+                earlier += self._deliveries.give(key, (row.trajectory.id,), None)
         self._end(earlier, DROPPED)
 
     def _end(self, trajectories: Sequence[TrajectoryId], drop: Drop) -> None:
-        if trajectories and (thread := self._thread) is not None:
-            thread.run.post(partial(thread.run.end, tuple(trajectories), *drop))
+        if trajectories:
+            self._thread.run.post(partial(self._thread.run.end, tuple(trajectories), drop))
 
     # -- a fully asynchronous trainer's errors -------------------------------------------------------------------------
 
@@ -345,13 +343,11 @@ class PenstockGenerator:
             folder = Path(self._cfg.trainer.export_path) / f"penstock_weights_{version}"
             with written(dispatch, self._tokenizer, folder.absolute()) as tensors:
                 self._weights.send(tensors, version)
-        if self._thread is None:
-            self._version = version
-            self._thread = self._start()
-        else:
-            self.commit(version)
+        self.commit(version)
+        if not self._thread.started:
+            self._start()
 
-    def _start(self) -> FlowThread:
+    def _start(self) -> None:
         run = FlowRun(
             self._flow if isinstance(self._flow, Flow) else self._asking(self._flow),
             self._awaited,
@@ -364,7 +360,7 @@ class PenstockGenerator:
         self._requests.why_closed = lambda: (
             run.failure or FlowEnded("SkyRL waits for trajectories of a flow that has ended")
         )
-        return FlowThread(run, "penstock-skyrl-flow")
+        self._thread.start(run)
 
     def _asking(self, flow_of: Callable[[Requests], Groups]) -> Groups:
         assert isinstance(self._requests, Requests)  # noqa: S101 (as the flow, see `__init__`)
@@ -388,7 +384,9 @@ class PenstockGenerator:
             raise InvalidPipeline(
                 "SkyRL: expected trajectory_ids with what it trains, got none: nothing can be committed"
             )
-        self._deliveries.batch(keys_of(ids), [any(mask) for mask in generator_output["loss_masks"]])
+        masked = [key for key, mask in zip(keys_of(ids), generator_output["loss_masks"], strict=True) if not any(mask)]
+        self._end(self._deliveries.drop(masked), UNTRAINED)
+        self._deliveries.batch(keys_of(ids))
 
     def dropped(self, generator_outputs: Sequence[Mapping[str, Any]]) -> None:
         """Note groups that SkyRL has dropped. Called by the trainer."""
@@ -397,29 +395,30 @@ class PenstockGenerator:
 
     def commit(self, version: int) -> None:
         """Commit what the optimizer step trained that made the weights of `version`. Called by the trainer. Blocks."""
-        thread = self._thread
         self._version = version
-        if thread is None:
-            return
-        trained, untrained = self._deliveries.step()
-        if not self._fully_async and trained:
-            self._end(self._deliveries.drop_rest(), DROPPED)
-        self._end(untrained, UNTRAINED)
-        if trained:
-            thread.call(lambda: thread.run.commit(trained, version))
+        self._deliveries.step_all()
+        if trained := self._deliveries.stepped():
+            if not self._fully_async:
+                self._end(self._deliveries.drop(list(self._deliveries.given)), DROPPED)
+            self._thread.commit(trained, version)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
-        return {} if self._thread is None else self._thread.call(self._thread.run.state_dict)
+        return self._thread.state_dict()
 
     def end(self) -> None:
         """Stop the flow and everything that it started, and close the publisher; set `report`. Blocks."""
         try:
-            if self._thread is not None and self._thread.running:
+            if self._thread.running:
                 self.report = self._thread.stop()
         finally:
             if self._weights is not None:
                 self._weights.close()
+
+
+def keys_of(trajectory_ids: Sequence[Any]) -> list[Key]:
+    """Return the names of SkyRL's `TrajectoryID`s."""
+    return [(str(each.instance_id), int(each.repetition_id)) for each in trajectory_ids]
 
 
 def _meta(input_batch: Mapping[str, Any], place: int) -> dict[str, Any]:

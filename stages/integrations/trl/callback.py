@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import MissingInterface
 from ...._pipeline.util.extras import extra
+from ..flow_thread.deliveries import Deliveries
+
+log = get_logger("penstock.trl")
 
 STATE = "PenstockLedger"
 """The name of the state in `trainer_state.json`, and of the callback's class."""
@@ -19,16 +23,11 @@ STATE = "PenstockLedger"
 class TrainedByTRL(Protocol):
     """Receives the reports of the callback, in the trainer's first process."""
 
-    def train_begins(self, args: Any, loader: Any, *, saved: Mapping[str, Any] | None, resumed: bool) -> None:
+    deliveries: Deliveries[Any, Any]
+    """What TRL was given; its oldest batch is the next that is trained."""
+
+    def train_begins(self, args: Any, loader: Any, saved: Mapping[str, Any] | None) -> None:
         """Note TRL's arguments and data loader, and the state of the checkpoint that it resumes."""
-        ...
-
-    def trained_microbatch(self) -> None:
-        """Note that the earliest micro-batch was trained."""
-        ...
-
-    def stepped(self) -> None:
-        """Note that an optimizer step is done."""
         ...
 
     def step_ends(self, step: int, args: Any) -> None:
@@ -56,23 +55,17 @@ def callback_of(reported: TrainedByTRL) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             if not state.is_world_process_zero:
                 return
-            saved = state.stateful_callbacks.get(STATE) if state.global_step else None
-            reported.train_begins(
-                args,
-                kwargs.get("train_dataloader"),
-                saved=None if saved is None else saved["attributes"]["saved"],
-                resumed=state.global_step > 0,
-            )
+            reported.train_begins(args, kwargs.get("train_dataloader"), _saved_in(state))
             state.stateful_callbacks.setdefault(STATE, self.state())
 
         def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             if state.is_world_process_zero:
-                reported.trained_microbatch()
+                reported.deliveries.train()
 
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             if state.is_world_process_zero:
-                reported.trained_microbatch()
-                reported.stepped()
+                reported.deliveries.train()
+                reported.deliveries.step()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             if state.is_world_process_zero:
@@ -82,6 +75,17 @@ def callback_of(reported: TrainedByTRL) -> Any:
             return {"args": {}, "attributes": {"saved": reported.state_dict()}}
 
     return PenstockLedger()
+
+
+def _saved_in(state: Any) -> Mapping[str, Any] | None:
+    """Return the ledger of the checkpoint that TRL resumes; None at its first step, or if there is none."""
+    if not state.global_step:
+        return None
+    if (saved := state.stateful_callbacks.get(STATE)) is None:
+        log.warning("resumed_without_ledger", consequence="prompts that were trained may be trained again")
+        return None
+    found: Mapping[str, Any] = saved["attributes"]["saved"]
+    return found
 
 
 def samples_per_version(args: Any) -> int | None:

@@ -7,19 +7,17 @@ samples the next batch with them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidPipeline
 from ...._pipeline.graph.report import Report
-from ...._pipeline.runtime.flow import Flow
 from ...._schemas import TrajectoryGroup, TrajectoryId
 from ...sink.sink_trainer import WeightSink
+from ..flow_thread.deliveries import Deliveries
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
@@ -27,14 +25,6 @@ from ..interface import installed_version
 from .callback import callback_of
 from .samples import check
 from .transfer import TRLTransfer
-
-log = get_logger("penstock.trl")
-
-CAPACITY = 2
-"""Groups that wait for the trainer: one being sent, one being taken."""
-
-POLL_S = 1.0
-"""Seconds between looks at the flow's health while the trainer waits."""
 
 STALE_AFTER_S = 300.0
 """Seconds without a group after which the trainer no longer waits: TRL's default for its asynchronous trainer."""
@@ -66,15 +56,13 @@ class Rollouts:
     def __init__(self, flow: Groups | Callable[[], Groups], publisher: AbstractAsyncContextManager[WeightSink]) -> None:
         self._flow = flow
         self._transfer = TRLTransfer(publisher)
-        self._queue = SampleQueue(CAPACITY, self._taken)
-        self._thread: FlowThread | None = None
+        self._queue = SampleQueue()
+        self._thread = FlowThread("penstock-trl-flow")
         self._trainer: Any = None
         self._began = False
         self._saved: Mapping[str, Any] | None = None
-        self._generated: deque[_Generation] = deque()
-        """Batches that are not used up, oldest first."""
-        self._stepped: list[TrajectoryId] = []
-        """Trajectories of batches that are used up, and were not committed."""
+        self.deliveries: Deliveries[TrajectoryId, None] = Deliveries()
+        """Each batch is trained in the micro-batches for which TRL uses it: every sequence `num_iterations` times."""
         self.report: Report | None = None
         """The report of the flow, after the body; None if TRL asked for no batch, as after its last step."""
 
@@ -88,8 +76,7 @@ class Rollouts:
     ) -> None:
         """Stop the flow and everything that it started, and close the publisher; set `report`."""
         try:
-            if self._thread is not None:
-                self.report = self._thread.stop()
+            self.report = self._thread.stop()
         finally:
             self._transfer.destroy()
 
@@ -111,10 +98,14 @@ class Rollouts:
             FlowStalled: it has sent nothing for 300 seconds.
         """
         self._check(trainer)
-        thread = self._start(trainer, len(prompts)) if self._thread is None else self._thread
-        groups = [self._next(thread) for _ in range(len(prompts) // trainer.num_generations)]
-        uses = trainer.args.steps_per_generation * trainer.num_iterations
-        self._generated.append(_Generation([each for group in groups for each in group.ids], uses))
+        if not self._thread.started:
+            self._start(trainer, len(prompts))
+        count = len(prompts) // trainer.num_generations
+        groups = [self._thread.next(self._queue, stale_after_s=STALE_AFTER_S) for _ in range(count)]
+        ids = [each for group in groups for each in group.ids]
+        for each in ids:
+            self.deliveries.give(each, (each,), None)
+        self.deliveries.batch(ids, trainer.args.steps_per_generation * trainer.num_iterations)
         return columns_of(groups)
 
     def _check(self, trainer: Any) -> None:
@@ -127,81 +118,44 @@ class Rollouts:
             found = "an evaluation" if not trainer.model.training else f"{trainer.accelerator.num_processes} processes"
             raise InvalidPipeline(f"TRL: expected rollout_func to generate for one process that trains, got {found}")
 
-    def _start(self, trainer: Any, asked: int) -> FlowThread:
+    def _start(self, trainer: Any, asked: int) -> None:
         installed_version("trl")
         self._trainer = trainer
         self._publish()
-        flow = self._flow if isinstance(self._flow, Flow) else self._flow()
         size = trainer.num_generations
         items = partial(groups_of, size, trainer.temperature)
         rest = Drop("rejected", f"TRL: expected groups of num_generations={size} rollouts that train")
-        version = self._transfer.version
         run = FlowRun(
-            flow,
+            self._flow,
             items,
             self._queue,
             trainer="TRL",
             rest=rest,
             saved=self._saved,
-            version=version,
+            version=self._transfer.version,
             per_step=asked,
         )
-        self._thread = FlowThread(run, "penstock-trl-flow")
-        return self._thread
+        self._thread.start(run)
 
     def _publish(self) -> None:
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
         self._transfer.send_weights((name, parameter.detach()) for name, parameter in model.named_parameters())
 
-    def _next(self, thread: FlowThread) -> TrajectoryGroup:
-        group: TrajectoryGroup = thread.next(self._queue, poll_s=POLL_S, stale_after_s=STALE_AFTER_S)
-        return group
-
-    def _taken(self, group: TrajectoryGroup, trajectories: Trajectories) -> None:  # noqa: ARG002 (it is kept by _Generation)
-        if self._thread is not None:
-            self._thread.run.wake()
-
     # -- called by the callback --------------------------------------------------------------------------------------
 
-    def train_begins(self, args: Any, loader: Any, *, saved: Mapping[str, Any] | None, resumed: bool) -> None:  # noqa: ARG002 (the protocol's)
-        """Note the state of the checkpoint that the trainer resumes; see `Reported`."""
-        if resumed and saved is None:
-            log.warning("resumed_without_ledger", consequence="prompts that were trained may be trained again")
+    def train_begins(self, args: Any, loader: Any, saved: Mapping[str, Any] | None) -> None:  # noqa: ARG002 (the protocol's)
+        """Note the state of the checkpoint that the trainer resumes; see `TrainedByTRL`."""
         self._began, self._saved = True, saved
 
-    def trained_microbatch(self) -> None:
-        """Note that a part of the oldest batch was trained. Called by the callback."""
-        generation = self._generated[0]
-        generation.uses -= 1
-        if not generation.uses:
-            self._stepped += self._generated.popleft().trajectories
-
-    def stepped(self) -> None:
-        """See `Reported`: a batch counts when its last part is trained."""
-
     def step_ends(self, step: int, args: Any) -> None:  # noqa: ARG002 (the protocol's)
-        """Publish the weights and commit, if a batch is used up; see `Reported`."""
-        thread = self._thread
-        if not self._stepped or thread is None or not thread.running:
-            return
-        self._publish()
-        stepped, self._stepped = self._stepped, []
-        thread.call(lambda: thread.run.commit(stepped, self._transfer.version))
+        """Publish the weights and commit, if a batch is used up; see `TrainedByTRL`."""
+        if self._thread.running and (stepped := self.deliveries.stepped()):
+            self._publish()
+            self._thread.commit(stepped, self._transfer.version)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
-        return {} if self._thread is None else self._thread.call(self._thread.run.state_dict)
-
-
-class _Generation:
-    """A batch that TRL was given."""
-
-    __slots__ = ("trajectories", "uses")
-
-    def __init__(self, trajectories: list[TrajectoryId], uses: int) -> None:
-        self.trajectories = trajectories
-        self.uses = uses
-        """Micro-batches that TRL still trains of it: each sequence `num_iterations` times."""
+        return self._thread.state_dict()
 
 
 def groups_of(

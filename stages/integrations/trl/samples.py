@@ -8,14 +8,14 @@ fields are a dict.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...._pipeline.errors import InvalidPipeline
 from ...._schemas import InvalidRecord, Trajectory, TrajectoryGroup, TrajectoryId
 from ...._schemas.batch import oldest_versions
-from ..flow_thread.flow_run import Decode
+from ..flow_thread.flow_run import Decode, Drop
 from ..flow_thread.sampling import check_temperature
 
 FIELDS = (
@@ -23,6 +23,25 @@ FIELDS = (
     *("advantage", "model_version", "group_id", "metrics", "enqueued_at"),
 )
 """The fields of TRL's RolloutSample that are filled in."""
+
+
+class SampleBounds(NamedTuple):
+    """The bounds by which TRL drops samples, of its configuration."""
+
+    max_staleness: int
+    token_budget: int = 0
+    """Tokens of a row; 0 or less for no bound."""
+
+    def drop(self, sample: Any, version: int) -> Drop | None:
+        """Return why TRL, whose weights have `version`, drops `sample` when it takes it; None if it does not.
+
+        In the order of its `RolloutQueueDataset` and its `TokenBudgetBatcher`.
+        """
+        if version - sample.model_version > self.max_staleness:
+            return Drop("stale", f"dropped by TRL: older than max_staleness={self.max_staleness}")
+        if 0 < self.token_budget < len(sample.input_ids):
+            return Drop("rejected", f"dropped by TRL: longer than token_budget={self.token_budget}")
+        return None
 
 
 def samples_of(

@@ -20,23 +20,19 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import FlowEnded, InvalidPipeline, MissingInterface
 from ...._pipeline.graph.report import Report
 from ...._pipeline.graph.statistics import PipelineStatistics
-from ...._pipeline.runtime.flow import Flow
-from ...._schemas import TrajectoryGroup, TrajectoryId
+from ...._schemas import TrajectoryGroup
 from ...._schemas.numbers import whole_number
 from ...batching.batcher import NOTHING_TO_TRAIN
+from ..flow_thread.deliveries import Deliveries
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
-from ..flow_thread.flow_thread import FlowThread, statistics_of
+from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
 from ..interface import TRIED, object_in
 from .callback import callback_of, note_collated, samples_per_version
-from .deliveries import SampleBounds, TRLDeliveries
-from .samples import FIELDS, samples_of
-
-log = get_logger("penstock.trl")
+from .samples import FIELDS, SampleBounds, samples_of
 
 UNTRAINED = Drop("filtered", NOTHING_TO_TRAIN)
 
@@ -76,10 +72,12 @@ class TRLWorker:
         self._saved: Mapping[str, Any] | None = None
         self._version = 0
         """The version of the trainer's weights; written by the main thread."""
-        self._deliveries = TRLDeliveries()
-        self._stepped: list[TrajectoryId] = []
-        """Trained by optimizer steps that are not committed yet."""
-        self._thread: FlowThread | None = None
+        self.deliveries: Deliveries[int, Any] = Deliveries()
+        """By the identity of a sample's `input_ids`, which TRL passes on untouched; held, so that no other gets it.
+
+        Batches are TRL's micro-batches. accelerate collates one ahead, so that the oldest is the one that is trained.
+        """
+        self._thread = FlowThread("penstock-trl-flow")
         self._queue = SampleQueue(whole_number("capacity", capacity), self._taken)
         self.rollout_buffer: queue.Queue[Any] = self._queue
         """The samples; see TRL's `RolloutWorkerProtocol`."""
@@ -89,8 +87,7 @@ class TRLWorker:
         """The report of the flow, once training has ended: the balance of the ledger, and why it ended."""
 
     def __repr__(self) -> str:
-        state = "not started" if self._thread is None else "runs" if self._thread.running else "ended"
-        return f"<TRLWorker: {state}, version {self._version}, {self._deliveries!r}>"
+        return f"<TRLWorker: {self._thread.state}, version {self._version}, {self.deliveries!r}>"
 
     def callback(self) -> Any:
         """Return the `TrainerCallback` that commits what was trained, for `AsyncGRPOTrainer(callbacks=[…])`.
@@ -106,7 +103,7 @@ class TRLWorker:
         Raises:
             RuntimeError: training has not begun.
         """
-        return statistics_of(self._thread)
+        return self._thread.statistics()
 
     # -- RolloutWorkerProtocol, called by TRL in its main thread -----------------------------------------------------
 
@@ -123,12 +120,9 @@ class TRLWorker:
                 "TRL: expected AsyncGRPOTrainer(callbacks=[worker.callback()]), got a trainer without: "
                 "what it trains could not be committed"
             )
-        sample = rollout_sample()
-        flow = self._flow if isinstance(self._flow, Flow) else self._flow()
-        items = partial(self._samples, sample, itertools.count())
         run = FlowRun(
-            flow,
-            items,
+            self._flow,
+            partial(self._samples, rollout_sample(), itertools.count()),
             self._queue,
             trainer="TRL",
             rest=UNTRAINED,
@@ -136,14 +130,13 @@ class TRLWorker:
             version=self._version,
             per_step=self._per_version,
         )
-        self._thread = FlowThread(run, "penstock-trl-flow")
+        self._thread.start(run)
 
     def stop(self) -> None:
         """Stop the flow and everything that it started; set `report`. Called by TRL when training has ended."""
-        if self._thread is None or not self._thread.running:
-            return
-        self.commit()
-        self.report = self._thread.stop()
+        if self._thread.running:
+            self.commit()
+            self.report = self._thread.stop()
 
     def update_model_version(self, model_version: int) -> None:
         """Commit what was trained since the last version, and let the flow begin what is sampled with this one."""
@@ -158,68 +151,32 @@ class TRLWorker:
             FlowEnded: the flow has sent its last group, or was stopped.
             FlowStalled: it has sent nothing for `stale_after_s`.
         """
-        if self._thread is None or not self._thread.running:
+        if not self._thread.running:
             raise FlowEnded("TRL waits for samples, and its worker does not run: a worker runs in one train() only")
         self._thread.check(stale_after_s)
 
     # -- called by the callback and by the queue, in the main thread -------------------------------------------------
 
-    def train_begins(self, args: Any, loader: Any, *, saved: Mapping[str, Any] | None, resumed: bool) -> None:
-        """See `Reported`."""
-        self.begin(
-            SampleBounds(args.max_staleness, args.token_budget or 0),
-            temperature=args.temperature,
-            per_version=samples_per_version(args),
-            saved=saved,
-            resumed=resumed,
-        )
-        note_collated(loader, self.collated)
-
-    def begin(
-        self,
-        limits: SampleBounds,
-        *,
-        temperature: float,
-        per_version: int | None,
-        saved: Mapping[str, Any] | None,
-        resumed: bool,
-    ) -> None:
-        """Note TRL's configuration, and the state of the checkpoint that it resumes."""
-        if resumed and saved is None:
-            log.warning("resumed_without_ledger", consequence="prompts that were trained may be trained again")
-        self._limits, self._temperature, self._saved = limits, temperature, saved
-        self._per_version = per_version
-
-    def collated(self, examples: list[Any]) -> None:
-        """Note the next micro-batch of TRL, by the `input_ids` of its samples."""
-        self._deliveries.collate(examples)
-
-    def trained_microbatch(self) -> None:
-        """Note that TRL has trained the earliest micro-batch. Called by the callback."""
-        self._deliveries.train()
-
-    def stepped(self) -> None:
-        """Note that TRL's optimizer step is done. Called by the callback."""
-        self._stepped += self._deliveries.step()
+    def train_begins(self, args: Any, loader: Any, saved: Mapping[str, Any] | None) -> None:
+        """See `TrainedByTRL`."""
+        self._limits = SampleBounds(args.max_staleness, args.token_budget or 0)
+        self._temperature, self._per_version, self._saved = args.temperature, samples_per_version(args), saved
+        note_collated(loader, lambda examples: self.deliveries.batch(map(id, examples)))
 
     def step_ends(self, step: int, args: Any) -> None:
-        """See `Reported`. Where weights are sent after a step, TRL names their version, and that commits."""
+        """See `TrainedByTRL`. Where weights are sent after a step, TRL names their version, and that commits."""
         if step % args.weight_sync_steps:
             self.commit()
 
     def commit(self) -> None:
         """Commit what TRL's optimizer steps have trained, at its present version."""
-        thread = self._thread
-        if thread is None:
-            return
-        stepped, self._stepped = self._stepped, []
-        if metrics := thread.call(lambda: thread.run.commit(stepped, self._version)):
+        if metrics := self._thread.commit(self.deliveries.stepped(), self._version):
             with suppress(queue.Full):
                 self.metrics_queue.put_nowait(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
-        return {} if self._thread is None else self._thread.call(self._thread.run.state_dict)
+        return self._thread.state_dict()
 
     def _samples(
         self, make: Callable[..., Any], numbers: Iterator[int], group: TrajectoryGroup, decode: Decode | None
@@ -230,13 +187,12 @@ class TRLWorker:
 
     def _taken(self, sample: Any, trajectories: Trajectories) -> None:
         """Note a sample that TRL has taken, and end it if TRL drops it next. Called by the queue."""
-        thread, limits = self._thread, self._limits
-        assert thread is not None and limits is not None  # noqa: S101, PT018 (the flow sent it)
-        thread.run.wake()
-        if (dropped := limits.drop(sample, self._version)) is None:
-            self._deliveries.take(sample, *trajectories)
+        assert self._limits is not None  # noqa: S101 (the flow sent it)
+        self._thread.run.wake()
+        if (dropped := self._limits.drop(sample, self._version)) is None:
+            self.deliveries.give(id(sample.input_ids), trajectories, sample.input_ids)
         else:
-            thread.call(lambda: thread.run.end(trajectories, *dropped))
+            self._thread.end(trajectories, dropped)
 
 
 def rollout_sample() -> Any:

@@ -23,7 +23,7 @@ from ..flow_thread.sample_queue import SampleQueue, Trajectories
 from ..flow_thread.weight_transfer import WeightTransfer
 from ..interface import object_in
 from .data_proto import Shape, padded, unpadded
-from .manager import CAPACITY, POLL_S, STALE_AFTER_S
+from .manager import STALE_AFTER_S
 from .rows import Needs, Row, rows_of
 
 
@@ -74,8 +74,8 @@ class DataProtoBatches:
         self._transfer = None if publisher is None else WeightTransfer(publisher, "penstock-verl-weights")
         self._saved = saved
         self._step = whole_number("step", step, least=0)
-        self._queue = SampleQueue(CAPACITY, self._taken)
-        self._thread: FlowThread | None = None
+        self._queue = SampleQueue()
+        self._thread = FlowThread("penstock-verl-flow")
         self._stack = ExitStack()
         self._untrained: list[TrajectoryId] = []
         """Taken since the last update of weights."""
@@ -107,8 +107,8 @@ class DataProtoBatches:
                 saved=self._saved,
                 version=self._step,
             )
-            self._thread = FlowThread(run, "penstock-verl-flow")
-            stack.callback(self._stop, self._thread)
+            self._thread.start(run)
+            stack.callback(self._stop)
             self._stack = stack.pop_all()
         return self
 
@@ -128,7 +128,7 @@ class DataProtoBatches:
         """
         rows: list[Row] = []
         while len(rows) < self._sequences:
-            rows += self._next(self._running())
+            rows += self._running().next(self._queue, stale_after_s=STALE_AFTER_S)
         self._untrained += [row.trajectory for row in rows]
         from_numpy = object_in("verl", "torch", "from_numpy")
         columns = {name: from_numpy(column.copy()) for name, column in padded(rows, self._shape).items()}
@@ -159,12 +159,11 @@ class DataProtoBatches:
         yield publish
         self._step = step
         trained, self._untrained = self._untrained, []
-        thread.call(lambda: thread.run.commit(trained, step))
+        thread.commit(trained, step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
-        thread = self._running()
-        return thread.call(thread.run.state_dict)
+        return self._running().state_dict()
 
     def statistics(self) -> PipelineStatistics:
         """Return what every stage of the flow waits for now."""
@@ -184,16 +183,9 @@ class DataProtoBatches:
     # -- in the thread of the training ---------------------------------------------------------------------------------
 
     def _running(self) -> FlowThread:
-        if self._thread is None or not self._thread.running:
+        if not self._thread.running:
             raise RuntimeError("expected a call within the body of `with DataProtoBatches(…)`")
         return self._thread
 
-    def _stop(self, thread: FlowThread) -> None:
-        self.report = thread.stop()
-
-    def _taken(self, rows: list[Row], trajectories: Trajectories) -> None:  # noqa: ARG002 (of the interface)
-        self._running().run.wake()
-
-    def _next(self, thread: FlowThread) -> list[Row]:
-        rows: list[Row] = thread.next(self._queue, poll_s=POLL_S, stale_after_s=STALE_AFTER_S)
-        return rows
+    def _stop(self) -> None:
+        self.report = self._thread.stop()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,12 +34,6 @@ from .rows import Row, rows_of
 from .transfer_queue import TransferQueue
 
 log = get_logger("penstock.verl")
-
-CAPACITY = 2
-"""Groups that wait until verl asks: one being sent, one being taken."""
-
-POLL_S = 1.0
-"""Seconds between looks at the flow's health while verl waits for a group."""
 
 STALE_AFTER_S = 1800.0
 """Seconds without a group after which the flow counts as stalled: verl itself waits without a bound."""
@@ -79,7 +72,7 @@ class PenstockLoopManager:
         self._ending = False
         self.report: Report | None = None
         """The report of the flow, once the training has ended: the balance of the ledger, and why it ended."""
-        self._samples = SampleQueue(CAPACITY, self._taken)
+        self._samples = SampleQueue()
         saved, version = self._config.resumed(STATE)
         run = FlowRun(
             self._config.flow(),
@@ -90,7 +83,8 @@ class PenstockLoopManager:
             saved=saved,
             version=version,
         )
-        self._thread = FlowThread(run, "penstock-verl-flow")
+        self._thread = FlowThread("penstock-verl-flow")
+        self._thread.start(run)
         self._delivery = threading.Thread(target=self._deliver, name="penstock-verl-delivery", daemon=True)
         self._delivery.start()
         self._queue.report(self._cleared, self.close)
@@ -143,9 +137,7 @@ class PenstockLoopManager:
                 raise self._failure
             self._requests.ask([str(uid) for uid in prompts["uid"]], step)
             self._lock.notify_all()
-        self._thread.call(
-            lambda: self._thread.run.commit([], step - 1)
-        )  # verl trains with the weights before this step
+        self._thread.commit([], step - 1)  # verl trains with the weights before this step
 
     def statistics(self) -> PipelineStatistics:
         """Return what every stage of the flow waits for now; that of the end once the training has ended."""
@@ -159,9 +151,8 @@ class PenstockLoopManager:
         with self._lock:
             trained = self._requests.train()
             lying = self._requests.lying() if self._config.keeps_groups else []
-        run = self._thread.run
-        self._thread.call(lambda: run.commit(trained, step))
-        state = self._thread.call(run.state_dict)
+        self._thread.commit(trained, step)
+        state = self._thread.state_dict()
         committed = CommittedPrompts.of_state(state["committed"])
         for trajectory in lying:
             committed.add(trajectory.group, 1 << trajectory.repetition_id)
@@ -194,9 +185,6 @@ class PenstockLoopManager:
 
     # -- in the thread that delivers -----------------------------------------------------------------------------------
 
-    def _taken(self, rows: list[Row], trajectories: Trajectories) -> None:  # noqa: ARG002 (of the interface)
-        self._thread.run.wake()
-
     def _deliver(self) -> None:
         """Answer prompts until the end; a failure fails all that wait, and is raised in verl's thread when it asks."""
         try:
@@ -219,7 +207,7 @@ class PenstockLoopManager:
     def _next(self) -> list[Row] | None:
         """Return the next group of the flow; None at the end."""
         rows: list[Row] | None = self._thread.next(
-            self._samples, poll_s=POLL_S, stale_after_s=STALE_AFTER_S, wanted=lambda: not self._ending
+            self._samples, stale_after_s=STALE_AFTER_S, wanted=lambda: not self._ending
         )
         return rows
 
@@ -229,7 +217,7 @@ class PenstockLoopManager:
         values = [self._config.metric_of(row) for row in rows]
         self._queue.put(uid, step, rows, name_rows=self._config.needs.advantages)
         with self._lock:
-            self._requests.answer([row.trajectory for row in rows], counted, values)
+            self._requests.answer(tuple(row.trajectory for row in rows), counted, values)
         self._queue.finish(uid, counted)
 
     # -- in verl's thread ----------------------------------------------------------------------------------------------
@@ -239,8 +227,7 @@ class PenstockLoopManager:
         with self._lock:
             cleared = self._requests.clear(keys)
             step = self._requests.step
-        run = self._thread.run
         for trajectories, dropped in cleared.dropped:
-            self._thread.call(partial(run.end, tuple(trajectories), *dropped))
+            self._thread.end(trajectories, dropped)
         if cleared.trained:
-            self._thread.call(lambda: run.commit(cleared.trained, step))
+            self._thread.commit(cleared.trained, step)

@@ -21,7 +21,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ...._schemas import TrajectoryId
+from ..flow_thread.deliveries import Deliveries
 from ..flow_thread.flow_run import Drop
+from ..flow_thread.sample_queue import Trajectories
+
+
+class Age(NamedTuple):
+    """The values of a group by which verl drops it."""
+
+    step: int
+    """The step that the prompt's tag has."""
+    values: list[float]
+    """The metric of each trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,37 +44,21 @@ class GroupBounds:
     filter_metric: str | None = None
     """The metric whose groups without a difference are dropped; None where all are kept."""
 
-    def reason(self, step: int, group_step: int, values: list[float]) -> Drop:
-        """Return why verl dropped a group at `step`, by the rules of `_terminal_eviction_reasons`.
-
-        Args:
-            step: verl's step now.
-            group_step: the step that the prompt's tag has.
-            values: the metric of each trajectory.
-        """
-        if self.max_off_policy_threshold is not None and step - group_step + 1 > self.max_off_policy_threshold:
+    def reason(self, step: int, age: Age) -> Drop:
+        """Return why verl, now at `step`, dropped a group, by the rules of `_terminal_eviction_reasons`."""
+        if self.max_off_policy_threshold is not None and step - age.step + 1 > self.max_off_policy_threshold:
             threshold = f"trainer.v1.sampler.max_off_policy_threshold={self.max_off_policy_threshold}"
             return Drop("stale", f"dropped by verl: older than {threshold}")
-        if self.filter_metric is not None and len(values) > 1 and float(np.std(values)) == 0.0:
+        if self.filter_metric is not None and len(age.values) > 1 and float(np.std(age.values)) == 0.0:
             return Drop("filtered", f"dropped by verl: no difference in {self.filter_metric}")
         return Drop("filtered", "dropped by verl: more groups than it trains")
-
-
-@dataclass(slots=True)
-class _Group:
-    """A group that lies in TransferQueue, or is being trained."""
-
-    trajectories: list[TrajectoryId]
-    step: int
-    values: list[float]
-    selected: bool = False
 
 
 class Cleared(NamedTuple):
     """Ends of groups whose keys verl removed."""
 
     trained: list[TrajectoryId]
-    dropped: list[tuple[list[TrajectoryId], Drop]]
+    dropped: list[tuple[Trajectories, Drop]]
 
 
 @dataclass(slots=True)
@@ -75,12 +70,11 @@ class VerlRequests:
     """The step of verl that asked last."""
     _waiting: deque[tuple[str, int]] = field(default_factory=deque)
     """Prompts without a group, first asked first, each with the step that asked."""
-    _groups: dict[str, _Group] = field(default_factory=dict)
+    _deliveries: Deliveries[str, Age] = field(default_factory=Deliveries)
+    """The groups, by the `uid` of their prompt; a batch has those that verl has selected together."""
 
     def __repr__(self) -> str:
-        selected = sum(group.selected for group in self._groups.values())
-        lie = len(self._groups) - selected
-        return f"<Requests of step {self.step}: {len(self._waiting)} without a group, {lie} with, {selected} selected>"
+        return f"<Requests of step {self.step}: {len(self._waiting)} without a group, {self._deliveries!r}>"
 
     def ask(self, uids: Iterable[str], step: int) -> None:
         """Note prompts of `step`."""
@@ -91,10 +85,10 @@ class VerlRequests:
         """Return the prompt that has waited longest, and its step; None if none waits."""
         return self._waiting[0] if self._waiting else None
 
-    def answer(self, trajectories: list[TrajectoryId], step: int, values: list[float]) -> None:
+    def answer(self, trajectories: Trajectories, step: int, values: list[float]) -> None:
         """Note that this group, whose tag has `step`, answers the prompt that has waited longest."""
         uid, _ = self._waiting.popleft()
-        self._groups[uid] = _Group(trajectories, step, values)
+        self._deliveries.give(uid, trajectories, Age(step, values))
 
     def fail(self) -> list[str]:
         """Return all prompts without a group, which get none."""
@@ -104,30 +98,25 @@ class VerlRequests:
 
     def clear(self, keys: Iterable[str]) -> Cleared:
         """Note keys that verl has removed; return what it did with the groups that they belong to."""
-        cleared = Cleared([], [])
         prompts: set[str] = set()
         trajectories: set[str] = set()
         for key in keys:
             uid, is_trajectory, _ = key.partition("_")
             (trajectories if is_trajectory else prompts).add(uid)
-        for uid in [uid for uid in self._groups if uid in prompts or uid in trajectories]:
-            group = self._groups[uid]
-            if uid not in trajectories:
-                group.selected = True
-                continue
-            del self._groups[uid]
-            if group.selected:
-                cleared.trained.extend(group.trajectories)
-            else:
-                drop = self.limits.reason(self.step, group.step, group.values)
-                cleared.dropped.append((group.trajectories, drop))
-        return cleared
+        if self._deliveries.is_batched(trajectories):
+            self._deliveries.step_all()
+        given = self._deliveries.given
+        dropped = [uid for uid in given if uid in trajectories]
+        reasons = [self.limits.reason(self.step, given[uid].note) for uid in dropped]
+        ends = [(self._deliveries.drop([uid]), reason) for uid, reason in zip(dropped, reasons, strict=True)]
+        self._deliveries.batch([uid for uid in given if uid in prompts])
+        return Cleared(self._deliveries.stepped(), ends)
 
     def train(self) -> list[TrajectoryId]:
         """Return the trajectories of all selected groups, whose step is done; their keys may be removed later."""
-        selected = [uid for uid, group in self._groups.items() if group.selected]
-        return [each for uid in selected for each in self._groups.pop(uid).trajectories]
+        self._deliveries.step_all()
+        return self._deliveries.stepped()
 
     def lying(self) -> list[TrajectoryId]:
         """Return the trajectories of all groups that lie in TransferQueue and were not selected."""
-        return [each for group in self._groups.values() if not group.selected for each in group.trajectories]
+        return [each for group in self._deliveries.given.values() for each in group.trajectories]
