@@ -1,7 +1,6 @@
 """The acceptor of the shm transport: it admits or rejects each sender, and watches it until it disconnects.
 
-A peer may be of another program, or hostile: a handshake has a deadline, and the number of those in progress is
-bounded, by the rule of the tcp port.
+A peer may be of another program, or hostile: `PendingHandshakes` limits the connections without an admitted peer.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from ..errors import PeerClosed
 from .control_connection import ControlConnection, serve_control
 from .heartbeat import GRACE_S
 from .peer import Peer
+from .pending_handshakes import PendingHandshakes
 from .rejections import DisconnectOnError, rejection_of
 from .remote_receiver import RemoteReceiver
 from .socket_monitor import SocketMonitor
-from .tcp_handshakes import SETTLED_S, excess
-from .transport import HANDSHAKE_S, MAX_HANDSHAKES, PayloadReader
+from .transport import PayloadReader
 
 REJECT_TIMEOUT_S = 1.0
 """Bound on sending a rejection: it is short, so that only a peer that does not read fails to get it."""
@@ -42,12 +41,9 @@ class _Handshake:
     """A connection whose sender has not joined."""
 
     connection: ControlConnection
-    host: str = ""
-    """The same for all: each is of this host."""
-    since_s: float = field(default_factory=time.monotonic)
+    host: str = "this host"
+    holds_place: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    timer: asyncio.TimerHandle | None = None
-    """Ends it."""
     ended_for: str = ""
     """Why it was ended, in words for its peer."""
 
@@ -70,14 +66,13 @@ class ShmAcceptor:
         listener: Listener[SocketStream],
         enter: Enter,
     ) -> None:
-        self.handshakes: list[_Handshake] = []
-        """Handshakes in progress, the oldest first."""
         self._receiver = receiver
         self._admission, self._rejections = receiver.admission, receiver.rejections
         self._socket = socket
         self._listener = listener
         self._enter = enter
         self._heartbeat_timeout_s = receiver.config.heartbeat_timeout_s
+        self._handshakes = PendingHandshakes[_Handshake](self._admission.max_senders, lambda: None, _Handshake.end)
         self._loop = asyncio.get_running_loop()
         self._timers: WeakSet[asyncio.TimerHandle] = WeakSet()
         """Checks for senders whose ZeroMQ connection has ended, or was not made in time."""
@@ -88,12 +83,13 @@ class ShmAcceptor:
         self._accept_task = self._loop.create_task(self._serve(), name="penstock shm acceptor")
 
     def __repr__(self) -> str:
-        return f"<ShmAcceptor: {len(self.handshakes)} in handshake, {self._admission!r}>"
+        return f"<ShmAcceptor: {len(self._handshakes)} in handshake, {self._admission!r}>"
 
     async def aclose(self) -> None:
         """Accept no more senders, and close the ZeroMQ socket."""
         if self._monitor is not None:
             self._monitor.close()
+        self._handshakes.close()
         for timer in self._timers:
             timer.cancel()
         self._accept_task.cancel()
@@ -112,34 +108,21 @@ class ShmAcceptor:
 
     async def _accept(self, connection: ControlConnection) -> None:
         handshake = _Handshake(connection)
-        self.handshakes.append(handshake)
-        self._limit_handshakes()
+        self._handshakes.add(handshake)
         try:
             peer = await self._handshake(handshake)
         finally:
-            self.handshakes.remove(handshake)
-            if handshake.timer is not None:
-                handshake.timer.cancel()
+            self._handshakes.remove(handshake)
         if peer is not None:
             with DisconnectOnError(self._receiver.disconnect_for_error, peer):
                 await self._until_disconnected(connection)
             if (rejection := self._receiver.on_disconnect(peer)) is not None:
                 await _send_rejection(connection, rejection)
 
-    def _limit_handshakes(self) -> None:
-        """End the oldest handshakes where too many are in progress; look again while some of them are young."""
-        most = self._admission.max_senders + MAX_HANDSHAKES
-        waiting = [each for each in self.handshakes if not each.ended_for]
-        for handshake in (ended := excess(waiting, most)):
-            handshake.end("too many connections send no Connect")
-        if len(waiting) - len(ended) > most:
-            self._timers.add(self._loop.call_later(SETTLED_S, self._limit_handshakes))
-
     async def _handshake(self, handshake: _Handshake) -> Peer | None:
-        self._set_deadline(handshake)
         try:
             with handshake.scope:
-                return await self._admit(handshake.connection)
+                return await self._admit(handshake)
             self._rejections.record(handshake.ended_for)
             await _send_rejection(handshake.connection, Reject(PeerClosed.__name__, handshake.ended_for))
         except Exception as error:  # noqa: BLE001 (whatever these bytes cause, they cost this connection alone)
@@ -147,18 +130,8 @@ class ShmAcceptor:
             await _send_rejection(handshake.connection, rejection_of(error))
         return None
 
-    def _set_deadline(self, handshake: _Handshake) -> None:
-        """End a handshake that is not complete within `HANDSHAKE_S` from now."""
-        due_s = self._loop.time() + HANDSHAKE_S
-        handshake.timer = self._loop.call_later(HANDSHAKE_S, self._expired, handshake, due_s)
-
-    def _expired(self, handshake: _Handshake, due_s: float) -> None:
-        if self._loop.time() - due_s > SETTLED_S or handshake.unserved:
-            self._set_deadline(handshake)  # the time in which this receiver did not get to it is not its peer's
-        else:
-            handshake.end(f"a connection did not join within {HANDSHAKE_S} s")
-
-    async def _admit(self, connection: ControlConnection) -> Peer | None:
+    async def _admit(self, handshake: _Handshake) -> Peer | None:
+        connection = handshake.connection
         request = await connection.receive()
         if not isinstance(request, Connect):
             raise ProtocolMismatch(f"expected a Connect, got {type(request).__name__}")
@@ -170,6 +143,7 @@ class ShmAcceptor:
             return None
         self._receiver.check(request)
         self._admission.granted += 1
+        handshake.holds_place = True
         try:
             reader = await self._enter(connection)
             if request.identity in self._receiver.peers:

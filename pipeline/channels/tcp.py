@@ -47,12 +47,13 @@ from .handshake import (
 from .heartbeat import ping_interval_s
 from .keys import ChannelKey
 from .message_counts import count_interval_s
+from .pending_handshakes import HANDSHAKE_S
 from .remote_receiver import ReceiverConfig, RemoteReceiver
 from .remote_sender import RemoteSender, SenderConnection
 from .tcp_address import TcpAddress, bind, bracketed, resolved
 from .tcp_control import TcpControl, connected
 from .tcp_senders import TcpSenders
-from .transport import HANDSHAKE_S, LARGEST_MESSAGE, Bundle, R, Released, router, start_zero_copy
+from .transport import LARGEST_MESSAGE, Bundle, R, Released, router, start_zero_copy
 
 NO_ADDRESS = "is its name right, and does the resolver answer?"
 

@@ -7,15 +7,13 @@ meanwhile. A peer therefore is admitted when it has answered this side: by then 
 open after its events were read. Messages of a connection that has ended may still come, with the descriptor of a new
 one: they cost that one nothing, because their sender can be sent no answer.
 
-A connection without an admitted peer has `HANDSHAKE_S` to join; where too many wait, the oldest one of the address with
-the most is closed, because an honest one is hardly ever the oldest. Knows neither records nor weights: a `Service`
+`PendingHandshakes` limits the connections without an admitted peer. Knows neither records nor weights: a `Service`
 answers first messages, and each peer is its `Session` from then on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -28,6 +26,7 @@ import zmq
 from ..._schemas import ProtocolMismatch
 from ..._schemas.control import Connect, Message, Ready, Reject, Subscribe, decode
 from .heartbeat import CHECKS_PER_TIMEOUT, GRACE_S
+from .pending_handshakes import PendingHandshakes
 from .rejections import DisconnectOnError, RejectionCounter, rejection_of
 from .socket_monitor import ENDS_AND_BEGINNINGS, SocketMonitor
 from .tcp_connection import TcpConnection
@@ -35,13 +34,11 @@ from .tcp_handshakes import (
     FAILED,
     LARGEST_HANDSHAKE_MESSAGE,
     MOST_OF_HANDSHAKE,
-    SETTLED_S,
-    excess,
     is_unserved,
     shut_down,
     shut_down_flood,
 )
-from .transport import EVENTS, HANDSHAKE_S, MAX_HANDSHAKES
+from .transport import EVENTS
 from .unread import FRAMING_BYTES, BlockedLoopWatch, Inflow
 
 CLOSE_WAIT_S, FLUSH_S, FLUSH_CHECK_S = 4.0, 5.0, 0.001
@@ -132,7 +129,6 @@ class Connection:
 
     def __init__(self, fd: int, port: int) -> None:
         self.fd = fd
-        self.since_s = time.monotonic()
         self.host = ""
         """The other side's address, where the kernel still knew it."""
         self.identity = b""
@@ -143,8 +139,6 @@ class Connection:
         """Held once its peer is admitted."""
         self.closing = False
         """True once it is about to be closed: its messages are ignored."""
-        self.deadline: asyncio.TimerHandle | None = None
-        """Closes it, unless its peer is admitted before."""
         self._port = port
         with suppress(OSError), TcpConnection(fd) as tcp:
             self.host = tcp.host
@@ -155,9 +149,9 @@ class Connection:
         return is_unserved(self.fd, self.host, self._port)
 
     @property
-    def pending(self) -> bool:
-        """Return whether no place is granted on it."""
-        return not self.closing and self.tcp is None and not (self.session is not None and self.session.holds_place)
+    def holds_place(self) -> bool:
+        """Return whether a place is granted on it."""
+        return self.session is not None and self.session.holds_place
 
     def exceeds(self, received: int) -> bool:
         """Return whether `received` bytes are more than twice those that may wait. Safe from any thread."""
@@ -165,11 +159,6 @@ class Connection:
         if self.tcp is None or session is None:
             return _exceeds_handshake(received)
         return session.inflow.unread(received) > 2 * session.most_unread
-
-    def cancel_deadline(self) -> None:
-        """Let it stay: its peer is admitted, or it has ended."""
-        if self.deadline is not None:
-            self.deadline.cancel()
 
 
 class TcpAcceptor:
@@ -190,13 +179,11 @@ class TcpAcceptor:
         self._socket = socket
         self._port = port
         self._rejections = rejections
-        self._most_pending = places + MAX_HANDSHAKES
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, Connection] = {}
-        """By descriptor, the oldest first."""
+        """By descriptor."""
+        self._handshakes = PendingHandshakes[Connection](places, self._drain, self.drop)
         self._timers: WeakSet[asyncio.TimerHandle] = WeakSet()
-        self._limit_scheduled = False
-        """True while a count of the pending connections is scheduled."""
         self.closed = False
         self._check_interval_s = (
             CHECK_INTERVAL_S
@@ -211,8 +198,7 @@ class TcpAcceptor:
         return len(self._connections)
 
     def __repr__(self) -> str:
-        waiting = sum(connection.tcp is None for connection in self._connections.values())
-        return f"<TcpAcceptor: {len(self)} connections, {waiting} in handshake>"
+        return f"<TcpAcceptor: {len(self)} connections, {len(self._handshakes)} in handshake>"
 
     # -- the events of connections -----------------------------------------------------------------------------------
 
@@ -228,16 +214,13 @@ class TcpAcceptor:
 
     def _on_accepted(self, fd: int) -> None:
         connection = self._connections[fd] = Connection(fd, self._port)
-        self._set_deadline(connection)
-        if not self._limit_scheduled and len(self) > self._most_pending:
-            self._limit_scheduled = True
-            self._loop.call_soon(self._limit_pending)
+        self._handshakes.add(connection)
 
     def _on_disconnected(self, fd: int) -> None:
         connection = self._connections.pop(fd, None)
         if connection is None:
             return
-        connection.cancel_deadline()
+        self._handshakes.remove(connection)
         # ZeroMQ has closed its descriptor; where the connection is not ended, that was for what came on it.
         damaged = connection.tcp is not None and connection.tcp.established
         if connection.session is not None:
@@ -246,31 +229,6 @@ class TcpAcceptor:
             self._rejections.record(FAILED)
         if connection.tcp is not None:
             connection.tcp.close()
-
-    def _set_deadline(self, connection: Connection) -> None:
-        """Close a connection that has not joined within `HANDSHAKE_S` from now."""
-        due_s = self._loop.time() + HANDSHAKE_S
-        connection.deadline = self._call_later(HANDSHAKE_S, lambda: self._expired(connection, due_s))
-
-    def _expired(self, connection: Connection, due_s: float) -> None:
-        late = self._loop.time() - due_s > SETTLED_S
-        self._drain()
-        if connection.tcp is None and (late or connection.unserved):
-            self._set_deadline(connection)  # the time in which this port did not get to it is not its peer's
-        elif connection.tcp is None:
-            reason = f"sent no {self._service.first.__name__} for {HANDSHAKE_S} s"
-            self.drop(connection, f"a connection from {connection.host} {reason}")
-
-    def _limit_pending(self) -> None:
-        """Close the oldest connections of the address with the most, where too many are pending."""
-        self._limit_scheduled = False
-        if self.closed:
-            return
-        self._drain()  # a connection whose first message has arrived may not count
-        pending = [connection for connection in self._connections.values() if connection.pending]
-        for connection in excess(pending, self._most_pending):
-            reason = f"send no {self._service.first.__name__}"
-            self.drop(connection, f"too many connections from {connection.host} {reason}")
 
     def _drain(self) -> bool:
         emptied = self._service.drain()
@@ -334,7 +292,7 @@ class TcpAcceptor:
             raise
         session.inflow.begin(tcp.bytes_received)
         connection.tcp = tcp
-        connection.cancel_deadline()
+        self._handshakes.remove(connection)
 
     def _on_error(self, connection: Connection, identity: bytes, error: Exception) -> None:
         if connection.tcp is not None and connection.session is not None:
@@ -364,8 +322,6 @@ class TcpAcceptor:
         self._call_later(self._check_interval_s, self._check_connections)
         emptied = self._drain()
         self.watch.beat()
-        if len(self) > self._most_pending:
-            self._limit_pending()
         for connection in list(self._connections.values()):
             if connection.tcp is None or connection.session is None:
                 self._check_pending(connection)
@@ -406,10 +362,12 @@ class TcpAcceptor:
     def close_soon(self, connection: Connection) -> None:
         """Ignore a connection from now on, and close it when the messages sent to it have had the time to leave."""
         connection.closing = True
+        self._handshakes.remove(connection)
         self._call_later(GRACE_S, partial(self._shut_down, connection))
 
     def _shut_down(self, connection: Connection) -> None:
         connection.closing = True
+        self._handshakes.remove(connection)
         if self._connections.get(connection.fd) is not connection:
             return
         if connection.tcp is not None:
@@ -428,6 +386,7 @@ class TcpAcceptor:
         self.closed = True
         self.watch.close()
         self._monitor.close()
+        self._handshakes.close()
         for timer in self._timers:
             timer.cancel()
         self._socket.close()

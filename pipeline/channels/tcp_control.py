@@ -15,10 +15,10 @@ from ..._schemas.control import Message, decode, encode
 from ..errors import NobodyListens, PeerClosed, PeerLost
 from .handshake import handshake_timeout
 from .heartbeat import DAMAGED, UNRESPONSIVE, ping
+from .pending_handshakes import SETTLED_S
 from .socket_monitor import SocketMonitor
 from .tcp_address import TcpAddress, bracketed
 from .tcp_connection import TcpConnection
-from .tcp_handshakes import SETTLED_S
 from .transport import EVENTS, POLLIN, POLLOUT, dealer
 
 ADDRESS_S = 5.0

@@ -31,12 +31,6 @@ POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 NOBLOCK = int(zmq.NOBLOCK)
 
-HANDSHAKE_S = 10.0
-"""A connection must complete the handshake within this time."""
-
-MAX_HANDSHAKES = 64
-"""Handshakes in progress at a time, beside those of as many senders as may join: each holds a file descriptor."""
-
 LARGEST_MESSAGE = 64 * 2**20
 """Bytes of a frame that is no column: ZeroMQ disconnects a peer that sends a longer one, before it allocates memory."""
 
