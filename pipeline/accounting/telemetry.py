@@ -7,10 +7,12 @@ logged once and removed: watching a run must never end it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, SupportsFloat, TypeAlias, TypeVar
 
 import msgspec
@@ -19,7 +21,11 @@ from msgspec import Meta
 from numpy.typing import ArrayLike
 
 from ..._schemas.bounds import LONGEST_NAME, MOST_ENTRIES, MOST_NAMES, Measure, Name
+from ..._schemas.numbers import whole_number
+from ..util.appending import append_whole
+from ..util.json_file import set_aside
 from ..util.logger import get_logger as get_logger  # noqa: PLC0414 (modules above take it from here)
+from ..util.os_errors import explaining_os_errors
 from ..util.user_code import call_user
 from .evaluations import EvaluationPart, Evaluations
 
@@ -243,3 +249,72 @@ class WaitAggregator:
     def evaluations(self) -> Evaluations:
         """Return those of the run."""
         return self._metrics.evaluations
+
+
+class JsonlMetrics:
+    """Writes one JSON object for each step: {"step": 3, "reward": 0.5, …}. The file is whole after every line.
+
+    Args:
+        path: of the file; existing lines stay.
+        after_step: the step that this run continues from: lines of later steps, which an earlier run wrote and no
+            checkpoint holds, and an incomplete line are cut off. None leaves all.
+
+    Raises:
+        DiskFull, NotWritable, OutOfFileDescriptors: a line cannot be written; no part of it stays.
+    """
+
+    def __init__(self, path: str | Path, *, after_step: int | None = None) -> None:
+        self._path = Path(path)
+        if after_step is not None:
+            after_step = whole_number("after_step", after_step, least=0)
+        with self._writing():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if after_step is not None and self._path.exists():
+                cut_lines(self._path, after_step)
+
+    def __repr__(self) -> str:
+        return f"JsonlMetrics({str(self._path)!r})"
+
+    def __call__(self, metrics: dict[str, float], step: int) -> None:
+        """Append one line."""
+        line = msgspec.json.encode({"step": step} | metrics) + b"\n"
+        with self._writing(), self._path.open("ab") as file:
+            append_whole(file.fileno(), [line])
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return explaining_os_errors("a line of metrics", self._path, or_else="then run again")
+
+
+class _Line(msgspec.Struct):
+    step: int
+
+
+def cut_lines(path: Path, after_step: int) -> bool:
+    """Cut off the lines of later steps in the file at `path`, and an incomplete one; return whether there were any.
+
+    A file with a line that cannot be read, or with steps that are out of order, is set aside instead. Blocks.
+    """
+    try:
+        kept = _bytes_until(path, after_step)
+    except (msgspec.DecodeError, ValueError) as error:
+        set_aside(path, str(error), "it has the lines of earlier steps, and another file those that follow")
+        return True
+    if kept == path.stat().st_size:
+        return False
+    os.truncate(path, kept)
+    return True
+
+
+def _bytes_until(path: Path, step: int) -> int:
+    """Return the bytes of the file at `path` up to the end of the line of `step`, or of the last one before it."""
+    kept, last = 0, 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            found = msgspec.json.decode(line, type=_Line).step
+            if found < last:
+                raise ValueError(f"step {found} after step {last} in line {number}")
+            last = found
+            kept += len(line) if found <= step else 0
+    return kept

@@ -122,7 +122,7 @@ class JournalFiles:
         append_whole(fd, entries)  # records that are not sent on leave nothing in the file
         volume.nbytes += nbytes
         if self._fsync:
-            sync_to_disk(volume.path)
+            os.fsync(fd)
         return volume
 
     def _begin_volume(self) -> int:

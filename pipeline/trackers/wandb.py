@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from ..accounting.sample import Sample
-from ..util.atomic_file import set_aside, write_atomically
+from ..util.atomic_file import write_atomically
 from ..util.extras import extra
+from ..util.json_file import set_aside
 from .tracker import RunInfo
 
 

@@ -11,8 +11,8 @@ import msgspec
 
 from ..accounting.sample import Sample
 from ..errors import FileDamaged, NoSamples
-from ..util.appending import rotated
 from .jsonl import SAMPLES
+from .rotated_lines import files_of
 
 _decode = msgspec.json.Decoder(Sample).decode
 
@@ -51,7 +51,7 @@ def _written(folder: Path) -> Iterator[Sample]:
     """Yield all samples in their order; the last line may be half written."""
     with ExitStack() as stack:
         files: list[tuple[Path, BinaryIO]] = []
-        for file in reversed(rotated(folder / SAMPLES)):  # all are opened first: one is rotated while another is read
+        for file in files_of(folder / SAMPLES):  # all are opened first: a file is rotated while another one is read
             with suppress(FileNotFoundError):
                 files.append((file, stack.enter_context(file.open("rb"))))
         for file, lines in reversed(files):

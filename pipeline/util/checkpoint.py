@@ -10,12 +10,14 @@ contents.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from ..._schemas.numbers import whole_number
 from ..errors import CheckpointDamaged
-from .atomic_file import make_folder, remove_folder, remove_unfinished, set_aside
+from .atomic_file import sync_to_disk
+from .json_file import set_aside
 from .manifest import MANIFEST, damage_of, write_manifest
 from .os_errors import explaining_os_errors
 
@@ -26,6 +28,7 @@ WEIGHTS = "model.safetensors"
 """The file of a model's weights in a checkpoint, as transformers names it."""
 
 PREFIX = "step-"
+UNFINISHED = ".unfinished-"
 
 NAME = re.compile(PREFIX + r"(\d{8,})(?:\.(\d+))?")
 """The name of a checkpoint: its step, and its number among those of the step if that is not 1."""
@@ -49,27 +52,31 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> 
 
 def _write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(folder, PREFIX)
+    for left_over in folder.glob(UNFINISHED + "*"):
+        shutil.rmtree(left_over)
     same_step = [path for path in _folders(folder) if step_of(path) == step]
     finished = folder / _name(step, 1 + max((_order(path)[1] for path in same_step), default=0))
-    write_listed(finished, write)
-    for earlier in same_step:
-        remove_folder(earlier)
+    write_folder(finished, folder / f"{UNFINISHED}{step}", write)
+    _remove(folder, same_step)
     return finished
 
 
-def write_listed(path: Path, write: Callable[[Path], None]) -> None:
-    """Make the folder at `path`, where there is none or an empty one, with the files of `write` and a manifest of them.
+def write_folder(path: Path, unfinished: Path, write: Callable[[Path], None]) -> None:
+    """Make the folder at `path`, where there is none or an empty one: `write` fills it under the name `unfinished`.
 
     Raises:
-        OSError: it cannot be written; the files are removed.
+        OSError: it cannot be written; the files under `unfinished` are removed.
     """
-
-    def write_all(folder: Path) -> None:
-        write(folder)
-        write_manifest(folder)
-
-    make_folder(path, write_all)
+    try:
+        unfinished.mkdir()
+        write(unfinished)
+        write_manifest(unfinished)
+        sync_to_disk(unfinished)
+        unfinished.rename(path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)  # makes room for another attempt
+        raise
+    sync_to_disk(path.parent)
 
 
 def settle_checkpoints(folder: Path, *, skip_damaged: bool) -> None:
@@ -158,9 +165,11 @@ def remove_old_checkpoints(folder: Path, newest: Path, keep: int, spared: Callab
         NotWritable, OutOfFileDescriptors: they cannot be removed.
     """
     with explaining_os_errors("which checkpoints are kept", folder, or_else=INTACT):
-        for old in sorted(_checkpoints(folder), key=_order)[:-keep]:
-            if old.name != newest.name and not (spared and spared(step_of(old))):
-                remove_folder(old)
+        oldest_first = sorted(_checkpoints(folder), key=_order)
+        _remove(
+            folder,
+            [old for old in oldest_first[:-keep] if old.name != newest.name and not (spared and spared(step_of(old)))],
+        )
 
 
 def step_of(checkpoint: Path) -> int:
@@ -194,3 +203,15 @@ def _order(checkpoint: Path) -> tuple[int, int]:
     match = NAME.fullmatch(checkpoint.name)
     assert match is not None  # noqa: S101 (found by its name)
     return int(match[1]), int(match[2] or 1)
+
+
+def _remove(folder: Path, checkpoints: list[Path]) -> None:
+    removed = [_renamed(old) for old in checkpoints]
+    sync_to_disk(folder)
+    for old in removed:
+        shutil.rmtree(old)
+
+
+def _renamed(old: Path) -> Path:
+    """Rename a checkpoint for removal; `write_checkpoint` deletes it if this process is killed."""
+    return old.rename(old.with_name(f"{UNFINISHED}{old.name.removeprefix(PREFIX)}-removed"))

@@ -14,11 +14,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import FileDamaged
-from .atomic_file import set_aside, write_atomically
+from .atomic_file import write_atomically
+from .logger import get_logger
 
 T = TypeVar("T")
 
 CHECKSUM = "checksum"
+
+DAMAGED = ".damaged"
+"""Suffix of a file that was set aside."""
+
+log = get_logger("penstock.files")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -62,6 +68,17 @@ def read_json_or_set_aside(path: Path, kind: type[T], *, consequence: str) -> T 
     except _Unreadable as error:
         set_aside(path, str(error), consequence)
         return None
+
+
+def set_aside(path: Path, reason: str, consequence: str) -> None:
+    """Rename the file or folder at `path`, which nothing needs, and warn of `reason` and `consequence`. Blocks.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    kept_as = path.with_name(path.name + DAMAGED)
+    path.replace(kept_as)
+    log.warning("file_set_aside", path=str(path), kept_as=kept_as.name, reason=reason, consequence=consequence)
 
 
 class _Unreadable(Exception):

@@ -7,11 +7,11 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import anyio
 
-from ..._schemas.choices import check_choice
+from ..._schemas.errors import InvalidConfig
 from ..accounting.telemetry import get_logger
 from ..graph.context import Context
 from ..graph.report import Report
@@ -40,8 +40,8 @@ def refuse_unknown_view(view: object) -> None:
     Raises:
         InvalidConfig: it is not.
     """
-    if view is not None:
-        check_choice("view", view, View)
+    if view is not None and view not in get_args(View):
+        raise InvalidConfig(f"view: expected one of {', '.join(get_args(View))} or None, got {view!r}")
 
 
 async def say(view: View | None, line: str) -> None:

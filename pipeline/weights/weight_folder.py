@@ -227,8 +227,9 @@ class WeightFolder:
 
 def _ours(path: Path) -> bool:
     """Return whether a publisher created `path`; an unfinished version has no manifest yet."""
-    unfinished = path.name.startswith(".") and path.suffix == UNFINISHED
-    return unfinished or path.name in {LOCK, OWNER} or (path / MANIFEST).exists()
+    if path.is_dir():
+        return path.name.startswith(".unfinished-") or (path / MANIFEST).exists()
+    return path.name in {LOCK, OWNER} or (path.name.startswith(f".{OWNER}.") and path.suffix == UNFINISHED)
 
 
 def is_published_into(folder: Path) -> bool:

@@ -6,9 +6,8 @@ from ._pipeline.accounting.balance import Balance
 from ._pipeline.accounting.committed_prompts import CommittedPrompts
 from ._pipeline.accounting.end_states import EndState
 from ._pipeline.accounting.ledger import Ledger
-from ._pipeline.accounting.telemetry import Metrics, MetricSink, get_logger
+from ._pipeline.accounting.telemetry import JsonlMetrics, Metrics, MetricSink, get_logger
 from ._pipeline.graph.statistics import EdgeStatistics, PipelineStatistics, StageStatistics, WorkerStatistics
-from ._pipeline.trackers.jsonl import JsonlMetrics
 
 __all__ = [
     "Balance",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from pathlib import Path
 
 from ..._pipeline.durability.resumption import CHECKPOINTS
 from ..._pipeline.errors import InvalidConfig
-from ..._pipeline.util.checkpoint import WEIGHTS, latest_checkpoint, verify_checkpoint, write_listed
+from ..._pipeline.util.atomic_file import UNFINISHED
+from ..._pipeline.util.checkpoint import WEIGHTS, latest_checkpoint, verify_checkpoint, write_folder
 from ..._pipeline.util.manifest import MANIFEST
 from ..._pipeline.util.os_errors import explaining_os_errors
 from ..models.hf_model import HFModel
@@ -39,7 +41,8 @@ def export(source: str | Path, into: str | Path, *, merge: bool = True) -> Path:
     write = _write_merged if merge and (checkpoint / ADAPTER_CONFIG).is_file() else _copy
     with explaining_os_errors("the exported model", target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_listed(target, lambda into: write(checkpoint, into))
+        unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}{UNFINISHED}")
+        write_folder(target, unfinished, lambda into: write(checkpoint, into))
     return target
 
 

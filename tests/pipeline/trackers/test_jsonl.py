@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from penstock._pipeline.trackers import rotated_lines
 from penstock._pipeline.trackers.written_samples import written_samples
-from penstock._pipeline.util import appending
 from penstock.errors import NoSamples
 from penstock.trackers import Jsonl, RunInfo, Sample
 
@@ -47,7 +47,7 @@ def write(jsonl: Jsonl, first: int, last: int) -> None:
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotate files after `STEPS_A_FILE` lines."""
-    monkeypatch.setattr(appending, "ROTATE_BYTES", STEPS_A_FILE * len(msgspec.json.encode(sample(1))))
+    monkeypatch.setattr(rotated_lines, "ROTATE_BYTES", STEPS_A_FILE * len(msgspec.json.encode(sample(1))))
 
 
 def steps_in(path: Path) -> list[int]:
@@ -76,7 +76,9 @@ def test_a_run_that_goes_on_writes_the_samples_of_no_step_twice(tmp_path: Path, 
 
     write(started(tmp_path, step), step + 1, 10)
 
-    written = [step for path in appending.rotated(tmp_path / "samples.jsonl") for step in _steps(path)]
+    written = [
+        step for number in (3, 2, 1, 0) for step in _steps(rotated_lines.rotated(tmp_path / "samples.jsonl", number))
+    ]
     assert written == list(range(1, 11))
 
 

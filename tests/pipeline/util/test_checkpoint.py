@@ -46,9 +46,8 @@ def test_a_checkpoint_that_fails_half_way_is_not_there(tmp_path: Path) -> None:
 
 
 def test_unfinished_files_of_a_killed_run_are_removed_by_the_next_checkpoint(tmp_path: Path) -> None:
-    unfinished = tmp_path / ".step-00000001.0a1b2c3d.unfinished"
-    unfinished.mkdir()
-    (unfinished / "file").write_text("half")
+    (tmp_path / ".unfinished-1").mkdir()
+    (tmp_path / ".unfinished-1" / "file").write_text("half")
 
     write("whole", tmp_path, 2)
 
