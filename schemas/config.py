@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from .conversion import convert
 from .errors import InvalidConfig
 from .field_types import keys_in, names_in, paths_in, types_at
 from .yaml_values import parse_yaml
@@ -79,7 +80,7 @@ def parse_config(schema: type[C], values: Mapping[str, Any], *, root: str = "con
             and for an unknown key or name the nearest known one.
     """
     try:
-        return msgspec.convert(values, schema)
+        return convert(values, schema)
     except (msgspec.ValidationError, RecursionError) as error:
         raise InvalidConfig(f"{root}: {_explained(schema, values, str(error))}") from None
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from ..._schemas import GroupId
+from ..._schemas.conversion import convert
 from .number_masks import Interval, LoneNumber, Masks, NumberMasks, merged
 
 DIGITS = "0123456789"
@@ -147,7 +148,7 @@ class CommittedPrompts(Mapping[GroupId, int]):
         Raises:
             ValueError: it is no such state, or has a prompt twice.
         """
-        typed = state if isinstance(state, CommittedState) else msgspec.convert(state, CommittedState)
+        typed = state if isinstance(state, CommittedState) else convert(state, CommittedState)
         committed = cls()
         series: defaultdict[tuple[str, str], list[Interval]] = defaultdict(list)
         for ranges in typed.ranges:

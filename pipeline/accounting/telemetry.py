@@ -21,6 +21,7 @@ from msgspec import Meta
 from numpy.typing import ArrayLike
 
 from ..._schemas.bounds import LONGEST_NAME, MOST_ENTRIES, MOST_NAMES, Measure, Name
+from ..._schemas.conversion import decode_json
 from ..._schemas.numbers import whole_number
 from ..util.appending import append_whole
 from ..util.json_file import set_aside
@@ -312,7 +313,7 @@ def _bytes_until(path: Path, step: int) -> int:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
-            found = msgspec.json.decode(line, type=_Line).step
+            found = decode_json(line, _Line).step
             if found < last:
                 raise ValueError(f"step {found} after step {last} in line {number}")
             last = found

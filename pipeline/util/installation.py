@@ -13,6 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from ..._schemas.conversion import decode_json
+
 NAME = "penstock"
 
 
@@ -65,7 +67,7 @@ def _origin(installed: Distribution) -> _Origin | None:
     """Return where `installed` came from; None if it came from an index."""
     text = installed.read_text("direct_url.json")
     try:
-        return None if text is None else msgspec.json.decode(text, type=_Origin)
+        return None if text is None else decode_json(text, _Origin)
     except msgspec.DecodeError:
         return None
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..._schemas.conversion import decode_json
 from ..errors import FileDamaged
 from .atomic_file import write_atomically
 from .logger import get_logger
@@ -100,12 +101,12 @@ def _decoded(path: Path, kind: type[T]) -> T:
 
 def _value(content: bytes, kind: type[T]) -> T:
     """Return the object in `content`, whose checksum is compared if it has one."""
-    members = msgspec.json.decode(content, type=dict[str, Any])
+    members = decode_json(content, dict[str, Any])
     written = members.pop(CHECKSUM, None)
     encoded = msgspec.json.encode(members)
     if written is not None and written != (found := _checksum(encoded)):
         raise ValueError(f"{found} instead of {written}")
-    return msgspec.json.decode(encoded, type=kind)
+    return decode_json(encoded, kind)
 
 
 def _checksum(content: bytes) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from ..._schemas.conversion import convert, decode_json
 from ..._schemas.errors import UNREADABLE
 from ..errors import InvalidConfig
 from .weight_specs import (
@@ -81,9 +82,9 @@ def parse_header(header: bytes | memoryview) -> tuple[dict[str, TensorEntry], di
         ValueError: it is not one.
     """
     try:
-        fields = msgspec.json.decode(header, type=dict[str, Any])
-        metadata = msgspec.convert(fields.pop("__metadata__", {}), dict[str, str])
-        return msgspec.convert(fields, dict[str, TensorEntry]), metadata
+        fields = decode_json(header, dict[str, Any])
+        metadata = convert(fields.pop("__metadata__", {}), dict[str, str])
+        return convert(fields, dict[str, TensorEntry]), metadata
     except UNREADABLE as error:
         raise ValueError(str(error)) from None
 
@@ -122,7 +123,7 @@ class TensorLayout:
         """
         entries, metadata = parse_header(header)
         try:
-            extension = msgspec.json.decode(metadata.get("penstock", "{}"), type=_Extension)
+            extension = decode_json(metadata.get("penstock", "{}"), _Extension)
         except UNREADABLE as error:
             raise ValueError(str(error)) from None
         layout = cls(TensorManifest((*_specs(entries, extension.tied),), extension.tables))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..._schemas.conversion import decode_json
 from ..errors import EngineRefused
 from .tensor_layout import LENGTH, TensorEntry, header_bytes, parse_header
 
@@ -65,6 +66,6 @@ def _tensors_in(path: Path) -> dict[str, TensorEntry]:
 
 def _index_in(path: Path) -> _Index:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Index)
+        return decode_json(path.read_bytes(), _Index)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise EngineRefused(f"expected an index of safetensors files, got {path}: {error}") from None

@@ -17,8 +17,8 @@ from multiprocessing import spawn
 from typing import Any
 
 import anyio
-import msgspec
 
+from ..._schemas.conversion import decode_json
 from ..util.signals import cancelled_by_sigterm, handled_stop_signals
 from .loop_watch import note_phase
 from .worker_messages import Failed, ProcessConfig, WorkerEvent
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 
 def main(encoded: str) -> None:
     """Run a stage by its `ProcessConfig`, encoded as JSON."""
-    config = msgspec.json.decode(encoded, type=ProcessConfig)
+    config = decode_json(encoded, ProcessConfig)
     die_with(config.parent)
     for number in {signal.SIGINT, signal.SIGHUP} & set(handled_stop_signals()):
         signal.signal(number, lambda *_: None)  # a handler, because programs that it starts would inherit SIG_IGN

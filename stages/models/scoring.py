@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..._schemas import Array, InvalidRecord, TrajectoryGroup
 from ..._schemas.batch import PackedGroup
+from ..._schemas.conversion import convert
 from ..contracts.attention import Attention
 from ..contracts.autocast import autocast_on, computing_in
 from ..contracts.causal_model import CausalModel, check_packing, positions_in
@@ -199,7 +200,7 @@ def _own(group: Sampled, repetition: int, length: int) -> NDArray[np.float64]:
     listed = isinstance(temperatures, list) and repetition < len(temperatures)
     found = temperatures[repetition] if listed else None
     try:
-        parts = msgspec.convert(found if isinstance(found, list) else [(length, found)], list[_Part])
+        parts = convert(found if isinstance(found, list) else [(length, found)], list[_Part])
     except msgspec.ValidationError:
         parts = []
     if sum(tokens for tokens, _ in parts) != length or not all(math.isfinite(value) for _, value in parts):

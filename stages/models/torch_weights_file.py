@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..._pipeline.errors import WeightsDamaged
 from ..._pipeline.weights.weight_specs import specs_of
+from ..._schemas.conversion import decode_json
 
 TIED = "tied"
 """Key of the file's metadata: the first name of each tensor that has a second one, by that one."""
@@ -33,7 +34,7 @@ def read_weights(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
     """
     tensors = load_file(path, device=str(device))
     with safe_open(path, framework="pt") as file:
-        tied = msgspec.json.decode((file.metadata() or {}).get(TIED, "{}"), type=dict[str, str])
+        tied = decode_json((file.metadata() or {}).get(TIED, "{}"), dict[str, str])
     return tensors | {name: tensors[first] for name, first in tied.items()}
 
 

@@ -24,6 +24,7 @@ from ..._pipeline.graph.context import current
 from ..._pipeline.util.extras import extra
 from ..._pipeline.workers.call_process import Callee, CallProcesses
 from ..._schemas.config import check_url, nearest
+from ..._schemas.conversion import decode_json
 from ..._schemas.numbers import normalize_counts
 from ..contracts.threads import Threads
 from ..http.bounded_response import bytes_of
@@ -228,7 +229,7 @@ class _Requests:
             return found
         async with self._processes.borrowed() as process:
             reply = await process.ask(pattern, response)
-        return msgspec.json.decode(reply, type=Found).number
+        return decode_json(reply, Found).number
 
 
 def _fields(template: str) -> set[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from ..._pipeline.workers.reply_loop import reply_to
+from ..._schemas.conversion import decode_json
 from .answer_forms import WHOLE, box_of, core_of, formulas_of, letters_of, same_brackets, with_marks, words_of
 from .answer_units import same_units
 
@@ -42,7 +43,7 @@ def main(parent: str) -> None:
 def _reply(line: bytes) -> TextVerdict:
     try:
         with bounded():
-            return TextVerdict(compare(*msgspec.json.decode(line, type=tuple[tuple[str, ...], str])))
+            return TextVerdict(compare(*decode_json(line, tuple[tuple[str, ...], str])))
     except Exception as error:  # noqa: BLE001 (raised in the parent)
         return TextVerdict(error=f"{type(error).__name__}: {error}")
 

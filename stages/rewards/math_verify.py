@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from ..._pipeline.errors import InvalidData, MissingColumn
 from ..._pipeline.util.extras import extra
 from ..._pipeline.workers.call_process import Callee, CallProcesses
 from ..._schemas.config import nearest
+from ..._schemas.conversion import decode_json
 from . import math_process
 from .math_process import TextVerdict
 from .reward_functions import RewardComponent
@@ -78,7 +77,7 @@ class MathVerify(RewardComponent):
         answers = _answers(self.answer, row[self.answer])
         async with processes.borrowed() as process:
             received = await process.ask(answers, completion.text)
-        reply = msgspec.json.decode(received, type=TextVerdict)
+        reply = decode_json(received, TextVerdict)
         if reply.error:
             raise ValueError(reply.error)
         return None if reply.correct is None else float(reply.correct)

@@ -11,6 +11,7 @@ import re
 import msgspec
 
 from ..._pipeline.workers.reply_loop import reply_to
+from ..._schemas.conversion import decode_json
 
 LONGEST_NUMBER = 1000
 """Characters."""
@@ -25,7 +26,7 @@ class Found(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def main(parent: str) -> None:
     """Read numbers until `parent`, the process that started this one, closes the pipe."""
-    reply_to(parent, lambda: None, lambda line: Found(last_match(*msgspec.json.decode(line, type=tuple[str, str]))))
+    reply_to(parent, lambda: None, lambda line: Found(last_match(*decode_json(line, tuple[str, str]))))
 
 
 def last_match(pattern: str, text: str) -> str | None:

@@ -19,6 +19,7 @@ from ..._pipeline.errors import ProtocolMismatch
 from ..._pipeline.graph.context import Worker
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import check_url
+from ..._schemas.conversion import decode_json
 from ..contracts.candidates import TeacherCandidates
 from ..http.bounded_response import bytes_of, parsed
 from ..http.retry import Backoff, jitter
@@ -118,6 +119,6 @@ class _HttpTeacherEngine:
 
 
 def _candidates_in(received: bytes) -> TeacherCandidates:
-    choice, *_ = msgspec.json.decode(received, type=_Response, strict=False).choices  # JSON's keys are text
+    choice, *_ = decode_json(received, _Response, strict=False).choices  # JSON's keys are text
     rows = [row or {} for row in choice.prompt_logprobs]
     return TeacherCandidates.of([{index: expected.logprob for index, expected in row.items()} for row in rows])

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ..._pipeline.errors import InvalidConfig
+from ..._schemas.conversion import decode_json
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -17,6 +18,6 @@ def json_object(path: Path) -> dict[str, Any]:
         InvalidConfig: there is none.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return decode_json(path.read_bytes(), dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path}: expected a JSON object, got {error}: save it again") from error

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..._pipeline.errors import PeerLost
 from ..._pipeline.workers.worker import die_with
+from ..._schemas.conversion import convert
 from ..losses.metrics import EffectiveSamples, Extreme, Mean, Metric, TokensUsed, merge
 
 HEARTBEAT_S = 0.25
@@ -278,7 +279,7 @@ def _kind(metric: Metric) -> str:
 
 
 def _metric(kind: str, numbers: Any) -> Metric:
-    metric: Metric = msgspec.convert(
+    metric: Metric = convert(
         numbers, METRICS[kind], dec_hook=lambda _, number: torch.tensor(number, dtype=torch.float64)
     )
     return metric

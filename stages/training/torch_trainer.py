@@ -36,6 +36,7 @@ from ..._schemas import (
     check_tokenizers,
     tokenizer_identity,
 )
+from ..._schemas.conversion import decode_json
 from ..._schemas.numbers import finite_number, whole_number
 from ..contracts.autocast import check_autocast, computing_in
 from ..contracts.causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
@@ -476,7 +477,7 @@ class TorchTrainer:
         """Resume from a checkpoint that `verify_checkpoint` has accepted; see `resume`."""
         folder = Path(checkpoint)
         device = self._parameters[0].device
-        kept = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
+        kept = decode_json((folder / STATE).read_bytes(), _State)
         committed = CommittedPrompts.of_state(kept.committed)
         leads = self.ranks is None or self.ranks.index == 0
         if leads and kept.state.keys() != self._state.keys():

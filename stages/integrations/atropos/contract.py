@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_type_hints
 import msgspec
 
 from ...._schemas import InvalidRecord
+from ...._schemas.conversion import convert, decode_json
 from ...._schemas.errors import UNREADABLE
 
 UNTRAINED = -100
@@ -253,7 +254,7 @@ def decode(body: bytes, wanted: type[T]) -> T:
         InvalidRecord: it is not JSON, or does not fit; the message names the place, what was expected and what came.
     """
     try:
-        return msgspec.json.decode(body, type=wanted)
+        return decode_json(body, wanted)
     except msgspec.ValidationError:
         return _coerce(body, wanted)
     except UNREADABLE as error:
@@ -262,7 +263,7 @@ def decode(body: bytes, wanted: type[T]) -> T:
 
 def _coerce(body: bytes, wanted: type[T]) -> T:
     try:
-        return msgspec.convert(_coerce_value(msgspec.json.decode(body), msgspec.inspect.type_info(wanted)), wanted)
+        return convert(_coerce_value(msgspec.json.decode(body), msgspec.inspect.type_info(wanted)), wanted)
     except msgspec.ValidationError as error:
         raise InvalidRecord(f"body: {_lowered(str(error))}") from None
     except UNREADABLE as error:
@@ -292,7 +293,7 @@ def _coerce_number(value: Any, wanted: type[int | float]) -> Any:
         return wanted(value)
     if isinstance(value, str | float):
         with suppress(msgspec.ValidationError):
-            number = msgspec.convert(value.strip() if isinstance(value, str) else value, wanted, strict=False)
+            number = convert(value.strip() if isinstance(value, str) else value, wanted, strict=False)
             return number if math.isfinite(number) else value
     return value
 

@@ -24,6 +24,7 @@ from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import InvalidConfig
 from ...._pipeline.graph.context import current
 from ...._schemas import InvalidRecord
+from ...._schemas.conversion import decode_json
 from ...http.bounded_response import LONGEST_ANSWER, RequestFailed, parsed
 from ...http.retry import Backoff, RetryDecision, jitter, retry
 from ...http.server_client import CONNECT_TIMEOUT_S, RETRYABLE, ServerClient, retry_after_s
@@ -178,7 +179,7 @@ class HttpApi:
         except aiohttp.ClientError as error:
             raise OSError(str(error)) from error
         try:
-            return msgspec.json.decode(answer, type=ShmAnswer).url
+            return decode_json(answer, ShmAnswer).url
         except msgspec.MsgspecError:
             return None
 

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from ...._schemas import InvalidRecord, TrajectoryGroup
+from ...._schemas.conversion import convert
 from ...contracts.sampling_params import TEMPERATURES
 
 Temperatures: TypeAlias = list[float | list[tuple[int, float]] | None]
@@ -32,7 +33,7 @@ def other_temperature(group: TrajectoryGroup, temperature: float | None) -> str 
         sampled = group.meta.get("temperature")
         return None if None in (sampled, temperature) or sampled == temperature else str(sampled)
     try:
-        rows = msgspec.convert(group.meta[TEMPERATURES], Temperatures)
+        rows = convert(group.meta[TEMPERATURES], Temperatures)
     except msgspec.ValidationError:
         return f"values in an unknown form, {group.meta[TEMPERATURES]!r}"
     found = {part for row in rows if row is not None for part in _parts(row)}

@@ -23,6 +23,7 @@ from ...._pipeline.durability.resumption import Stateful
 from ...._pipeline.errors import InvalidConfig, PeerLost, StepsOfAnotherRun, TrainerSilent
 from ...._pipeline.util.checkpoint import verify_checkpoint, write_checkpoint
 from ...._schemas import GroupId, TrainBatch
+from ...._schemas.conversion import decode_json
 from ...._schemas.numbers import finite_number, whole_number
 from ...models.torch_weights_file import read_folder
 from .micro_batches import pack_for_ranks
@@ -210,7 +211,7 @@ class PrimeRLTrainer:
             OSError: it cannot be read, or a later step not be removed.
         """
         verify_checkpoint(checkpoint)
-        kept = msgspec.json.decode((checkpoint / STATE).read_bytes(), type=_State)
+        kept = decode_json((checkpoint / STATE).read_bytes(), _State)
         if kept.state.keys() != self._state.keys():
             raise ValueError(f"expected a checkpoint with state {sorted(self._state)}, got {sorted(kept.state)}")
         for path in [*self._folders(ROLLOUTS), *self._folders(BROADCASTS)]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
-import msgspec
 
 from ...._pipeline.channels.channel import ReceiveChannel, SendChannel
 from ...._pipeline.errors import InvalidConfig
@@ -19,6 +18,7 @@ from ...._pipeline.graph.context import Context, current
 from ...._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from ...._pipeline.util.exception_groups import unwrap_first
 from ...._schemas import TrajectoryGroup
+from ...._schemas.conversion import convert
 from ...contracts.policies import Engine
 from ...contracts.prompts import Prompt
 from ...contracts.sampling_params import SamplingParams
@@ -126,7 +126,7 @@ class _Sampling:
             await outbox.send(sampler.sampled(request.id, number, rollouts, began))
 
     def _sampler(self, request: TrajectoryGroup) -> GroupSampler:
-        sampling = msgspec.convert(request.meta[SAMPLING], SamplingParams).seeded_by(self.env.samplings[0].seed)
+        sampling = convert(request.meta[SAMPLING], SamplingParams).seeded_by(self.env.samplings[0].seed)
         if sampling not in self.samplers:
             params = replace(self.env, sampling=sampling).rollout_params
             self.samplers[sampling] = GroupSampler(params, self.begin, self.engine, self.context, self.limiter)
