@@ -50,7 +50,7 @@ class Peer:
         """Whether it has sent Close("staying") and waits until all is saved, when it sends Close("done")."""
         self.violation = ""
         """How it violated the protocol, after its name in a sentence. Nothing that it sends later is trusted."""
-        self.dismissed = False
+        self.dismissed: bool = False
         """Whether the channel was closed for it alone."""
         self.connected = False
         """Whether a message of it has arrived since it was admitted."""
