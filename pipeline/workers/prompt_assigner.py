@@ -67,9 +67,9 @@ class PromptAssigner:
         self._known = WeakSet[Peer]()
         """Those who have ever asked: their stage has begun."""
         self._begun = False
-        """Whether anyone has asked."""
+        """True once anyone has asked."""
         self._shares = False
-        """Whether windows of several prompts come: then workers wait for each other between two of them."""
+        """True once a window of several prompts has come: then workers wait for each other between two of them."""
         self._drawn: list[Assignment] = []
         """The window that is assigned next."""
         self._returned: list[Assignment] = []
@@ -77,14 +77,14 @@ class PromptAssigner:
         self._died_with: set[GroupId] = set()
         """The prompts with which a worker has died."""
         self._exhausted = False
-        """Whether all prompts were drawn."""
+        """True once all prompts were drawn."""
         self.over: bool = False
         """True once all prompts have arrived, or ended."""
         self.on_over: Callable[[], None] = lambda: None
         """Called when that is so."""
         self._changed = Waiters()
         self._awaiting_none = False
-        """Whether `hold_none` waits."""
+        """True while `hold_none` waits."""
         accounting.on_taken = self._on_taken
         accounting.on_returned = self._take_back
 

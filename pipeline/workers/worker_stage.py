@@ -138,7 +138,7 @@ class Instructions:
 
     async def place(self, digest: str = "") -> WorkerInstruction | None:
         """Ask for a place, and return the answer; None where the connection ends without one."""
-        self._sender.send_telemetry(msgspec.msgpack.encode(WorkerReport.of(Joins(digest))))
+        send_event(self._sender, Joins(digest))
         async with cancelled_after(self._sender.wait_failed):
             return await self.next()
         # The pipeline ends the connection of a worker that it gives no place, right after the reason.
