@@ -363,7 +363,7 @@ class AssignedMachine(RelayMachine):
     def __init__(self) -> None:
         self.died_with: set[GroupId] = set()
         self.returned: list[tuple[GroupId, int]] = []
-        """What is to be assigned again."""
+        """The repetitions that are to be assigned again."""
         super().__init__()
         self.accounting.on_returned = self._take_back
 

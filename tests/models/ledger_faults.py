@@ -153,14 +153,14 @@ class CopiesAreNotCounted(Ledger):
 
 
 class UnsentIsForgotten(Ledger):
-    """What a worker drops before it is sent is not counted."""
+    """Ends that a worker reports before it has sent are not counted."""
 
     def end_unsent(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
         """Do nothing."""
 
 
 class UnsentIsNotAdmitted(Ledger):
-    """What a worker drops before it is sent ends, and was never admitted."""
+    """Ends that a worker reports before it has sent are counted, and nothing is admitted."""
 
     def end_unsent(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
         before = self._admitted
@@ -169,7 +169,7 @@ class UnsentIsNotAdmitted(Ledger):
 
 
 class UnsentMayBeAnothers(Ledger):
-    """What a worker drops counts, though another one has sent it."""
+    """Ends that a worker reports count, though another one has sent the trajectories."""
 
     def end_unsent(self, group: GroupId, mask: int, state: EndState, reason: str) -> None:
         self._admitted += mask.bit_count()

@@ -412,7 +412,7 @@ class ForgetsReports(WorkerAccounting):
 
 
 class LosesWhatIsAssignedAgain(WorkerAccounting):
-    """What a dead worker held is lost, though it is assigned again."""
+    """Trajectories that a dead worker held are lost, though they are assigned again."""
 
     def _settle_if_over(self, worker: str, known: Any) -> None:
         takes_back = self.on_returned
@@ -422,7 +422,7 @@ class LosesWhatIsAssignedAgain(WorkerAccounting):
 
 
 class ForgetsWhatIsHeld(WorkerAccounting):
-    """What a dead worker held stays in flight for ever."""
+    """Trajectories that a dead worker held stay in flight for ever."""
 
     def _settle_if_over(self, worker: str, known: Any) -> None:
         if known.reason and known.drained:

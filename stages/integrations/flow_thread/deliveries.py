@@ -24,7 +24,7 @@ Note = TypeVar("Note")
 
 
 class Delivery(NamedTuple, Generic[Note]):
-    """What the trainer was given under one key."""
+    """The trajectories that the trainer was given under one key."""
 
     trajectories: Trajectories
     note: Note

@@ -78,7 +78,7 @@ class TagFlow:
         self._lock = threading.Lock()
         """Held while a group is put, and while a step begins: a group that ROLL has taken is known as such."""
         self._deliveries: Deliveries[QueuePlace, int] = Deliveries()
-        """What ROLL's queue has taken, each with the step at which ROLL created its group."""
+        """The trajectories that ROLL's queue has taken, each with the step at which ROLL created its group."""
         self._thread = FlowThread(f"penstock-roll-{tag}")
         self._queue = SampleQueue()
         self._metrics: dict[str, float] = {}

@@ -24,7 +24,7 @@ class TrainedByTRL(Protocol):
     """Receives the reports of the callback, in the trainer's first process."""
 
     deliveries: Deliveries[Any, Any]
-    """What TRL was given; its oldest batch is the next that is trained."""
+    """The samples that TRL was given; its oldest batch is the next that is trained."""
 
     def train_begins(self, args: Any, loader: Any, saved: Mapping[str, Any] | None) -> None:
         """Note TRL's arguments and data loader, and the state of the checkpoint that it resumes."""

@@ -43,7 +43,7 @@ class Source:
         self.absent: set[str] = set()
         """Those that have ended, or are leaving."""
         self.waits_for_all = False
-        """Whether the source waits before each window until all that was assigned has arrived."""
+        """True if the source waits before each window until all that was assigned has arrived."""
         for name in workers:
             self.join(name)
         self.assigner = PromptAssigner(
