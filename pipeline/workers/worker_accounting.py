@@ -248,8 +248,9 @@ class WorkerAccounting:
             self._ledger.end_unsent(ending.group, mask_of(ending.repetitions), ending.state, ending.reason)
             return
         ended = known.held.get(ending.group, 0) & mask_of(ending.repetitions)
-        known.foreign += len(ending.repetitions) - ended.bit_count()
-        if known.foreign > known.given:
+        foreign = len(ending.repetitions) - ended.bit_count()
+        known.foreign += foreign
+        if foreign and known.foreign > known.given:
             raise ProtocolMismatch(
                 f"expected ends of trajectories that this worker was given, {known.given} in all, got {known.foreign} "
                 "of others"
