@@ -20,6 +20,9 @@ from penstock.channels import memory_channel
 from penstock.integrations.atropos import AtroposTrainers
 from penstock.testing import entered, group
 
+NEVER_S = 10 * FAILSAFE_S
+"""A time that no test waits for."""
+
 
 def serves(departure_timeout_s: float = 0.01) -> AtroposTrainers:
     """Return a sink at a free port."""
@@ -36,9 +39,10 @@ async def serving(sink: AtroposTrainers, context: Context) -> AsyncGenerator[Sen
             async with inbox:
                 await sink.run(inbox)
 
-    async with anyio.create_task_group() as tasks, outbox:
-        tasks.start_soon(run)
-        yield outbox
+    with anyio.fail_after(FAILSAFE_S):
+        async with anyio.create_task_group() as tasks, outbox:
+            tasks.start_soon(run)
+            yield outbox
 
 
 def admitted(context: Context, number: int, lengths: tuple[int, ...] = (2, 2, 2, 2)) -> TrajectoryGroup:
@@ -134,7 +138,7 @@ async def test_what_makes_no_batch_is_lost_when_the_trainer_asked_in_vain() -> N
 
 async def test_it_ends_when_a_trainer_with_all_its_steps_has_received_null() -> None:
     """The example trainer collects batches until there is none; a batch beyond its steps would never be trained."""
-    sink, context = serves(FAILSAFE_S), Context()
+    sink, context = serves(NEVER_S), Context()
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
         await talk.post("/register", TRAINER | {"batch_size": 4, "starting_step": 0, "num_steps": 2})
@@ -149,7 +153,7 @@ async def test_it_ends_when_a_trainer_with_all_its_steps_has_received_null() -> 
 
 
 async def test_after_the_end_of_the_stream_a_trainer_gets_null() -> None:
-    sink, context = serves(FAILSAFE_S), Context()
+    sink, context = serves(NEVER_S), Context()
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
         await talk.post("/register", TRAINER | {"batch_size": 4, "starting_step": 0, "num_steps": 100})
@@ -163,7 +167,7 @@ async def test_after_the_end_of_the_stream_a_trainer_gets_null() -> None:
 
 
 async def test_a_trainer_that_acknowledges_its_batches_is_not_waited_for() -> None:
-    sink, context = serves(FAILSAFE_S), Context()
+    sink, context = serves(NEVER_S), Context()
 
     async with serving(sink, context) as outbox, talking(sink) as talk:
         await talk.post("/register", TRAINER | {"batch_size": 4, "starting_step": 0, "num_steps": 1})

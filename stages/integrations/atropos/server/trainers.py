@@ -124,8 +124,8 @@ class _SinkBackend(Backend[_Offered]):
         self._queue = queue
         self._acknowledges = False
         """True if the trainer acknowledged the last batch; one that does not collects batches until there is none."""
-        self._starved = False
-        """True if the last request was answered with no batch, and no group was offered since."""
+        self._answered_null = False
+        """True if the last request was answered with no batch."""
         self._offered = 0
         """Groups offered so far."""
         self._seen = 0
@@ -157,7 +157,12 @@ class _SinkBackend(Backend[_Offered]):
     @property
     def trainer_finished(self) -> bool:
         """True once no trainer asks again: none is registered, it acknowledges, or its last answer was null."""
-        return self._queue.trainer is None or self._acknowledges or (self._steps_done and self._starved)
+        return self._queue.trainer is None or self._acknowledges or (self._steps_done and self._answered_null)
+
+    @property
+    def _starved(self) -> bool:
+        """True if the last request was answered with no batch, and no group was offered since."""
+        return self._answered_null and self._seen == self._offered
 
     @property
     def _steps_done(self) -> bool:
@@ -174,7 +179,6 @@ class _SinkBackend(Backend[_Offered]):
 
     def arrived(self, submissions: Sequence[Submission[_Offered]]) -> None:
         """Count them: a batch may be possible again."""
-        self._starved = False
         for submission in submissions:
             submission.payload.number = self._offered
             self._offered += 1
@@ -188,7 +192,7 @@ class _SinkBackend(Backend[_Offered]):
 
     def asked(self, batch: Batch[_Offered] | None) -> None:
         """See `Backend`."""
-        self._starved = batch is None
+        self._answered_null = batch is None
         if batch is None:
             self._seen = self._offered
             self._left_over += self._fresh
