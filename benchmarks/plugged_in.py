@@ -126,11 +126,9 @@ def train_plugged_in(
             group_size=GROUP,
             sampling=SamplingParams(max_completion_tokens=size.completion),
             concurrency=size.prompts * GROUP,
-            max_lag=0,
-            step_groups=size.prompts,
         )
         on = processes(samplers, restarts=1) if samplers else here()
-        return source(env, on=on).then(RewardBridge(tokenizer=tokenizer, functions=[trl_reward(reward)]))
+        return source(env, on=on, max_lag=0).then(RewardBridge(tokenizer=tokenizer, functions=[trl_reward(reward)]))
 
     with rollout_func(flow, publisher) as rollouts:
         plugs: dict[str, Any] = {"rollout_func": rollouts, "callbacks": [rollouts.callback()]}

@@ -270,19 +270,13 @@ def measure_penstock(folder: Path, rows: list[dict[str, str]], size: Size, *, sa
                 group_size=GROUP,
                 sampling=SamplingParams(max_completion_tokens=size.completion),
                 concurrency=size.prompts * GROUP * (1 + lag),
-                max_lag=lag,
-                step_groups=size.prompts,
             )
             sequences = size.prompts * GROUP
             pipeline = (
-                source(env, on=processes(samplers) if samplers else here())
+                source(env, on=processes(samplers) if samplers else here(), max_lag=lag)
                 .then(RewardBridge(tokenizer=tokenizer, functions=[trl_reward(reward)]))
                 .then(AdvantageNormalizer("grpo"))
-                .then(
-                    Batcher(
-                        max_tokens=sequences * (size.prompt_tokens + size.completion), sequences=sequences, max_lag=lag
-                    )
-                )
+                .then(Batcher(max_tokens=sequences * (size.prompt_tokens + size.completion), sequences=sequences))
                 .sink(SinkTrainer(trainer, publisher, max_steps=size.steps + 1))
             )
             await pipeline.run()

@@ -199,11 +199,11 @@ async def main(folder: str) -> None:
     trainer = TracedTrainer(Bigrams(), optimizer=partial(torch.optim.SGD, lr=0.1))
     dies = tracer.subject == "death"
     guesses = Guesses(deadly=dies)
-    env = SourceEnv(Digits, guesses, Characters(), group_size=GROUP_SIZE, groups=3, max_lag=0, step_groups=1)
+    env = SourceEnv(Digits, guesses, Characters(), group_size=GROUP_SIZE, groups=3)
     await (
-        source(env, on=processes(1) if dies else here())
+        source(env, on=processes(1) if dies else here(), max_lag=0)
         .then(AdvantageNormalizer("grpo"), capacity=CAPACITY)
-        .then(Batcher(max_tokens=64, sequences=GROUP_SIZE, max_lag=0))
+        .then(Batcher(max_tokens=64, sequences=GROUP_SIZE))
         .sink(SinkTrainer(trainer, checkpoints=folder))
         .run()
     )

@@ -110,7 +110,14 @@ class RunPart:
 
 def facts_of(nodes: Sequence[StageNode]) -> dict[str, StageFacts]:
     """Return the facts that stages state, by their names. Blocks."""
-    return {node.name: node.stage.facts() for node in nodes if isinstance(node.stage, StatesFacts)}
+    return {node.name: _facts_of(node) for node in nodes if isinstance(node.stage, StatesFacts)}
+
+
+def _facts_of(node: StageNode) -> StageFacts:
+    facts: StageFacts = node.stage.facts()
+    if node.max_lag is None:
+        return facts
+    return msgspec.structs.replace(facts, options={**facts.options, "max_lag": node.max_lag})
 
 
 def config_before(folder: Path, step: int) -> dict[str, Any] | None:

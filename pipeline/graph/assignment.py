@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from ..._schemas import GroupId
-from ..accounting.ledger import Ledger
 
 
 class Assignment(NamedTuple):
@@ -33,9 +32,9 @@ class Samplers(Protocol):
         ...
 
 
-Assign: TypeAlias = Callable[[Ledger, Samplers], AsyncIterator[Sequence[Assignment]]]
-"""Yields the prompts of a source, each when it may begin, which it admits to the ledger. Prompts that come together are
-one window: they are sampled with the same weights, and shared by all who sample."""
+Assign: TypeAlias = Callable[[Samplers], AsyncIterator[Sequence[Assignment]]]
+"""Yields the prompts of a source, each when it may begin, which it admits to the ledger of its context. Prompts that
+come together are one window: they are sampled with the same weights, and shared by all who sample."""
 
 
 class Assignments(Protocol):

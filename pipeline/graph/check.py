@@ -24,7 +24,7 @@ from .stage_node import StageNode
 
 log = get_logger("penstock.check")
 
-SIZES = ("sends_at_most_tokens", "takes_at_most_tokens", "begins_at_most", "waits_for", "keeps_groups")
+SIZES = ("sends_at_most_tokens", "takes_at_most_tokens", "waits_for", "keeps_groups")
 """The fields of `StageInfo` that are numbers."""
 
 BYTES_PER_TOKEN = 9
@@ -38,7 +38,6 @@ def problems(nodes: Sequence[StageNode]) -> list[str]:
     _log_unknown_tokenizers(nodes, {name for name, _ in identities})
     return [
         *found,
-        *_of_waits(nodes),
         *_of_state(nodes),
         *missing_columns(nodes),
         *disagreements(identities),
@@ -92,17 +91,6 @@ def _log_unknown_tokenizers(nodes: Sequence[StageNode], known: Collection[str]) 
 
 def _any_of(node: StageNode, names: Collection[str]) -> bool:
     return node.name in names or any(_any_of(inner, names) for inner in info_of(node.stage).nodes)
-
-
-def _of_waits(nodes: Sequence[StageNode]) -> Iterator[str]:
-    begun = _hint(nodes[0].stage, "begins_at_most")
-    for node in nodes[1:]:
-        wanted = _hint(node.stage, "waits_for")
-        if begun is not None and wanted is not None and wanted > begun:
-            yield (
-                f"{nodes[0].name} → {node.name}: {node.name} waits for {wanted} trajectories, and {nodes[0].name} "
-                f"begins {begun} before a step: they would wait for each other; raise step_groups, or ask for fewer"
-            )
 
 
 def _of_state(nodes: Sequence[StageNode]) -> Iterator[str]:

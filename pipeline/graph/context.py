@@ -21,6 +21,7 @@ from ..accounting.ledger import Ledger
 from ..accounting.sample import SampleSink
 from ..accounting.telemetry import Metrics
 from .assignment import Assignments
+from .schedule import UNBOUNDED, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,16 @@ class Context:
     """Trajectories that this stage has dropped, by their end state."""
     flush: FlushRequest = field(default_factory=FlushRequest)
     """The request that stages send on all that they hold."""
+    holding: list[Callable[[], bool]] = field(default_factory=list)
+    """While the stage waits for a record: returns whether it holds some back."""
     sample_sinks: list[SampleSink] = field(default_factory=list)
     """Called with samples of what a step trained; one list for all stages of a run."""
     nothing_on_the_way: Callable[[], bool] = _always
     """Returns whether every trajectory in flight is in this stage or downstream of it."""
+    schedule: Schedule = UNBOUNDED
+    """The bound on lag, and the size of a step."""
+    all_wait: Callable[[], bool] = _always
+    """Returns whether every stage after this one waits for records, the trainer too."""
     evaluation: object | None = None
     """The evaluation that the source of the run does."""
     watch_loop: Callable[[float], AbstractContextManager[None]] = _unwatched

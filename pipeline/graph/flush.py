@@ -7,8 +7,8 @@ afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import anyio
@@ -73,7 +73,8 @@ class FlushableInbox(Generic[T]):
         return None
 
 
-def flush_cancels(scope: anyio.CancelScope, holding: Callable[[], bool]) -> AbstractContextManager[None]:
+@contextmanager
+def flush_cancels(scope: anyio.CancelScope, holding: Callable[[], bool]) -> Iterator[None]:
     """Cancel `scope` when a flush is due for the running stage within the body; see `FlushableInbox`."""
     context = current()
 
@@ -81,4 +82,9 @@ def flush_cancels(scope: anyio.CancelScope, holding: Callable[[], bool]) -> Abst
         if holding() and context.nothing_on_the_way():
             scope.cancel()
 
-    return context.flush.checked_by(check)
+    context.holding.append(holding)
+    try:
+        with context.flush.checked_by(check):
+            yield
+    finally:
+        context.holding.remove(holding)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from ..util.user_code import call_user
@@ -34,8 +34,6 @@ class StageInfo:
     """The most tokens of a group that it sends."""
     takes_at_most_tokens: int | None = None
     """The most tokens of a group that it can process."""
-    begins_at_most: int | None = None
-    """The most trajectories that a source begins before an optimizer step trains some of them."""
     waits_for: int | None = None
     """The number of trajectories that it must receive before it sends any, or before a sink takes an optimizer step."""
     max_steps: int | None = None
@@ -126,5 +124,5 @@ def named(nodes: Iterable[StageNode]) -> tuple[StageNode, ...]:
         name = name_of(node.stage)
         seen[name] += 1
         numbered = name if seen[name] == 1 else f"{name} {seen[name]}"
-        distinct.append(StageNode(node.stage, numbered, node.on, node.capacity, node.capacity_bytes))
+        distinct.append(replace(node, name=numbered))
     return tuple(distinct)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._schemas.errors import InvalidConfig
-from ..._schemas.numbers import whole_number
+from ..._schemas.numbers import normalize_counts, whole_number
 from ..channels.channel import MEMORY_CAPACITY, REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .placement import Here, Placement
 
@@ -23,9 +23,16 @@ class StageNode:
     capacity: int | None = None
     """Records in the edge that leads to this stage; None for the default, and in the first node."""
     capacity_bytes: int | None = None
+    max_lag: int | None = None
+    """In the first node, the bound on lag; None for none, or for that of the pipeline around a fragment."""
 
     def __post_init__(self) -> None:
-        """Convert the capacities that are whole numbers; `check()` refuses the others by name."""
+        """Convert the capacities that are whole numbers; `check()` refuses the others by name.
+
+        Raises:
+            InvalidConfig: `max_lag` is no whole number, or negative.
+        """
+        normalize_counts(self, "max_lag", least=0)
         for name in ("capacity", "capacity_bytes"):
             if (value := getattr(self, name)) is not None:
                 with suppress(InvalidConfig):

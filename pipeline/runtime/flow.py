@@ -271,13 +271,13 @@ class Pipeline:
         return self.report
 
 
-def source(stage: Source[Out], *, on: Placement = HERE) -> Flow[Out]:
+def source(stage: Source[Out], *, on: Placement = HERE, max_lag: int | None = None) -> Flow[Out]:
     """Return a flow that begins with `stage`.
 
     pipeline = (
-        source(SourceEnv(make_env, policy, group_size=8), on=processes(4))
+        source(SourceEnv(make_env, policy, group_size=8), on=processes(4), max_lag=4)
         .then(AdvantageNormalizer("grpo"))
-        .then(Batcher(max_tokens=16_384, max_lag=4), capacity=2)
+        .then(Batcher(max_tokens=16_384), capacity=2)
         .sink(SinkTrainer(trainer))
     )
     report = await pipeline.run()
@@ -286,15 +286,23 @@ def source(stage: Source[Out], *, on: Placement = HERE) -> Flow[Out]:
         stage: sends records until there are no more. A flow is one: `source(source(A()).then(B()), on=processes(4))`
             runs A and B together in each of four processes.
         on: `here()` or `processes(n)`.
+        max_lag: optimizer steps that may lie between the weights that sampled a trajectory and those that it trains.
+            `SourceEnv` begins no prompt that would be older when it is trained, and the Batcher drops a group that is,
+            as stale. With 0, samples and training alternate, and a batch is in the order of its ids. None for no bound.
 
     Raises:
         InvalidPipeline: `stage` is a class, or no source, or `on` is no placement; with the line to write.
+        InvalidConfig: `max_lag` is no whole number, or negative.
     """
     refuse_misplaced_stage("source", stage)
     refuse_unknown_placement(on)
-    if isinstance(stage, Flow) and isinstance(on, Here):
-        return stage
-    return Flow(named([StageNode(stage, name_of(stage), on)]))
+    if not isinstance(stage, Flow):
+        return Flow(named([StageNode(stage, name_of(stage), on, max_lag=max_lag)]))
+    first, *rest = stage.nodes
+    bound = first.max_lag if max_lag is None else max_lag
+    if isinstance(on, Here):
+        return Flow((replace(first, max_lag=bound), *rest))
+    return Flow(named([StageNode(stage, name_of(stage), on, max_lag=bound)]))
 
 
 def _run_info(folder: str | Path | None, ledger: Ledger, config: Mapping[str, Any] | None) -> RunInfo:

@@ -28,6 +28,7 @@ from ..errors import NothingTrained, PeerClosed, RolloutsFailed, StageFailed
 from ..graph.context import Context, entered
 from ..graph.edge import CountingSendChannel, Edge, EdgeCounter, StoppableReceiveChannel
 from ..graph.placement import Here, Joining, Remote
+from ..graph.schedule import Schedule
 from ..graph.stage_info import info_of
 from ..graph.stage_node import StageNode
 from ..graph.statistics import PipelineStatistics, StageState, StageStatistics
@@ -61,6 +62,8 @@ class _StageTask:
             context.metrics,
             context.worker,
             assignments=context.assignments,
+            schedule=run.schedule,
+            all_wait=lambda: run.all_wait_after(self),
             evaluation=run.evaluation,
             flush=context.flush,
             sample_sinks=context.sample_sinks,
@@ -127,6 +130,23 @@ class _StageTask:
         return "" if self.before is not None else evaluations.going_on
 
     @property
+    def waits(self) -> bool:
+        """Return whether it waits for records, and does nothing else."""
+        # There are four cases:
+        #
+        # 1. A sink: one that states how many it waits for takes records ahead of the steps that train them.
+        # 2. Workers: they hold groups while they work on them.
+        # 3. A stage that holds records back until more come; see `FlushableInbox`.
+        # 4. Another one: what it has is worked on, also while it receives the next.
+        if self.before is None or not self.before.starved:
+            return False
+        if self.outbox is None:
+            return info_of(self.node.stage).waits_for is None
+        if self.workers is not None:
+            return not self.workers.groups_held
+        return any(holds() for holds in self.context.holding) or not self.unaccounted
+
+    @property
     def unaccounted(self) -> int:
         """Trajectories that it received, and neither sent nor dropped."""
         received = self.before.counter.trajectories if self.before else 0
@@ -146,10 +166,13 @@ class Run:
         self._outbox = outbox
         """The channel that the last stage sends to, in a fragment without a sink."""
         self.evaluation = info_of(nodes[0].stage).evaluation
+        per_step = _per_step(nodes)
+        bound = nodes[0].max_lag
+        around = context.schedule
+        self.schedule = Schedule(around.max_lag if bound is None else bound, per_step or around.per_step)
         self._tasks = [_StageTask(node, context, self) for node in nodes]
         self._edges: list[Edge] = []
         self._failure: StageFailed | RolloutsFailed | NothingTrained | None = None
-        per_step = _per_step(nodes)
         self._guard = ProgressGuard(context.ledger, per_step=per_step, delivered=self._delivered)
         if per_step:
             context.ledger.expect_per_step(per_step)
@@ -390,6 +413,10 @@ class Run:
         ledger = self._context.ledger
         held = sum(each.unaccounted for each in self._tasks[self._tasks.index(task) :])
         return ledger.in_flight <= held - ledger.balance().ended["trained"]
+
+    def all_wait_after(self, task: _StageTask) -> bool:
+        """Return whether every stage after `task` waits for records, so that none is on its way."""
+        return all(after.waits for after in self._tasks[self._tasks.index(task) + 1 :])
 
     @property
     def _end_of_rest(self) -> tuple[EndState, str]:

@@ -24,6 +24,7 @@ from ..accounting.repetition_sets import iter_bits, masks_by_group
 from ..accounting.telemetry import Metrics
 from ..channels.memory import MemoryReceiver, memory_channel
 from ..graph.context import Context, Worker, entered
+from ..graph.schedule import UNBOUNDED, Schedule
 from ..graph.stage import Sink, Source, Stage
 
 In = TypeVar("In")
@@ -42,13 +43,15 @@ class Driven(list[Out], Generic[Out]):
         """`metrics.emit(step)` returns the observations of the stage."""
 
 
-async def drive(stage: Stage[In, Out], records: Iterable[In], *, worker: Worker | None = None) -> Driven[Out]:
+async def drive(
+    stage: Stage[In, Out], records: Iterable[In], *, worker: Worker | None = None, schedule: Schedule = UNBOUNDED
+) -> Driven[Out]:
     """Run `stage` alone on `records` until both ends are done, and return the records that it sent.
 
     Raises:
         Exception: the exception of the stage, not in a group.
     """
-    context = Context(worker=worker or Worker())
+    context = Context(worker=worker or Worker(), schedule=schedule)
     outbox, collected = memory_channel[Out](1)
     fed = _feed(records, context)
 
@@ -59,9 +62,11 @@ async def drive(stage: Stage[In, Out], records: Iterable[In], *, worker: Worker 
     return Driven(await _collect(run, collected, context), context)
 
 
-async def drive_source(source: Source[Out], *, limit: int | None = None, worker: Worker | None = None) -> Driven[Out]:
+async def drive_source(
+    source: Source[Out], *, limit: int | None = None, worker: Worker | None = None, schedule: Schedule = UNBOUNDED
+) -> Driven[Out]:
     """Run `source` alone and return the records that it sent; after `limit` records it is cancelled."""
-    context = Context(worker=worker or Worker())
+    context = Context(worker=worker or Worker(), schedule=schedule)
     outbox, collected = memory_channel[Out](1)
 
     async def run() -> None:

@@ -154,7 +154,7 @@ class PromptAssigner:
 
     async def _draw(self) -> None:
         """Draw a window whenever a worker asks and none is left; also where no worker is left, to notice the end."""
-        prompts = self._assign(self._ledger, self)
+        prompts = self._assign(self)
         while True:
             while self._drawn or not (self._askers() or self._deserted):
                 await self._changed.wait()

@@ -19,6 +19,7 @@ from ..._schemas.control import Repetitions
 from ..accounting.epoch import UNKNOWN, Epoch
 from ..accounting.telemetry import Observations
 from ..graph.context import Worker
+from ..graph.schedule import UNBOUNDED, Schedule
 
 RECORDS: dict[str, type[TrajectoryGroup | TrainBatch]] = {
     record.schema.kind: record for record in (TrajectoryGroup, TrainBatch)
@@ -45,6 +46,8 @@ class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
     """`host_identity` of the parent."""
     assigned: bool = False
     """True if the workers of a source are told which prompts to sample."""
+    schedule: Schedule = UNBOUNDED
+    """That of the pipeline."""
 
     @property
     def told_to_leave(self) -> bool:

@@ -281,7 +281,16 @@ async def run_connected(
     prompts = _Prompts(instructions, report) if config.channels.assigned else None
     with (
         _watched(config, link, reports) as watch,
-        entered(Context(ledger, metrics, config.worker, assignments=prompts, watch_loop=watch.within)) as context,
+        entered(
+            Context(
+                ledger,
+                metrics,
+                config.worker,
+                assignments=prompts,
+                schedule=config.channels.schedule,
+                watch_loop=watch.within,
+            )
+        ) as context,
     ):
         numa = bind_to_node(config.worker.on_host)
         report(Connected(link.outbox_url.partition("://")[0], os.getpid(), link.node, numa))

@@ -90,6 +90,7 @@ class Workers:
         self._waits = WaitAggregator(context.metrics, node.name)
         """Receives their metrics."""
         self._ledger = context.ledger
+        self._schedule = context.schedule
         self._info = info = info_of(node.stage)
         assign = info.assign if before is None else None
         self._assigned = assign is not None
@@ -229,7 +230,13 @@ class Workers:
             inbox_capacity=self._node.remote_capacity,
             inbox_capacity_bytes=self._node.remote_capacity_bytes,
             assigned=self._assigned,
+            schedule=self._schedule,
         )
+
+    @property
+    def groups_held(self) -> int:
+        """Return the number of groups that they hold."""
+        return self._accounting.groups_held
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         """Return the state of the workers now."""

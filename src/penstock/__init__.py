@@ -12,6 +12,7 @@ from ._pipeline.graph.context import Context, Worker, current, drop
 from ._pipeline.graph.each import each
 from ._pipeline.graph.placement import here, joining, processes, ray
 from ._pipeline.graph.report import Report
+from ._pipeline.graph.schedule import Schedule
 from ._pipeline.graph.stage import Sink, Source, Stage
 from ._pipeline.graph.stage_info import StageInfo
 from ._pipeline.runtime.flow import Flow, Pipeline, source
@@ -44,6 +45,7 @@ __all__ = [
     "ReceiveChannel",
     "Report",
     "RewardBridge",
+    "Schedule",
     "SendChannel",
     "Sink",
     "SinkTrainer",

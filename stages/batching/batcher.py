@@ -43,14 +43,11 @@ NOTHING_TO_TRAIN = "nothing to train"
 class Batcher:
     """Pack groups into batches of at most `max_tokens` tokens. Sequences that their sender marked do not train.
 
-    >>> Batcher(max_tokens=16_384, max_lag=4).stage_info().takes_at_most_tokens
+    >>> Batcher(max_tokens=16_384).stage_info().takes_at_most_tokens
     16384
 
     Args:
         max_tokens: maximum number of tokens of a batch, prompts included.
-        max_lag: optimizer steps that may lie between the weights that sampled a trajectory and those that it trains;
-            a group with an older one is dropped as stale. None for no bound. With 0, a batch is in the order of its
-            ids, not of their arrival.
         drop_zero_variance: drop groups with advantages that are all 0, or without any whose rewards, two or more, are
             all equal. A group with a teacher's candidates is kept, whatever its rewards.
         sequences: trajectories after which a batch ships. As groups stay whole, the last one may bring it beyond.
@@ -60,13 +57,11 @@ class Batcher:
     """
 
     max_tokens: int
-    max_lag: int | None = None
     drop_zero_variance: bool = False
     sequences: int | None = None
 
     def __post_init__(self) -> None:
         normalize_counts(self, "max_tokens", "sequences")
-        normalize_counts(self, "max_lag", least=0)
 
     def stage_info(self) -> StageInfo:
         """State the largest group that fits, and the trajectories without which no batch ships."""
@@ -74,7 +69,7 @@ class Batcher:
             takes_at_most_tokens=self.max_tokens,
             waits_for=self.sequences,
             fills_columns=(),
-            follows_trajectories=self.max_lag is not None,  # it counts the batches that wait to be trained
+            follows_trajectories=True,  # it counts the batches that wait to be trained
         )
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrainBatch]) -> None:
@@ -84,7 +79,8 @@ class Batcher:
             RecordTooLarge: a group holds more tokens than a batch may.
             InvalidRecord: groups have different columns.
         """
-        filling = _Filling(self, current().ledger)
+        context = current()
+        filling = _Filling(self, context.ledger, context.schedule.max_lag)
         async for group in FlushableInbox(inbox, filling.holds_any):
             flushed, displaced = (True, None) if group is None else (False, filling.take(group))
             del group  # copied or dropped: its slot must not wait for the next one
@@ -99,11 +95,12 @@ class Batcher:
 class _Filling:
     """The batch that is being filled, and those that were shipped and not trained yet. Decides; does no I/O."""
 
-    __slots__ = ("_ledger", "_masked", "_packer", "_rules", "_shipped")
+    __slots__ = ("_ledger", "_masked", "_max_lag", "_packer", "_rules", "_shipped")
 
-    def __init__(self, rules: Batcher, ledger: Ledger) -> None:
+    def __init__(self, rules: Batcher, ledger: Ledger, max_lag: int | None) -> None:
         self._rules = rules
         self._ledger = ledger
+        self._max_lag = max_lag
         self._packer = Packer(rules.max_tokens)
         self._masked = 0
         """Sequences of groups without a token that trains, received while this batch was filled."""
@@ -147,7 +144,7 @@ class _Filling:
         if not self._packer.groups:
             return None
         batch = self._fresh(self._packer.pack())
-        if batch is not None and self._rules.max_lag == 0:
+        if batch is not None and self._max_lag == 0:
             batch = batch.in_order()  # workers finish in any order, and rounding must not depend on it
         if batch is not None:
             batch = msgspec.structs.replace(batch, total_sequences=batch.total_sequences + self._masked)
@@ -189,9 +186,9 @@ class _Filling:
 
     def _stale(self, versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Return [S] true on sequences that would be older than the bound when trained; None if there are none."""
-        if self._rules.max_lag is None:
+        if self._max_lag is None:
             return None
-        oldest_allowed = self._training_version() - self._rules.max_lag
+        oldest_allowed = self._training_version() - self._max_lag
         if versions.min(initial=oldest_allowed) == oldest_allowed:  # almost always true, and cheap
             return None
         stale: NDArray[np.bool_] = (oldest_versions(versions, offsets) < oldest_allowed) & (np.diff(offsets) > 0)
@@ -205,7 +202,7 @@ class _Filling:
 
     @property
     def _too_old(self) -> str:
-        return f"lag over {self._rules.max_lag}"
+        return f"lag over {self._max_lag}"
 
     def _observe(self, batch: TrainBatch) -> None:
         metrics, tokens, longest = current().metrics, len(batch.tokens), int(batch.lengths().max())

@@ -27,6 +27,7 @@ from ..._pipeline.accounting.telemetry import Metrics, get_logger
 from ..._pipeline.channels.channel import ReceiveChannel
 from ..._pipeline.errors import InvalidConfig, PenstockError
 from ..._pipeline.graph.context import Context, Worker, current
+from ..._pipeline.graph.schedule import Schedule
 from ..._pipeline.graph.stage import Source
 from ..._pipeline.runtime.flow import source
 from ..._pipeline.runtime.run import Run
@@ -56,6 +57,7 @@ class Evaluator:
         make_source: returns the source of the completions of a set, given its `make_env` and number of prompts.
         tokenizer: decodes completions, for the majority and for samples; None for neither.
         context: of the running source.
+        schedule: of the sources of a set.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Evaluator:
         evaluation: Evaluation,
         make_source: Callable[[Callable[[], Any], int], Source[TrajectoryGroup]],
         tokenizer: Tokenizer | None,
+        *,
         context: Context,
+        schedule: Schedule,
         weights_arrived: Callable[[], Awaitable[None]] = checkpoint,
     ) -> None:
         self._evaluation = evaluation
@@ -72,6 +76,7 @@ class Evaluator:
         self._make_source = make_source
         self._tokenizer = tokenizer
         self._context = context
+        self._schedule = schedule
         self._prompts: dict[str, int] = {}
         """The number of prompts of each set."""
         self._next = 0
@@ -168,7 +173,9 @@ class Evaluator:
         rollouts = source(self._make_source(self._evaluation.sets[name], self._prompts[name]))
         if self._evaluation.rewards is not None:
             rollouts = rollouts.then(self._evaluation.rewards)
-        run = Run(rollouts.sink(scored).nodes, Context(ledger, Metrics(), self._context.worker))
+        run = Run(
+            rollouts.sink(scored).nodes, Context(ledger, Metrics(), self._context.worker, schedule=self._schedule)
+        )
         with ledger.on_end(run.check_progress):
             await run.run()
 

@@ -2,19 +2,22 @@
 
 If an optimizer step trains p trajectories, then one that is begun while n are in flight is trained
 about n / p steps later. So a group is begun only while n + group_size <= (max_lag + 1) · p; and always while n < p,
-because otherwise a step that lacks trajectories would wait for ever. p is a mean, and batches that are packed by tokens
-need more trajectories as completions get shorter: if no group is being sampled and no count has changed for the time of
-two steps, the trainer is assumed to wait, and one more group is begun. Before the first step p is what a stage states
-(`StageInfo.waits_for`). If p is given, the limit is exact from the first step on, and is never exceeded.
+because otherwise a step that lacks trajectories would wait for ever. There are two cases:
+
+1. p is known (`Schedule.per_step`): the limit is exact from the first step on. It is exceeded only where no group is
+   being sampled and every stage waits for records: a stage that gathers groups lacks some that another has dropped.
+2. p is the mean of recent steps, and batches that are packed by tokens need more trajectories as completions get
+   shorter: if no group is being sampled and no count has changed for the time of two steps, the trainer is assumed to
+   wait, and one more group is begun.
 """
 
 from __future__ import annotations
 
 import anyio
 
-from ..._pipeline.accounting.ledger import Ledger
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.graph.assignment import Samplers
+from ..._pipeline.graph.context import Context
 
 log = get_logger("penstock.pace")
 
@@ -31,20 +34,13 @@ MIN_STALL_TIMEOUT_S = 1.0
 class LagLimiter:
     """Limits the trajectories in flight by the bound on lag; without a bound, or before p is known, not at all."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        group_size: int,
-        max_lag: int | None,
-        *,
-        per_step: int | None = None,
-        samplers: Samplers,
-    ) -> None:
-        self._ledger = ledger
-        self._per_step = per_step
-        """p, where it is given."""
+    def __init__(self, context: Context, group_size: int, samplers: Samplers) -> None:
+        self._ledger = ledger = context.ledger
+        self._all_wait = context.all_wait
+        self._max_lag, per_step = context.schedule.max_lag, context.schedule.per_step
+        self._per_step = None if per_step is None else -(-per_step // group_size) * group_size
+        """p, where it is known, in whole groups."""
         self._group_size = group_size
-        self._max_lag = max_lag
         self._samplers = samplers
         """Those who sample; while they hold groups, the trainer is not assumed to wait."""
         self._step = ledger.step
@@ -68,15 +64,17 @@ class LagLimiter:
     async def wait_for_slot(self) -> None:
         """Wait until another group may be begun."""
         while (limit := self.limit) is not None and self._ledger.in_flight >= limit:
-            if self._per_step is not None:
-                await self._ledger.room(limit)
-                continue
             before = self._counts()
             with anyio.move_on_after(self._stall_timeout_s) as timeout:
                 await self._ledger.room(limit)
-            if timeout.cancelled_caught and self._counts() == before and not before[2]:
+            if timeout.cancelled_caught and not before[2] and self._trainer_waits(before):
                 log.debug("lag_limit_overridden", in_flight=self._ledger.in_flight, limit=limit, step=self._ledger.step)
                 return
+
+    def _trainer_waits(self, before: tuple[int, int, int]) -> bool:
+        if self._per_step is None:
+            return self._counts() == before
+        return not self._samplers.groups_held and self._all_wait()
 
     def _counts(self) -> tuple[int, int, int]:
         """Return counts that change with every action of the trainer or a rollout; measure the last step too."""

@@ -3,12 +3,13 @@
 Prompts are taken by number; each is rolled out `group_size` times at once, and the rollouts that succeed leave as one
 group. A rollout whose environment raises, or takes too long, is counted failed, with the reason, and its group goes on
 smaller; an error of the policy ends the run. Sampling does not run ahead of the trainer: the next prompt waits
-for the channel's credit, the bound on concurrency and, where `max_lag` is given, the steps of the optimizer.
+for the channel's credit, the bound on concurrency and, where the pipeline bounds the lag, the steps of the optimizer.
 
 Prompts are assigned (`SourceEnv.assign`): by the pipeline to the workers, however many there are, or by the source to
 itself. A schedule is synchronous if all trajectories of an optimizer step are sampled with the weights of the step
-before it (`max_lag=0` and `step_groups`). Then the prompts of a step are assigned as one window, and sent in their
-order, so that neither depends on a clock: a run can be repeated bit for bit as far as its environment and policy can.
+before it (`max_lag=0`, and steps of a known size). Then the prompts of a step are assigned as one window, and sent in
+their order, so that neither depends on a clock: a run can be repeated bit for bit as far as its environment and policy
+can.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
-from ..._pipeline.accounting.ledger import Ledger
 from ..._pipeline.accounting.repetition_sets import trajectories
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.channels.channel import SendChannel
@@ -32,6 +32,7 @@ from ..._pipeline.durability.run_changes import StageFacts
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.assignment import Assignment, Samplers
 from ..._pipeline.graph.context import Context, Worker, current
+from ..._pipeline.graph.schedule import UNBOUNDED, Schedule
 from ..._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.util.user_code import await_user, open_user
@@ -84,11 +85,6 @@ class SourceEnv:
     """Rollouts at once, and so the number of requests that the policy can sample as one batch."""
     threads: int = 4
     """Blocking calls of the environment at once; 1 for one that is not thread-safe."""
-    max_lag: int | None = None
-    """Limits the source: no prompt is begun that would be trained more than so many optimizer steps later."""
-    step_groups: int | None = None
-    """Number of prompts in an optimizer step, over all workers, if it is fixed: `sequences` of the Batcher divided by
-    `group_size`. With it the limit by `max_lag` is exact from the first step on."""
     groups: int | None = None
     """Number of prompts, over all workers, after which the stream ends; None for an endless stream."""
     first_task: int = 0
@@ -109,7 +105,6 @@ class SourceEnv:
         """State the bounds on groups and trajectories, the prompts, tokenizers and columns."""
         return StageInfo(
             sends_at_most_tokens=None if self.max_length is None else self.group_size * self.max_length,
-            begins_at_most=self._begins_at_most,
             assign=self.assign,
             groups_at_once=self.groups_at_once,
             tokenizers=tokenizer_of(self, self.chat, self.policy, self.make_env),
@@ -117,25 +112,23 @@ class SourceEnv:
             fills_columns=("behavior_logprobs", "token_rewards") if self.turn_rewards else ("behavior_logprobs",),
         )
 
-    async def assign(
-        self, ledger: Ledger, samplers: Samplers, worker: Worker = ALONE
-    ) -> AsyncIterator[Sequence[Assignment]]:
-        """Admit prompts, each when `max_lag` allows it, and yield them; see `Assign`.
+    async def assign(self, samplers: Samplers, worker: Worker = ALONE) -> AsyncIterator[Sequence[Assignment]]:
+        """Admit prompts, each when the schedule of the pipeline allows it, and yield them; see `Assign`.
 
         In a synchronous schedule, a window has all prompts that may begin; the next one begins when all have arrived.
         """
-        per_step = None if self.step_groups is None else self.step_groups * self.group_size
-        limiter = LagLimiter(ledger, self.group_size, self.max_lag, per_step=per_step, samplers=samplers)
+        context = current()
+        limiter, synchronous = LagLimiter(context, self.group_size, samplers), context.schedule.synchronous
         window: list[Assignment] = []
-        for number in self.numbers(worker):
+        for number in self.numbers(worker, synchronous=synchronous):
             if not window:
-                if self.synchronous:
+                if synchronous:
                     await samplers.hold_none()
                 await limiter.wait_for_slot()
             group = GroupId(self.env_name, str(number))
-            ledger.admit(group, range(self.group_size))
+            context.ledger.admit(group, range(self.group_size))
             window.append(Assignment(group, (1 << self.group_size) - 1))
-            if not self.synchronous or limiter.full:
+            if not synchronous or limiter.full:
                 yield window
                 window = []
         if window:
@@ -146,7 +139,7 @@ class SourceEnv:
         sets = {} if self.evaluation is None else self.evaluation.sets
         evaluated = {name: found for name, each in sets.items() if (found := identity_of(each)) is not None}
         fixed = {"name": self.env_name, "seed": self.seed, "first_task": self.first_task}
-        options = {"group_size": self.group_size, "sampling": self.samplings, "max_lag": self.max_lag}
+        options = {"group_size": self.group_size, "sampling": self.samplings}
         data = {} if (found := identity_of(self.make_env)) is None else {"data": found}
         return StageFacts(fixed={**fixed, **data, "evaluation": evaluated}, options=options)
 
@@ -165,8 +158,8 @@ class SourceEnv:
             InvalidConfig: naming the field.
         """
         normalize_counts(self, "group_size", "max_length")
-        normalize_counts(self, "concurrency", "threads", "step_groups")
-        normalize_counts(self, "max_lag", "groups", "first_task", "seed", least=0)
+        normalize_counts(self, "concurrency", "threads")
+        normalize_counts(self, "groups", "first_task", "seed", least=0)
         normalize_numbers(self, "rollout_timeout_s")
         self._check_sampling()
         if self.evaluation is not None and self.groups is not None:
@@ -174,8 +167,6 @@ class SourceEnv:
                 f"SourceEnv.evaluation: expected groups=None, because a source that has sent its last prompt evaluates "
                 f"no later step, got groups={self.groups}: bound the run by SinkTrainer(max_steps=…)"
             )
-        if self.step_groups is not None and self.max_lag is None:
-            raise InvalidConfig(f"SourceEnv.step_groups: expected none without max_lag, got {self.step_groups}")
 
     @property
     def decodes_with(self) -> Tokenizer | None:
@@ -226,18 +217,16 @@ class SourceEnv:
                 await _RolloutScheduler(self, begin, engine, outbox, context).work()
 
     def evaluated(self, engine: Engine, make_env: Callable[[], Environment], prompts: int) -> SourceEnv:
-        """Return the source of the completions of one set of `evaluation`; repeatable where this one is."""
+        """Return the source of the completions of one set of `evaluation`."""
         assert self.evaluation is not None  # noqa: S101 (called for it)
-        samples, concurrency = self.evaluation.samples, max(self.concurrency, self.evaluation.samples)
+        samples = self.evaluation.samples
         return replace(
             self,
             make_env=make_env,
             policy=OpenedPolicy(engine),
             group_size=samples,
             sampling=self.evaluation.sampling,
-            concurrency=concurrency,
-            max_lag=0 if self.synchronous else None,
-            step_groups=concurrency // samples if self.synchronous else None,
+            concurrency=max(self.concurrency, samples),
             groups=prompts,
             first_task=0,
             trained=b"",
@@ -252,18 +241,6 @@ class SourceEnv:
         return max(1, self.concurrency // self.group_size)
 
     @property
-    def synchronous(self) -> bool:
-        """Return whether all trajectories of a step are sampled with the weights of the step before it."""
-        return self.max_lag == 0 and self.step_groups is not None
-
-    @property
-    def _begins_at_most(self) -> int | None:
-        """Return the bound on trajectories that are begun and not trained; None if it is unknown."""
-        if self.step_groups is None or self.max_lag is None:
-            return None
-        return (self.max_lag + 1) * self.step_groups * self.group_size
-
-    @property
     def env_name(self) -> str:
         """Return the environment's name in every id."""
         if self.name:
@@ -271,7 +248,7 @@ class SourceEnv:
         made_by: Any = self.make_env.func if isinstance(self.make_env, partial) else self.make_env
         return str(getattr(made_by, "__name__", type(made_by).__name__))
 
-    def numbers(self, worker: Worker) -> Iterable[int]:
+    def numbers(self, worker: Worker, *, synchronous: bool = False) -> Iterable[int]:
         """Return the prompts of an evaluation that `worker` samples, every `worker.count`-th; in training all of them.
 
         In a synchronous schedule no trajectory is in flight when a step is done: an untrained prompt before the last
@@ -283,7 +260,7 @@ class SourceEnv:
             numbers = range(first, self.first_task + self.groups, worker.count)
         trained = np.unpackbits(np.frombuffer(self.trained, np.uint8), bitorder="little")[first :: worker.count]
         places = np.flatnonzero(trained)
-        if self.synchronous:
+        if synchronous:
             places = np.arange(places.max(initial=-1) + 1)
         skipped = set((first + worker.count * places).tolist())
         return (number for number in numbers if number not in skipped)
@@ -321,8 +298,18 @@ class _RolloutScheduler:
         """Groups that are being sampled."""
         self._evaluator: Evaluator | None = None
         if (evaluation := source.evaluation) is not None and context.worker.index < context.worker.count:
+            schedule = UNBOUNDED
+            if context.schedule.synchronous:  # so that its completions do not depend on a clock either
+                schedule = Schedule(0, max(source.concurrency, evaluation.samples))
             make_source = partial(source.evaluated, engine)
-            self._evaluator = Evaluator(evaluation, make_source, source.decodes_with, context, self._weights_arrived)
+            self._evaluator = Evaluator(
+                evaluation,
+                make_source,
+                source.decodes_with,
+                context=context,
+                schedule=schedule,
+                weights_arrived=self._weights_arrived,
+            )
 
     async def hold_none(self) -> None:
         """Return: a window is sampled and sent before the next one is asked for."""
@@ -334,7 +321,7 @@ class _RolloutScheduler:
             async with anyio.create_task_group() as evaluations:
                 if self._evaluator is not None:
                     evaluations.start_soon(await_user, self._evaluator.follow)
-                if self._source.synchronous:
+                if self._context.schedule.synchronous:
                     await self._sample_windows()
                 else:
                     async with anyio.create_task_group() as groups:
@@ -345,7 +332,7 @@ class _RolloutScheduler:
         """Yield the prompts to sample, those of a window together, once the weights are here that they need."""
         context = self._context
         if context.assignments is None:
-            async for window in self._source.assign(context.ledger, self, context.worker):
+            async for window in self._source.assign(self, context.worker):
                 await self._expect_weights()
                 yield window
         else:
@@ -355,7 +342,7 @@ class _RolloutScheduler:
 
     async def _expect_weights(self) -> None:
         """Wait for the published weights where lag is bounded: with older ones a group would exceed its bound."""
-        if self._source.max_lag is not None:
+        if self._context.schedule.max_lag is not None:
             await self._weights_arrived()
 
     async def _weights_arrived(self) -> None:

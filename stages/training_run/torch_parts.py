@@ -193,8 +193,6 @@ class RunParts:
             max_length=self._max_length,
             sampling=config.sampling,
             concurrency=max(CONCURRENCY, per_sampler),
-            max_lag=algorithm.max_lag,
-            step_groups=None if algorithm.drop_zero_variance or algorithm.mask_truncated else algorithm.prompts,
             seed=config.seed,
             evaluation=self.evaluation,
         )
@@ -389,7 +387,6 @@ class RunParts:
         gathered = algorithm.prompts if algorithm.advantages in {*GATHERING, "gae"} else None
         batcher = Batcher(
             max_tokens=sequences * self._max_length,
-            max_lag=algorithm.max_lag,
             drop_zero_variance=algorithm.drop_zero_variance,
             sequences=sequences,
         )
@@ -405,7 +402,8 @@ class RunParts:
             normalizer = AdvantageNormalizer(algorithm.advantages, batch_groups=gathered, preset=algorithm.preset)
         except InvalidConfig as error:
             raise InvalidConfig(f"config: algorithm.advantages: {error}") from None
-        rewarded = source(self.source(policy), on=self._samplers(policy)).then(self.rewards)
+        sampled = source(self.source(policy), on=self._samplers(policy), max_lag=algorithm.max_lag)
+        rewarded = sampled.then(self.rewards)
         compared = rewarded.then(normalizer)
         trained = compared.then(TruncationMask()) if algorithm.mask_truncated else compared
         return trained.then(batcher).sink(sink)

@@ -313,14 +313,12 @@ def test_a_script_with_the_same_stages_trains_to_the_same_weights(values: dict[s
                 group_size=4,
                 sampling=SamplingParams(max_completion_tokens=6),
                 concurrency=256,
-                max_lag=0,
-                step_groups=2,
             )
             pipeline: Pipeline = (
-                source(env, on=processes(1))
+                source(env, on=processes(1), max_lag=0)
                 .then(RewardBridge(tokenizer=tokenizer, functions=[trl_reward(function)]))
                 .then(AdvantageNormalizer("grpo"))
-                .then(Batcher(max_tokens=8192, max_lag=0, sequences=8))
+                .then(Batcher(max_tokens=8192, sequences=8))
                 .sink(SinkTrainer(trainer, publisher, max_steps=4))
             )
             await pipeline.run(folder="script")

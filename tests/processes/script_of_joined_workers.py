@@ -77,9 +77,9 @@ def endless() -> SourceEnv:
     return SourceEnv(Rollouts, NoOpPolicy(), group_size=GROUP_SIZE, concurrency=8)
 
 
-def on_policy() -> SourceEnv:
-    """Sample no further than the step that trains next: six prompts each."""
-    return SourceEnv(Rollouts, NoOpPolicy(), group_size=GROUP_SIZE, groups=18, concurrency=16, max_lag=0, step_groups=6)
+def eighteen() -> SourceEnv:
+    """Sample 18 prompts."""
+    return SourceEnv(Rollouts, NoOpPolicy(), group_size=GROUP_SIZE, groups=18, concurrency=16)
 
 
 def shared() -> Sample:

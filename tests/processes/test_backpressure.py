@@ -58,8 +58,8 @@ async def standing_still(pipeline: Pipeline) -> PipelineStatistics:
 
 async def test_a_trainer_that_stands_still_stops_its_sources_within_the_budget_of_records_and_bytes() -> None:
     trainer, ledger = Halting(), Ledger()
-    flow = source(SampleVersioned(), on=processes(WORKERS)).then(
-        Batcher(max_tokens=GROUPS * group().tokens.size, max_lag=MAX_LAG),
+    flow = source(SampleVersioned(), on=processes(WORKERS), max_lag=MAX_LAG).then(
+        Batcher(max_tokens=GROUPS * group().tokens.size),
         capacity=CAPACITY,
         capacity_bytes=CAPACITY_BYTES,
     )

@@ -389,9 +389,10 @@ async def test_a_run_trains_samples_of_a_server(tmp_path: Path, sampling: Litera
                         group_size=2,
                         sampling=SamplingParams(max_completion_tokens=4),
                         concurrency=4,
-                    )
+                    ),
+                    max_lag=1,
                 )
-                .then(Batcher(max_tokens=40, max_lag=1))
+                .then(Batcher(max_tokens=40))
                 .sink(SinkTrainer(trainer, EnginePublisher(folder, [engine]), sampling=sampling, max_steps=4))
                 .run()
             )

@@ -32,6 +32,7 @@ from penstock import (
     ReceiveChannel,
     Report,
     SendChannel,
+    StageInfo,
     TrainBatch,
     TrajectoryGroup,
     TrajectoryId,
@@ -282,6 +283,9 @@ async def test_the_limit_of_the_lag_is_that_of_the_run_however_many_workers_ther
     class Measure:
         """Trains on six groups at a time, and measures what is in flight."""
 
+        def stage_info(self) -> StageInfo:
+            return StageInfo(waits_for=6 * script.GROUP_SIZE)
+
         async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
             nonlocal most
             groups: list[TrajectoryGroup] = []
@@ -295,11 +299,11 @@ async def test_the_limit_of_the_lag_is_that_of_the_run_however_many_workers_ther
                     ledger.commit_ids(ids, step)
                     groups.clear()
 
-    pipeline = source(script.on_policy(), on=joining(expected=4, url=url, digest=DIGEST)).sink(Measure())
+    pipeline = source(script.eighteen(), on=joining(expected=4, url=url, digest=DIGEST), max_lag=0).sink(Measure())
 
     async with running(pipeline):
         for _ in range(3):
-            await workers.start("on_policy")
+            await workers.start("eighteen")
 
     assert most == 6 * script.GROUP_SIZE
     assert report_of(pipeline).balance.ended["trained"] == 18 * script.GROUP_SIZE

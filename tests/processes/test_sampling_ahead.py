@@ -35,9 +35,9 @@ class WaitsInItsFirstStep:
 @pytest.mark.parametrize("workers", [0, 1])  # of several, one may begin ten seconds after another
 async def test_what_is_sampled_before_the_first_step_is_bounded_by_the_batch_that_is_stated(workers: int) -> None:
     trainer, ledger = WaitsInItsFirstStep(), Ledger()
-    env = SourceEnv(all_different, NoOpPolicy(), group_size=4, max_lag=MAX_LAG)
+    env = SourceEnv(all_different, NoOpPolicy(), group_size=4)
     on = processes(workers) if workers else here()
-    flow = source(env, on=on).then(Batcher(max_tokens=10_000, sequences=BATCH, max_lag=MAX_LAG))
+    flow = source(env, on=on, max_lag=MAX_LAG).then(Batcher(max_tokens=10_000, sequences=BATCH))
 
     async def begun() -> int:
         while True:

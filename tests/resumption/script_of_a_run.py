@@ -156,14 +156,12 @@ async def run(folder: Path, kill_point: KillPoint) -> None:
             Tokens(),
             group_size=GROUP_SIZE,
             sampling=SamplingParams(max_completion_tokens=4),
-            max_lag=0,
-            step_groups=STEP_GROUPS,
         )
         pipeline = (
-            source(env)
+            source(env, max_lag=0)
             .then(Varied())
             .then(AdvantageNormalizer("global"))
-            .then(Batcher(max_tokens=256, sequences=STEP_GROUPS * GROUP_SIZE, max_lag=0))
+            .then(Batcher(max_tokens=256, sequences=STEP_GROUPS * GROUP_SIZE))
             .sink(
                 SinkTrainer(trainer, publisher, max_steps=STEPS, checkpoint_every=CHECKPOINT_EVERY, keep_checkpoints=1)
             )

@@ -78,8 +78,6 @@ async def run(folder: Path, kill_point: KillPoint, *, kill_at: int | None = None
             Tokens(),
             group_size=GROUP_SIZE,
             sampling=SamplingParams(max_completion_tokens=4),
-            max_lag=0,
-            step_groups=STEP_GROUPS,
             evaluation=evaluation if evaluates else None,
         )
         sink = SinkTrainer(
@@ -91,9 +89,9 @@ async def run(folder: Path, kill_point: KillPoint, *, kill_at: int | None = None
             samples=Samples(Tokens(), every=STEPS),
         )
         pipeline = (
-            source(env)
+            source(env, max_lag=0)
             .then(AdvantageNormalizer("grpo"))
-            .then(Batcher(max_tokens=256, sequences=STEP_GROUPS * GROUP_SIZE, max_lag=0))
+            .then(Batcher(max_tokens=256, sequences=STEP_GROUPS * GROUP_SIZE))
             .sink(sink)
         )
         await pipeline.run(folder=folder)

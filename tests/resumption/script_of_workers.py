@@ -74,13 +74,11 @@ async def run(folder: Path, kill_point: KillPoint, make_env: Callable[[], Digits
             Tokens(),
             group_size=GROUP_SIZE,
             sampling=SamplingParams(max_completion_tokens=4),
-            max_lag=0,
-            step_groups=STEP_GROUPS,
         )
         pipeline = (
-            source(env, on=processes(workers))
+            source(env, on=processes(workers), max_lag=0)
             .then(AdvantageNormalizer("grpo"))
-            .then(Batcher(max_tokens=512, sequences=STEP_GROUPS * GROUP_SIZE, max_lag=0))
+            .then(Batcher(max_tokens=512, sequences=STEP_GROUPS * GROUP_SIZE))
             .sink(SinkTrainer(trainer, publisher, max_steps=STEPS, checkpoint_every=CHECKPOINT_EVERY))
         )
         await pipeline.run(folder=folder)

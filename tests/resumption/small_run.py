@@ -56,8 +56,6 @@ async def _run(folder: Path, steps: int, *, skip_damaged: bool) -> None:
             Tokens(),
             group_size=GROUP_SIZE,
             sampling=SamplingParams(max_completion_tokens=3),
-            max_lag=0,
-            step_groups=STEP_GROUPS,
             evaluation=evaluated,
         )
         sink = SinkTrainer(
@@ -69,9 +67,9 @@ async def _run(folder: Path, steps: int, *, skip_damaged: bool) -> None:
             samples=Samples(Tokens(), every=1, count=1),
         )
         pipeline = (
-            source(env)
+            source(env, max_lag=0)
             .then(AdvantageNormalizer("global"))
-            .then(Batcher(max_tokens=256, sequences=STEP_GROUPS * GROUP_SIZE, max_lag=0))
+            .then(Batcher(max_tokens=256, sequences=STEP_GROUPS * GROUP_SIZE))
             .sink(sink)
         )
         await pipeline.run(folder=folder, config={"lr": 0.02}, skip_damaged=skip_damaged)

@@ -35,13 +35,14 @@ async def run(
     *,
     allow_changes: bool = False,
     config: dict[str, Any] | None = None,
+    max_lag: int = 1,
     **options: Any,
 ) -> Recorder:
     """Run until `steps` steps are done, or continue the run, and return its trainer."""
-    given: dict[str, Any] = {"group_size": GROUP_SIZE, "max_lag": 1} | options
+    given: dict[str, Any] = {"group_size": GROUP_SIZE} | options
     recorder = Recorder(NEVER)
     pipeline = (
-        source(SourceEnv(prompts, FakePolicy(), Letters(), **given))
+        source(SourceEnv(prompts, FakePolicy(), Letters(), **given), max_lag=max_lag)
         .then(RewardBridge(functions=[RewardFunction(answered, reads_text=False)]))
         .then(AdvantageNormalizer("none"))
         .then(Batcher(max_tokens=512, sequences=STEP_GROUPS * GROUP_SIZE))

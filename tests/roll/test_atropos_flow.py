@@ -47,8 +47,6 @@ def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourceEnv:
         sampling=SamplingParams(max_completion_tokens=4),
         max_length=16,
         group_size=4,
-        max_lag=0,
-        step_groups=None,
         options={"first": 0},
     )
 

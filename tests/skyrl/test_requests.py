@@ -173,7 +173,7 @@ def test_rollouts_that_fail_in_a_worker_are_sampled_again_though_no_record_follo
         assert flow.balance.ended["failed"] == 3 * ATTEMPTS
 
 
-@pytest.mark.parametrize("field", ["max_lag", "groups", "first_task"])
+@pytest.mark.parametrize("field", ["groups", "first_task"])
 def test_a_source_that_says_what_is_sampled_is_refused(field: str) -> None:
     with pytest.raises(InvalidConfig, match=rf"expected SourceEnv\.{field} to be"):
         sampled(**{field: 3})

@@ -364,8 +364,8 @@ def hooked(raises: Raises) -> Pipeline:
 
 def evaluated(**methods: Any) -> Pipeline:
     evaluation = Evaluation({"val": lambda: with_method(Sums(), **methods)}, every=1)
-    env = sampling(Sums(), groups=None, evaluation=evaluation, max_lag=1)
-    return source(env).then(Batcher(max_tokens=4096, sequences=4)).sink(SinkTrainer(Trainer(), max_steps=2))
+    env = sampling(Sums(), groups=None, evaluation=evaluation)
+    return source(env, max_lag=1).then(Batcher(max_tokens=4096, sequences=4)).sink(SinkTrainer(Trainer(), max_steps=2))
 
 
 @dataclass
@@ -414,7 +414,7 @@ PLACES: dict[str, Callable[[Raises], Pipeline | Run]] = {
     "engine.generate": lambda raises: run_of(Game(), with_method(FakePolicy(), generate=raises)),
     "engine.generate, async": lambda raises: run_of(Game(), with_method(FakePolicy(), generate=raises.later)),
     "engine.arrived": lambda raises: (
-        source(sampling(Game(), with_method(FakePolicy(), arrived=raises.later), max_lag=1, groups=20))
+        source(sampling(Game(), with_method(FakePolicy(), arrived=raises.later), groups=20), max_lag=1)
         .then(Batcher(max_tokens=4096, sequences=4))
         .sink(SinkTrainer(Trainer(), Publisher()))
     ),

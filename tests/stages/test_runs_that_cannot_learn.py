@@ -37,10 +37,17 @@ class Counting:
         return {"groups": len(batch.groups)}
 
 
-def run_of(make_env: Callable[[], Any], *, on: Any = HERE, max_steps: int | None = None, **batching: Any) -> Pipeline:
+def run_of(
+    make_env: Callable[[], Any],
+    *,
+    on: Any = HERE,
+    max_steps: int | None = None,
+    max_lag: int | None = None,
+    **batching: Any,
+) -> Pipeline:
     env = SourceEnv(make_env, NoOpPolicy(), group_size=8)
     return (
-        source(env, on=on)
+        source(env, on=on, max_lag=max_lag)
         .then(AdvantageNormalizer("grpo"))
         .then(TruncationMask())
         .then(Batcher(max_tokens=4096, **batching))

@@ -28,7 +28,7 @@ from tests.failsafe import FAILSAFE_S
 from tests.pages import program
 from tests.trl.contract import SAMPLE, TRANSFER, WORKER, fields_of, methods_of
 from tests.trl_real.conftest import MakeTrainer
-from tests.trl_real.letters import COMPLETION, GROUP, flow_of, publisher_of
+from tests.trl_real.letters import COMPLETION, flow_of, publisher_of
 from tests.trl_real.training import synchronous_trainer_of
 from transformers import TrainerCallback
 
@@ -253,7 +253,7 @@ def test_a_flow_that_ends_before_the_training_is_told(model: Path, make_trainer:
 
 def test_a_flow_that_waits_for_the_trainer_while_it_waits_is_told(model: Path, make_trainer: MakeTrainer) -> None:
     publisher = publisher_of(model)
-    worker = TRLWorker(lambda: flow_of(model, publisher.url, max_lag=0, step_groups=16 // GROUP))
+    worker = TRLWorker(lambda: flow_of(model, publisher.url, max_lag=0))
     trainer = make_trainer(worker, publisher, heartbeat_stale_after_s=1.0)
 
     with pytest.raises(FlowStalled, match="expected a sample within 1 s, got none in"):
@@ -276,15 +276,12 @@ def test_a_resumed_training_trains_no_trajectory_twice(model: Path, make_trainer
     assert sum(mask.bit_count() for mask in after.values()) == 9 * 16  # none of them twice
 
 
-SYNCHRONOUS = {"max_lag": 0, "step_groups": 4}
-
-
 def test_the_synchronous_trainer_is_given_what_its_weights_have_sampled(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     publisher = publisher_of(model)
-    with rollout_func(lambda: flow_of(model, publisher.url, workers=1, **SYNCHRONOUS), publisher) as rollouts:
+    with rollout_func(lambda: flow_of(model, publisher.url, workers=1, max_lag=0), publisher) as rollouts:
         trainer = synchronous_trainer_of(model, tmp_path / "trained", rollouts, max_steps=60)
         trainer.train()
 
@@ -316,7 +313,7 @@ def test_the_log_probabilities_that_the_synchronous_trainer_is_given_are_those_o
             differences.append(float((expected - torch.tensor(given)).abs().max()))
         return rows
 
-    with rollout_func(lambda: flow_of(model, publisher.url, **SYNCHRONOUS), publisher) as rollouts:
+    with rollout_func(lambda: flow_of(model, publisher.url, max_lag=0), publisher) as rollouts:
         trainer = synchronous_trainer_of(model, tmp_path / "trained", rollouts, max_steps=4)
         trainer.rollout_func = compared
         trainer.train()
@@ -333,7 +330,7 @@ def test_the_synchronous_trainer_resumes_with_the_prompts_that_it_has_not_traine
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     for max_steps, resume_from in ((3, None), (5, str(folder / "checkpoint-2"))):
         publisher = publisher_of(model)
-        flow = partial(lambda publisher: flow_of(model, publisher.url, **SYNCHRONOUS), publisher)
+        flow = partial(lambda publisher: flow_of(model, publisher.url, max_lag=0), publisher)
         with rollout_func(flow, publisher) as rollouts:
             trainer = synchronous_trainer_of(model, folder, rollouts, max_steps=max_steps, **options)
             trainer.train(resume_from_checkpoint=resume_from)

@@ -51,14 +51,16 @@ def publisher_of(folder: Path) -> WeightPublisher:
     return WeightPublisher(HFModel.empty(folder).state_dict())
 
 
-def flow_of(folder: Path, url: str, workers: int = 0, restarts: int = 2, **options: Any) -> Flow[TrajectoryGroup]:
+def flow_of(
+    folder: Path, url: str, workers: int = 0, restarts: int = 2, *, max_lag: int | None = 2, **options: Any
+) -> Flow[TrajectoryGroup]:
     """Return a flow of groups with advantages, sampled here or by `workers` processes."""
     tokenizer = PretrainedTokenizer(folder)
     policy = TorchPolicy(partial(HFModel.empty, folder), eos_id=tokenizer.eos_id, weights=url)
     prompts = options.pop("prompts", Prompts)
-    options = {"max_lag": 2, "group_size": GROUP} | options
+    options = {"group_size": GROUP} | options
     sampling = SamplingParams(max_completion_tokens=COMPLETION)
     env = SourceEnv(prompts, policy, tokenizer, sampling=sampling, **options)
-    return source(env, on=processes(workers, restarts=restarts) if workers else here()).then(
+    return source(env, on=processes(workers, restarts=restarts) if workers else here(), max_lag=max_lag).then(
         AdvantageNormalizer("grpo")
     )

@@ -267,7 +267,7 @@ def test_tokens_in_the_middle_that_do_not_train_have_no_part_in_verls_loss(
 
 
 IN_A_PROCESS = "+actor_rollout_ref.rollout.custom.options.workers=1"
-ON_POLICY = ["+actor_rollout_ref.rollout.custom.options={max_lag: 0, step_groups: 4}", "trainer.total_epochs=100"]
+ON_POLICY = ["+actor_rollout_ref.rollout.custom.options={max_lag: 0}", "trainer.total_epochs=100"]
 
 
 def test_verls_trainer_trains_and_the_reward_rises(make_training: MakeConfig) -> None:

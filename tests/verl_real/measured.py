@@ -99,7 +99,7 @@ def with_own_loop(model: Path, folder: Path, lines: list[str], *, victim: str | 
 def with_flow(model: Path, folder: Path, lines: list[str], *, workers: int = 1, dies: bool = False) -> dict[str, Any]:
     """Train with a flow that samples in the process of the trainer, or in one of its own, which may be killed."""
     custom = "+actor_rollout_ref.rollout.custom"
-    options = f"{custom}.options={{max_lag: 0, step_groups: 4, workers: {workers}}}"
+    options = f"{custom}.options={{max_lag: 0, workers: {workers}}}"
     flow = f"tests.verl_real.flows:{'deadly' if dies else 'letters'}"
     lines = [*lines, options, f"{custom}.dies_at={KILL_AT * BATCH - 8}"]
     _, manager, _ = train(training_of(model, folder, *lines, flow=flow), tracking=Clock)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...._pipeline.errors import InvalidPipeline
+from ...._pipeline.runtime.flow import source
 from ...rewards.reward_bridge import RewardBridge
 from ..flow_thread.flow_run import Groups
 from .atropos_flow import flow_function
@@ -136,8 +137,6 @@ class FlowEnvManager:
             sampling=sampling_of(generation, env["max_tokens_per_step"]),
             max_length=config.sequence_length,
             group_size=worker.group_size,
-            max_lag=int(ratio),
-            step_groups=groups * worker.max_traj_per_env if fixed else None,
             options=plain(env.get("config", {})),
             cpus=int(amount_of(resources, "CPU", f"{root}.resources")),
             gpus=int(amount_of(resources, "GPU", f"{root}.resources")),
@@ -148,10 +147,11 @@ class FlowEnvManager:
         bridge = None if reward is None else RewardBridge.from_config(plain(reward), tokenizer=job.tokenizer)
 
         def make_flow() -> Groups:
-            made: Groups = function(job)
+            made: Groups = source(function(job), max_lag=int(ratio))
             return made if bridge is None else made.then(bridge)
 
-        bounds = Bounds(worker.group_size, config.sequence_length, ratio, config.env_monitor.hung_timeout)
+        per_step = groups * worker.max_traj_per_env * worker.group_size if fixed else None
+        bounds = Bounds(worker.group_size, config.sequence_length, ratio, config.env_monitor.hung_timeout, per_step)
         files = StepFiles(Path(config.output_dir, "penstock", tag), config.save_steps)
         flow = TagFlow(tag, make_flow, bounds, files, lambda: held_episodes(output_queue))
         return flow

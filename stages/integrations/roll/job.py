@@ -32,10 +32,6 @@ class RollJob:
     """ROLL's `sequence_length`: longer sequences are rejected."""
     group_size: int
     """Rollouts of each group; groups of another size are rejected."""
-    max_lag: int
-    """ROLL's `async_generation_ratio`."""
-    step_groups: int | None
-    """Groups of this tag in an optimizer step; None where ROLL takes as many as come."""
     cpus: int = 0
     """The tag's `resources`, `CPU` or `num_cpus`: for `on=processes(job.cpus)` of a flow with another policy."""
     gpus: int = 0
@@ -58,6 +54,4 @@ class RollJob:
         return {
             "group_size": self.group_size,
             "max_length": self.max_length,
-            "max_lag": self.max_lag,
-            "step_groups": self.step_groups,
         }

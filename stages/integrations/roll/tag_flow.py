@@ -48,6 +48,8 @@ class Bounds(NamedTuple):
     async_generation_ratio: int
     hung_timeout: float
     """Seconds without a group after which ROLL is told that none will come."""
+    per_step: int | None = None
+    """Trajectories of this tag in an optimizer step; None where ROLL takes as many as come."""
 
 
 class TagFlow:
@@ -141,7 +143,16 @@ class TagFlow:
             f"ROLL: expected group_size={self._bounds.group_size} rollouts that train, of at most "
             f"sequence_length={self._bounds.sequence_length} tokens",
         )
-        run = FlowRun(self._make_flow, self._items, self._queue, trainer="ROLL", rest=rest, saved=saved, version=step)
+        run = FlowRun(
+            self._make_flow,
+            self._items,
+            self._queue,
+            trainer="ROLL",
+            rest=rest,
+            saved=saved,
+            version=step,
+            per_step=self._bounds.per_step,
+        )
         self._thread.start(run)
 
     def _commit(self, step: int) -> None:

@@ -28,8 +28,6 @@ from ...sampling.source_env import SourceEnv
 from .requests import INSTANCE_ID, SAMPLING
 
 OF_A_SOURCE = {
-    "max_lag": None,
-    "step_groups": None,
     "groups": None,
     "first_task": 0,
     "evaluation": None,

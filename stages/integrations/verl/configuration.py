@@ -56,6 +56,13 @@ class Configuration:
         mode: str = self._trainer.v1.trainer_mode
         return mode
 
+    @property
+    def per_step(self) -> int | None:
+        """The trajectories that each step trains; None where verl takes as many groups as it needs."""
+        if self._mode != "sync" or self.limits.filter_metric is not None:
+            return None
+        return int(self._config.data.train_batch_size) * self.group_size
+
     def _check(self) -> None:
         if not self._trainer.use_v1:
             raise InvalidPipeline(

@@ -82,6 +82,7 @@ class PenstockLoopManager:
             rest=Drop("filtered", NOTHING_TO_TRAIN),
             saved=saved,
             version=version,
+            per_step=self._config.per_step,
         )
         self._thread = FlowThread("penstock-verl-flow")
         self._thread.start(run)

@@ -178,17 +178,6 @@ def test_every_problem_is_listed_at_once() -> None:
     ]
 
 
-def test_a_source_that_begins_less_than_a_batch_waits_for_is_found() -> None:
-    @dataclass(frozen=True)
-    class Paced(Groups):
-        def stage_info(self) -> StageInfo:
-            return StageInfo(begins_at_most=24)
-
-    problems = complaint(source(Paced(1)).then(Batcher(max_tokens=999, sequences=32)).sink(Train()))
-
-    assert "Batcher waits for 32 trajectories, and Paced begins 24 before a step" in problems
-
-
 @pytest.mark.parametrize(
     "stage", [AtroposClient(batch_size=8, max_token_len=64, num_steps=1), SourceChannel("tcp://127.0.0.1:0")]
 )
@@ -200,8 +189,8 @@ def test_a_source_that_follows_its_trajectories_is_found_in_a_worker(stage: Any)
         assert f"{type(stage).__name__}: it asks the ledger of the run what became of trajectories" in problems
 
 
-def test_a_batcher_that_bounds_the_lag_is_found_in_a_worker() -> None:
-    problems = complaint(source(Groups(1)).then(Batcher(max_tokens=999, max_lag=1), on=processes(1)).sink(Train()))
+def test_a_batcher_is_found_in_a_worker() -> None:
+    problems = complaint(source(Groups(1)).then(Batcher(max_tokens=999), on=processes(1)).sink(Train()))
 
     assert "Batcher: it asks the ledger of the run what became of trajectories" in problems
 

@@ -50,12 +50,12 @@ class Source:
             self.assign, self.ledger, self.accounting, self.place_of, at_a_time=at_a_time, at_first=at_first
         )
 
-    async def assign(self, ledger: Ledger, samplers: Samplers) -> AsyncIterator[Sequence[Assignment]]:
+    async def assign(self, samplers: Samplers) -> AsyncIterator[Sequence[Assignment]]:
         for window in self.windows:
             if self.waits_for_all:
                 await samplers.hold_none()
             for name in window:
-                ledger.admit(prompt(name), [0, 1])
+                self.ledger.admit(prompt(name), [0, 1])
             yield [Assignment(prompt(name), 0b11) for name in window]
 
     def join(self, name: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import AdvantageNormalizer, Batcher, Context, TrainBatch, TrajectoryGroup
+from penstock import AdvantageNormalizer, Batcher, Context, Schedule, TrainBatch, TrajectoryGroup
 from penstock.channels import memory_channel
 from penstock.errors import InvalidRecord, RecordTooLarge
 from penstock.testing import drive, entered, group
@@ -32,8 +32,8 @@ def names(batches: Sequence[TrainBatch]) -> list[list[str]]:
 class Training:
     """A batcher between a source and a trainer that are driven by hand."""
 
-    def __init__(self, batcher: Batcher) -> None:
-        self.context = Context()
+    def __init__(self, batcher: Batcher, max_lag: int | None = None) -> None:
+        self.context = Context(schedule=Schedule(max_lag))
         self._batcher = batcher
         self._feed, self._inbox = memory_channel[TrajectoryGroup](100)
         self._outbox, self._batches = memory_channel[TrainBatch](100)
@@ -56,7 +56,7 @@ class Training:
         """Take one batch and train it: one optimizer step."""
         batch = self._batches.receive_nowait()
         ledger = self.context.ledger
-        assert batch.lags(ledger.step).max() <= (self._batcher.max_lag or 1_000_000)
+        assert batch.lags(ledger.step).max() <= (self.context.schedule.max_lag or 1_000_000)
         ledger.commit(batch, ledger.step + 1)
         return names([batch])[0]
 
@@ -306,7 +306,7 @@ async def test_a_group_of_which_all_was_silenced_is_dropped() -> None:
 
 
 async def test_a_group_older_than_the_bound_is_dropped_as_stale() -> None:
-    training = Training(Batcher(max_tokens=100, max_lag=2, sequences=4))
+    training = Training(Batcher(max_tokens=100, sequences=4), max_lag=2)
 
     async def play() -> None:
         training.context.ledger.step = 10
@@ -319,7 +319,7 @@ async def test_a_group_older_than_the_bound_is_dropped_as_stale() -> None:
 
 
 async def test_one_old_trajectory_makes_its_whole_group_stale() -> None:
-    training = Training(Batcher(max_tokens=100, max_lag=0, sequences=2))
+    training = Training(Batcher(max_tokens=100, sequences=2), max_lag=0)
 
     async def play() -> None:
         training.context.ledger.step = 1
@@ -331,7 +331,7 @@ async def test_one_old_trajectory_makes_its_whole_group_stale() -> None:
 
 
 async def test_the_oldest_token_decides_where_weights_changed_within_a_rollout() -> None:
-    training = Training(Batcher(max_tokens=100, max_lag=1, sequences=1))
+    training = Training(Batcher(max_tokens=100, sequences=1), max_lag=1)
     versions = np.array([3, 3, 3, 3, 4, 4], np.int64)
 
     async def play() -> None:
@@ -346,7 +346,7 @@ async def test_the_oldest_token_decides_where_weights_changed_within_a_rollout()
 
 
 async def test_batches_that_wait_to_be_trained_count_as_steps_to_come() -> None:
-    training = Training(Batcher(max_tokens=100, max_lag=1, sequences=2))
+    training = Training(Batcher(max_tokens=100, sequences=2), max_lag=1)
 
     async def play() -> None:
         await training.feed(of_tokens(*[10] * 4))  # all of version 0: the first two batches will be trained in time
@@ -359,7 +359,7 @@ async def test_batches_that_wait_to_be_trained_count_as_steps_to_come() -> None:
 
 
 async def test_a_batch_of_groups_of_different_sizes_counts_as_a_step_to_come_too() -> None:
-    training = Training(Batcher(max_tokens=100, max_lag=0, sequences=5))
+    training = Training(Batcher(max_tokens=100, sequences=5), max_lag=0)
     pair, triple = (group(completion_lengths=[1] * size, instance_id=str(size)) for size in (2, 3))
 
     async def play() -> None:
@@ -372,7 +372,7 @@ async def test_a_batch_of_groups_of_different_sizes_counts_as_a_step_to_come_too
 
 
 async def test_a_batch_that_was_lost_on_the_way_is_no_step_to_come() -> None:
-    training = Training(Batcher(max_tokens=100, max_lag=0, sequences=2))
+    training = Training(Batcher(max_tokens=100, sequences=2), max_lag=0)
 
     async def play() -> None:
         await training.feed(of_tokens(10))
@@ -385,7 +385,7 @@ async def test_a_batch_that_was_lost_on_the_way_is_no_step_to_come() -> None:
 
 
 async def test_a_group_that_became_stale_while_the_batch_was_filled_does_not_ship() -> None:
-    training = Training(Batcher(max_tokens=100, max_lag=1, sequences=6))
+    training = Training(Batcher(max_tokens=100, sequences=6), max_lag=1)
 
     async def play() -> None:
         await training.feed(of_tokens(10, policy_version=0))
@@ -399,7 +399,7 @@ async def test_a_group_that_became_stale_while_the_batch_was_filled_does_not_shi
 
 
 async def test_a_batch_of_which_nothing_is_fresh_does_not_ship_at_all() -> None:
-    training = Training(Batcher(max_tokens=25, max_lag=1, sequences=8))
+    training = Training(Batcher(max_tokens=25, sequences=8), max_lag=1)
 
     async def play() -> None:
         await training.feed(of_tokens(10, 10, policy_version=0))
@@ -425,7 +425,7 @@ async def test_without_a_bound_nothing_is_stale() -> None:
 @fewer
 @given(st.integers(0, 3), st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=30))
 def test_no_batch_ever_trains_a_trajectory_older_than_the_bound(max_lag: int, turns: list[tuple[bool, int]]) -> None:
-    training = Training(Batcher(max_tokens=40, max_lag=max_lag))
+    training = Training(Batcher(max_tokens=40), max_lag=max_lag)
 
     async def play() -> None:
         for number, (feeds, behind) in enumerate(turns):
@@ -456,7 +456,7 @@ def test_a_pipeline_can_ask_how_large_a_group_may_be() -> None:
     assert Batcher(max_tokens=100).stage_info().takes_at_most_tokens == 100
 
 
-@pytest.mark.parametrize("arguments", [{"max_tokens": 0}, {"max_lag": -1}, {"sequences": 0}])
+@pytest.mark.parametrize("arguments", [{"max_tokens": 0}, {"sequences": 0}])
 def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(arguments))}: expected a whole number of at least"):
         Batcher(**{"max_tokens": 10, **arguments})
@@ -465,7 +465,7 @@ def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> No
 async def test_in_a_synchronous_schedule_a_batch_does_not_depend_on_the_order_of_arrival() -> None:
     received = [group(instance_id=name, policy_versions=[0, 0], rewards=[0, 1]) for name in "bca"]
 
-    (batch,) = await drive(Batcher(max_tokens=999, max_lag=0), received)
+    (batch,) = await drive(Batcher(max_tokens=999), received, schedule=Schedule(0))
 
     assert [packed.instance_id for packed in batch.groups] == ["a", "b", "c"]
 

@@ -347,10 +347,10 @@ async def test_a_prompt_past_the_bound_ends_as_rejected() -> None:
 async def test_a_synchronous_schedule_goes_on_past_rejected_prompts() -> None:
     rows = [{"prompt": "much longer" if n % 3 else "short", "id": n} for n in range(12)]
     dataset = PromptDataset(rows, max_prompt_tokens=5, shuffle=False)
-    batcher = Batcher(max_tokens=64, sequences=4, max_lag=0)
+    batcher = Batcher(max_tokens=64, sequences=4)
 
     report = await (
-        flow(source(dataset, groups=12, max_lag=0, step_groups=2))
+        flow(source(dataset, groups=12), max_lag=0)
         .then(AdvantageNormalizer("none"))
         .then(batcher)
         .sink(SinkTrainer(Counting()))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.fake_policy import Letters, completion_of
 
-from penstock import Batcher, Pipeline, SinkTrainer, SourceEnv, TrainBatch, Worker, here, source
+from penstock import Batcher, Pipeline, SinkTrainer, SourceEnv, TrainBatch, Worker, current, here, source
 from penstock.accounting import Ledger, Metrics
 from penstock.policies import Completion, NoOpEngine, SamplingParams
 from penstock.training import Evaluation
@@ -70,7 +70,7 @@ class Adds(NoOpEngine):
     def _completion(self, prompt: str, sampling: SamplingParams) -> Completion:
         number = int(prompt.partition("+")[0])
         wrong = number % 3 == 0 and (sampling.greedy or (sampling.seed or 0) % 2 == 1)
-        return completion_of(str(number + (2 if wrong else 1)), version=0)
+        return completion_of(str(number + (2 if wrong else 1)), version=current().ledger.step)
 
 
 class Counts:
@@ -128,13 +128,11 @@ def pipeline(
         Adds(),
         tokenizer,
         group_size=GROUP_SIZE,
-        max_lag=max_lag,
-        step_groups=GROUPS,
         evaluation=evaluated,
     )
     given: dict[str, Any] = {"trainer": Counts(), "max_steps": steps} | sink
     return (
-        source(env, on=on or here())
+        source(env, on=on or here(), max_lag=max_lag)
         .then(Batcher(max_tokens=10_000, sequences=GROUPS * GROUP_SIZE))
         .sink(SinkTrainer(**given))
     )

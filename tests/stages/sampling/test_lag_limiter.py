@@ -1,10 +1,11 @@
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from penstock import GroupId
+from penstock import Context, GroupId, Schedule
 from penstock._pipeline.accounting.repetition_sets import trajectories
 from penstock._stages.sampling.lag_limiter import LagLimiter
 from penstock.accounting import Ledger
@@ -37,6 +38,12 @@ class Sampling:
         """Return: no test waits for it."""
 
 
+def limiter(trainer: Trainer, max_lag: int | None, samplers: Sampling | None = None, **known: Any) -> LagLimiter:
+    """Return a limiter for groups of four."""
+    schedule = Schedule(max_lag, known.pop("per_step", None))
+    return LagLimiter(Context(trainer.ledger, schedule=schedule, **known), 4, samplers or Sampling())
+
+
 async def stays_waiting(wait: Callable[[], Awaitable[None]]) -> bool:
     """Return whether `wait` still waits when all other tasks are blocked."""
     done = False
@@ -58,9 +65,9 @@ async def test_nothing_is_held_back_without_a_bound_or_before_the_first_step() -
     trainer = Trainer()
     trainer.sample(100)
 
-    await LagLimiter(trainer.ledger, 4, max_lag=0, samplers=Sampling()).wait_for_slot()
+    await limiter(trainer, 0).wait_for_slot()
     trainer.train(0, step=1)
-    await LagLimiter(trainer.ledger, 4, max_lag=None, samplers=Sampling()).wait_for_slot()
+    await limiter(trainer, None).wait_for_slot()
 
 
 @pytest.mark.parametrize(("max_lag", "in_flight_at_most"), [(0, 8), (1, 16), (3, 32)])
@@ -70,7 +77,7 @@ async def test_a_group_is_begun_only_if_it_can_be_trained_within_the_bound(
     trainer = Trainer()
     trainer.sample(2)
     trainer.train(0, 1, step=1)  # so a step trains 8
-    pace = LagLimiter(trainer.ledger, 4, max_lag, samplers=Sampling())
+    pace = limiter(trainer, max_lag)
 
     while not await stays_waiting(pace.wait_for_slot):
         trainer.sample()
@@ -83,7 +90,7 @@ async def test_a_step_is_never_left_short_of_trajectories() -> None:
     trainer.sample(5)
     trainer.train(0, 1, 2, step=1)
     trainer.train(3, 4, step=2)  # so a step trains 10
-    pace = LagLimiter(trainer.ledger, 4, max_lag=0, samplers=Sampling())
+    pace = limiter(trainer, 0)
 
     while not await stays_waiting(pace.wait_for_slot):
         trainer.sample()
@@ -94,7 +101,7 @@ async def test_a_step_is_never_left_short_of_trajectories() -> None:
 async def test_before_the_first_step_the_bound_is_that_of_the_batch_that_is_expected() -> None:
     trainer = Trainer()
     trainer.ledger.expect_per_step(8)
-    pace = LagLimiter(trainer.ledger, 4, max_lag=1, samplers=Sampling())
+    pace = limiter(trainer, 1)
 
     while not await stays_waiting(pace.wait_for_slot):
         trainer.sample()
@@ -109,7 +116,7 @@ def test_before_the_first_step_the_trainer_is_given_ten_seconds_before_it_is_ass
         trainer = Trainer()
         trainer.ledger.expect_per_step(8)
         trainer.sample(2)
-        await LagLimiter(trainer.ledger, 4, max_lag=0, samplers=Sampling()).wait_for_slot()
+        await limiter(trainer, 0).wait_for_slot()
 
     clock.run(main)
 
@@ -120,7 +127,7 @@ async def test_a_trained_group_makes_room_for_the_next() -> None:
     trainer = Trainer()
     trainer.sample(4)
     trainer.train(0, 1, step=1)
-    pace = LagLimiter(trainer.ledger, 4, max_lag=0, samplers=Sampling())
+    pace = limiter(trainer, 0)
     assert await stays_waiting(pace.wait_for_slot)
 
     trainer.train(2, step=2)
@@ -135,7 +142,7 @@ def test_where_nothing_moves_for_the_time_of_two_steps_one_more_group_is_begun()
         trainer = Trainer()
         trainer.sample(6)
         trainer.train(0, 1, step=1)
-        pace = LagLimiter(trainer.ledger, 4, max_lag=0, samplers=Sampling())
+        pace = limiter(trainer, 0)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pace.wait_for_slot)
             await anyio.sleep(12)
@@ -158,7 +165,7 @@ def test_while_a_group_is_being_sampled_the_pace_does_not_give_way() -> None:
         trainer.sample(4)
         trainer.train(0, 1, step=1)
         samplers = Sampling()
-        pace = LagLimiter(trainer.ledger, 4, max_lag=0, samplers=samplers)
+        pace = limiter(trainer, 0, samplers)
 
         async def sample() -> None:
             samplers.groups_held = 1
@@ -175,16 +182,20 @@ def test_while_a_group_is_being_sampled_the_pace_does_not_give_way() -> None:
     assert clock.now_s == 110
 
 
-def test_a_pace_that_is_given_holds_from_the_first_step_on_and_never_gives_way() -> None:
-    clock = VirtualClock()
+def test_where_steps_have_a_known_size_the_limit_is_exceeded_only_when_every_stage_waits() -> None:
+    clock, waits = VirtualClock(), False
 
     async def main() -> None:
+        nonlocal waits
         trainer = Trainer()
-        pace = LagLimiter(trainer.ledger, 4, max_lag=0, per_step=8, samplers=Sampling())
+        pace = limiter(trainer, 0, per_step=8, all_wait=lambda: waits)
         trainer.sample(2)
         with anyio.move_on_after(1000) as waiting:
             await pace.wait_for_slot()
         assert waiting.cancelled_caught
+        waits = True
+        await pace.wait_for_slot()
+        waits = False
         trainer.train(0, 1, step=1)
         await pace.wait_for_slot()
 

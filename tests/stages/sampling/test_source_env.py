@@ -22,6 +22,7 @@ from penstock import (
     AdvantageNormalizer,
     Context,
     GroupId,
+    Schedule,
     SourceEnv,
     StopReason,
     TrajectoryGroup,
@@ -91,9 +92,9 @@ class Ready:
         return RolloutResult(turns=[np.array([1], np.int32), completion_of("x")], reward=1.0)
 
 
-async def sampled(source: SourceEnv, worker: Worker | None = None) -> Driven[TrajectoryGroup]:
+async def sampled(source: SourceEnv, worker: Worker | None = None, **options: Any) -> Driven[TrajectoryGroup]:
     with structlog.testing.capture_logs():
-        return await drive_source(source, worker=worker)
+        return await drive_source(source, worker=worker, **options)
 
 
 def source(make_env: Callable[[], Any] = Sums, policy: Any = None, **options: Any) -> SourceEnv:
@@ -516,9 +517,11 @@ async def test_a_run_that_goes_on_samples_what_was_not_trained_also_what_was_beg
 
 async def test_in_a_synchronous_schedule_it_goes_on_behind_the_last_prompt_that_was_trained() -> None:
     trained = dict.fromkeys([GroupId("Sums", "0"), GroupId("Sums", "4"), GroupId("Sums", "3")], 0b1)
-    schedule = source(groups=8, max_lag=0, step_groups=3).resume_from(ResumePoint(1, trained))
+    resumed = source(groups=8).resume_from(ResumePoint(1, trained))
 
-    assert [group.instance_id for group in await sampled(schedule)] == ["5", "6", "7"]
+    groups = await sampled(resumed, schedule=Schedule(0, 3 * resumed.group_size))
+
+    assert [group.instance_id for group in groups] == ["5", "6", "7"]
 
 
 @pytest.mark.parametrize(
@@ -600,9 +603,9 @@ async def test_in_a_synchronous_schedule_groups_come_in_waves_and_in_order() -> 
                 await checkpoint()
             return await super().generate(prompts, sampling)
 
-    context = Context()
+    stage = source(Uneven, Patient(), groups=6)
+    context = Context(schedule=Schedule(0, 3 * stage.group_size))
     outbox, inbox = memory_channel[TrajectoryGroup](9)
-    stage = source(Uneven, Patient(), groups=6, max_lag=0, step_groups=3)
     waves = list[list[TrajectoryGroup]]()
 
     async with inbox, outbox, anyio.create_task_group() as tasks:
@@ -634,13 +637,11 @@ class LateWeights(FakePolicy):
         self.arriving.append(version)
 
 
-@pytest.mark.parametrize("schedule", [{"max_lag": 1}, {"max_lag": 0, "step_groups": 1}])
-async def test_a_group_with_bounded_lag_is_begun_when_the_published_weights_have_arrived(
-    schedule: dict[str, Any],
-) -> None:
+@pytest.mark.parametrize("schedule", [Schedule(1), Schedule(0, 1)])
+async def test_a_group_with_bounded_lag_is_begun_when_the_published_weights_have_arrived(schedule: Schedule) -> None:
     policy = LateWeights()
 
-    await sampled(source(policy=policy, groups=1, **schedule))
+    await sampled(source(policy=policy, groups=1), schedule=schedule)
 
     assert policy.arriving == [3]
 
@@ -654,11 +655,11 @@ async def test_a_group_without_a_bound_on_its_lag_does_not_wait_for_weights() ->
 
 
 async def test_max_lag_holds_back_what_would_be_trained_too_late() -> None:
-    context, lags = Context(), list[int]()
+    context, lags = Context(schedule=Schedule(1)), list[int]()
     context.ledger.admit(GroupId("earlier", "0"), range(3))
     context.ledger.commit_ids([TrajectoryId("earlier", "0", each) for each in range(3)], 1)  # so a step trains 3
     outbox, inbox = memory_channel[TrajectoryGroup](100)
-    stage = SourceEnv(Ready, NoOpPolicy(), group_size=3, concurrency=300, max_lag=1)
+    stage = SourceEnv(Ready, NoOpPolicy(), group_size=3, concurrency=300)
 
     async with inbox, outbox, anyio.create_task_group() as tasks:
         with entered(context):
@@ -717,7 +718,6 @@ def test_a_source_travels_to_workers() -> None:
         ({"concurrency": 0}, "SourceEnv.concurrency: expected a whole number of at least 1, got 0"),
         ({"threads": 0}, "SourceEnv.threads: expected a whole number of at least 1, got 0"),
         ({"rollout_timeout_s": -1}, "SourceEnv.rollout_timeout_s: expected a finite number above 0, got -1"),
-        ({"max_lag": -1}, "SourceEnv.max_lag: expected a whole number of at least 0, got -1"),
     ],
 )
 def test_options_that_could_never_sample_are_refused_by_name(options: dict[str, Any], message: str) -> None:
