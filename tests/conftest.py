@@ -29,6 +29,10 @@ REAPING_S = FAILSAFE_S
 OWN_S = 1.0
 """Seconds after which everything is collected, and not only what a test has made, if something is left."""
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Torch, also in processes that tests start, has one thread: a second one spins beside other tests, and gains nothing
+with tensors as small as theirs."""
+
 settings.register_profile("search", database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)
 settings.load_profile("same")

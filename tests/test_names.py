@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 
-import pytest
 from tests.public_surface import public_modules, public_names
 
 from penstock import errors
@@ -37,13 +37,35 @@ sys.meta_path.insert(0, Absent())
 """
 
 INSPECT = """
-import importlib, inspect, pydoc
-module = importlib.import_module({name!r})
-assert all(hasattr(module, name) for name in module.__all__)
+module = importlib.import_module(name)
+assert all(hasattr(module, each) for each in module.__all__)
 exec(f"from {name} import *")
 assert dict(inspect.getmembers(module)).keys() >= set(module.__all__)
 assert "misspelled" not in dir(module) and not hasattr(module, "misspelled")
 pydoc.render_doc(module)
+"""
+
+REFUSED = """
+try:
+    importlib.import_module(name)
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+
+EACH_IN_A_FORK = """
+import importlib, inspect, os, pydoc, traceback
+import penstock  # Python imports it before any module of it
+
+for name in {names}:
+    if not os.fork():
+        try:
+            exec({script!r})
+        except BaseException:
+            print(name, "raised")
+            traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
 """
 
 
@@ -53,30 +75,24 @@ def python(script: str) -> str:
     return ran.stdout
 
 
+def without_extras(script: str, names: Iterable[str]) -> str:
+    """Run a script for each module `name`, in a process that has imported no other one; return what was printed."""
+    return python(WITHOUT_EXTRAS + EACH_IN_A_FORK.format(names=list(names), script=script))
+
+
 MODULES = [module.__name__ for module in public_modules()]
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in NEEDS_EXTRA])
-def test_a_public_module_can_be_inspected_without_any_extra(name: str) -> None:
-    python(WITHOUT_EXTRAS + INSPECT.format(name=name))
+def test_every_public_module_can_be_inspected_without_any_extra() -> None:
+    assert without_extras(INSPECT, [name for name in MODULES if name not in NEEDS_EXTRA]) == ""
 
 
-@pytest.mark.parametrize("name", NEEDS_EXTRA)
-def test_a_public_module_that_needs_an_extra_names_the_command_that_installs_it(name: str) -> None:
-    printed = python(
-        WITHOUT_EXTRAS
-        + f"""
-try:
-    import {name}
-except ImportError as error:
-    print(type(error).__name__, error)
-"""
-    )
+def test_a_public_module_that_needs_an_extra_names_the_command_that_installs_it() -> None:
+    lines = without_extras(REFUSED, NEEDS_EXTRA).splitlines()
 
-    installs = rf"pip install .*\[{NEEDS_EXTRA[name]}\].*"
-    assert re.fullmatch(
-        rf"MissingExtra {name} needs (torch|safetensors), which is not installed: {installs}\n", printed
-    )
+    for line, (name, extra) in zip(lines, NEEDS_EXTRA.items(), strict=True):
+        installs = rf"pip install .*\[{extra}\].*"
+        assert re.fullmatch(rf"MissingExtra {name} needs (torch|safetensors), which is not installed: {installs}", line)
 
 
 def test_importing_penstock_does_not_import_torch() -> None:

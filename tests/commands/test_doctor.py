@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.namespaces import mounted, read_only
+from tests.namespaces import read_only
 
-from penstock._cli import version_checks
+from penstock._cli import machine_checks, version_checks
 from penstock._cli.trials import RECORDS, RecordsDiffer, compare, sent
+from penstock._pipeline.workers import numa
 from penstock.testing import group
 
 DOCTOR = [sys.executable, "-c", "from penstock._cli import main; main()", "doctor"]
@@ -55,21 +56,17 @@ def test_a_limit_of_open_files_that_is_too_low_fails_with_the_command_that_raise
     assert "every run needs these, which fail: file descriptors, run over shm" in rows["all"][1]
 
 
-def test_the_nodes_to_which_workers_are_bound_are_told(tmp_path: Path) -> None:
+def test_the_nodes_to_which_workers_are_bound_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = sorted(os.sched_getaffinity(0))[:2]
+    monkeypatch.setattr(numa, "NODES", tmp_path)
+    none = machine_checks.numa()
     for node, processor in (("node0", first), ("node1", second)):
         (tmp_path / node).mkdir()
         (tmp_path / node / "cpulist").write_text(f"{processor}\n")
+    two = machine_checks.numa()
 
-    rows = diagnosed(*mounted({Path("/sys/devices/system/node"): tmp_path}), status=0)
-
-    assert rows["NUMA"] == ("ok", "2 nodes: a worker is bound to one, unless it can use more processors")
-
-
-def test_a_machine_that_names_no_nodes_is_not_said_to_have_one(tmp_path: Path) -> None:
-    rows = diagnosed(*mounted({Path("/sys/devices/system/node"): tmp_path}), status=0)
-
-    assert rows["NUMA"] == ("ok", "no nodes are named: there is nothing to bind workers to")
+    assert (none.verdict, none.found) == ("ok", "no nodes are named: there is nothing to bind workers to")
+    assert (two.verdict, two.found) == ("ok", "2 nodes: a worker is bound to one, unless it can use more processors")
 
 
 def test_a_runtime_folder_that_cannot_be_written_fails_with_the_variable_to_set(tmp_path: Path) -> None:

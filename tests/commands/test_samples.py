@@ -5,15 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from tests.commands.waiting_run import finish, waiting_run
+import pytest
+from tests.commands.waiting_run import finish, printed_behind, waiting_run
 from tests.commands.waiting_run import printed as printed_by
 from tests.namespaces import read_only
 
 from penstock.trackers import Sample
 
 
-def printed(*arguments: object, prefix: tuple[str, ...] = (), status: int = 0) -> str:
-    return printed_by("samples", *arguments, prefix=prefix, status=status)
+def printed(*arguments: object, status: int = 0) -> str:
+    return printed_by("samples", *arguments, status=status)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that has ended."""
+    folder = tmp_path_factory.mktemp("ended")
+    finish(folder)
+    return folder
 
 
 def headings(text: str) -> list[str]:
@@ -45,18 +54,17 @@ def test_samples_of_a_running_run_are_printed_and_those_of_steps_trained_again_a
     assert headings(printed(folder, "--best", 2)) == ["step 12, best 1", "step 12, best 2"]
 
 
-def test_a_folder_that_cannot_be_written_is_read(tmp_path: Path) -> None:
-    finish(tmp_path)
-
-    shown = printed(tmp_path, "--worst", 5, prefix=tuple(read_only(tmp_path)))
+def test_a_folder_that_cannot_be_written_is_read(ended: Path) -> None:
+    shown = printed_behind(read_only(ended), "samples", ended, "--worst", 5)
 
     assert headings(shown) == ["step 12, worst 1"]
 
 
-def test_a_step_without_samples_and_a_folder_without_any_are_errors_that_say_what_there_is(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    finish(folder)
+def test_a_step_without_samples_and_a_folder_without_any_are_errors_that_say_what_there_is(
+    ended: Path, tmp_path: Path
+) -> None:
+    refused = printed(ended, "--step", 3, status=1)
 
-    assert "of which" in printed(folder, "--step", 3, status=1)
-    assert "1, 2, 4, …, 8, 10, 12, got 3" in printed(folder, "--step", 3, status=1)
+    assert "of which" in refused
+    assert "1, 2, 4, …, 8, 10, 12, got 3" in refused
     assert printed(tmp_path, status=1).startswith("penstock: expected samples in ")

@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.commands.waiting_run import PENSTOCK, finish, printed, waiting_run
+from tests.commands.waiting_run import PENSTOCK, finish, printed, printed_behind, waiting_run
 from tests.namespaces import read_only
 from tests.pipeline.view.watched import MEMORY_HERE
 from tests.terminals import open_terminal
@@ -46,7 +46,7 @@ def test_a_run_is_shown_from_another_terminal_and_its_death_too(tmp_path: Path) 
 def test_without_a_terminal_it_is_shown_once_and_only_read(tmp_path: Path) -> None:
     with waiting_run(tmp_path, steps=6) as run:
         before = files_in(tmp_path)
-        shown = printed("top", tmp_path, prefix=tuple(read_only(tmp_path)))
+        shown = printed_behind(read_only(tmp_path), "top", tmp_path)
         assert run.poll() is None
         after = files_in(tmp_path)
     died = printed("top", tmp_path, status=1)

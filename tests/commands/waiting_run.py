@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests import command_line
 
 PENSTOCK = [sys.executable, "-c", "from penstock._cli import main; main()"]
 
@@ -29,9 +31,16 @@ def finish(folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "tests.commands.watched_run", str(folder), "0"], check=True)
 
 
-def printed(*arguments: object, prefix: tuple[str, ...] = (), status: int = 0) -> str:
-    """Run the command line; return its output, or its message where it fails."""
+def printed(*arguments: object, status: int = 0) -> str:
+    """Run the command line in this process; return its output, or its message where it fails."""
+    ended, output = command_line.ran(*arguments)
+    assert ended == status, output
+    return output
+
+
+def printed_behind(prefix: Sequence[str], *arguments: object) -> str:
+    """Run the command line in a process that `prefix` begins; return its output."""
     command = [*prefix, "env", "COLUMNS=200", *PENSTOCK, *map(str, arguments)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == status, ran.stdout + ran.stderr
-    return ran.stdout or ran.stderr
+    assert not ran.returncode, ran.stdout + ran.stderr
+    return ran.stdout

@@ -132,7 +132,7 @@ def test_text_that_only_resembles_a_number_stays_text(path: Path, scalar: str) -
         "workers: " + "9" * 5000,
         "workers: !!int 3",
         "workers: !!binary x",
-        "clip: " + "[" * 30_000,
+        "clip: " + "[" * 5_000,
     ],
 )
 def test_anything_but_plain_values_is_rejected(path: Path, text: str) -> None:

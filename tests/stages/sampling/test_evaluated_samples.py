@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 from structlog.testing import capture_logs
@@ -93,8 +94,8 @@ async def test_lines_show_the_best_and_the_worst_of_each_evaluation_up_to_the_la
     assert "worst of evaluation of step 4, sums: reward 0, 4 tokens, stop; prompt: 102+1=; completion: 104" in shown
 
 
-async def test_the_command_prints_those_of_the_last_evaluation_or_of_a_step(tmp_path: Path) -> None:
-    await written(pipeline(evaluation(), samples=SAMPLES), tmp_path)
+def test_the_command_prints_those_of_the_last_evaluation_or_of_a_step(tmp_path: Path) -> None:
+    anyio.run(written, pipeline(evaluation(), samples=SAMPLES), tmp_path)
 
     last, of_2 = printed("samples", tmp_path), printed("samples", tmp_path, "--step", 2, "--worst", 1)
 
