@@ -5,16 +5,17 @@ Placement belongs to the edge, not to the stage: the same stage runs alone in a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from ..._schemas.choices import check_choice
+from ..._schemas.config import Config
 from ..._schemas.errors import InvalidConfig
 from ..._schemas.numbers import normalize_counts, normalize_numbers
-
-if TYPE_CHECKING:
-    from ..weights.weight_address import WeightAddress
+from ..weights.weight_address import WeightAddress
 
 STOP_TIMEOUT_S = 3.0
 """Seconds between SIGTERM and SIGKILL of a worker: a run that is interrupted ends within five seconds."""
@@ -81,8 +82,45 @@ Strategy: TypeAlias = Literal["PACK", "SPREAD"]
 """PACK: on as few nodes as possible · SPREAD: on as many as possible."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ray:
+class RayActors(Config, frozen=True, kw_only=True):
+    """The actors of Ray in which a stage runs: what each reserves, and in which cluster.
+
+    Raises:
+        InvalidConfig: a number that is not finite or negative, or another strategy.
+    """
+
+    num_cpus: float = 1
+    """CPUs that each actor reserves."""
+    num_gpus: float = 0
+    """GPUs that each actor reserves."""
+    resources: dict[str, Annotated[float, Meta(gt=0)]] = msgspec.field(default_factory=dict)
+    """Custom resources that each actor reserves."""
+    strategy: Strategy = "SPREAD"
+    address: str = "auto"
+    """The cluster: `auto` for the one that runs already, HOST:PORT, or `local` for one that is started for the run."""
+    runtime_env: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Ray's runtime environment of the actors."""
+    placement_timeout_s: float = PLACEMENT_TIMEOUT_S
+    """Seconds after which workers that do not fit into the cluster end the run."""
+
+    def __post_init__(self) -> None:
+        normalize_numbers(self, "num_cpus", "num_gpus", zero=True)
+        normalize_numbers(self, "placement_timeout_s")
+        if not self.address or self.address.startswith("ray://"):
+            raise InvalidConfig(
+                f"address: expected auto, local or HOST:PORT, got {self.address!r}: actors send to the pipeline; run "
+                f"it on a node of the cluster, or as a job (ray job submit)"
+            )
+        check_choice("strategy", self.strategy, Strategy)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources that each actor reserves, by Ray's names; those that are 0 are left out."""
+        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in asked.items() if amount}
+
+
+class Ray(RayActors, frozen=True, kw_only=False):
     """Place a stage in `workers` actors of Ray. Ray pickles it to each, so it opens files and models in its `run`.
 
     Records travel over shared memory to actors on this host, and over tcp, encrypted with a key of the run, to those on
@@ -94,26 +132,12 @@ class Ray:
     {'CPU': 1, 'GPU': 1}
 
     Raises:
-        InvalidConfig: fewer than one worker, restarts that are no whole number or negative, numbers that are not finite
-            or negative, no time to start, or another strategy.
+        InvalidConfig: fewer than one worker, restarts that are no whole number or negative, or no time to start; see
+            `RayActors` too.
     """
 
     workers: int
     """Actors."""
-    _: KW_ONLY
-    num_cpus: float = 1
-    """CPUs that each actor reserves."""
-    num_gpus: float = 0
-    """GPUs that each actor reserves."""
-    resources: Mapping[str, float] = field(default_factory=dict)
-    """Custom resources that each actor reserves."""
-    strategy: Strategy = "SPREAD"
-    address: str = "auto"
-    """The cluster: `auto` for the one that runs already, `local` for one that is started for the run."""
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    """Ray's runtime environment of the actors."""
-    placement_timeout_s: float = PLACEMENT_TIMEOUT_S
-    """Seconds after which workers that do not fit into the cluster end the run."""
     restarts: int = 1
     """Times that each worker is restarted after it died, within an hour, before the run fails."""
     stop_timeout_s: float = STOP_TIMEOUT_S
@@ -122,16 +146,11 @@ class Ray:
     """Seconds from the creation of an actor until its stage begins; one that takes longer is killed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         normalize_counts(self, "workers")
         normalize_counts(self, "restarts", least=0)
-        normalize_numbers(self, "stop_timeout_s", "num_cpus", "num_gpus", zero=True)
-        normalize_numbers(self, "start_timeout_s", "placement_timeout_s")
-        if self.address.startswith("ray://"):
-            raise InvalidConfig(
-                f"address: expected auto, local or HOST:PORT, got {self.address!r}: actors send to the pipeline; run "
-                f"it on a node of the cluster, or as a job (ray job submit)"
-            )
-        check_choice("strategy", self.strategy, Strategy)
+        normalize_numbers(self, "stop_timeout_s", zero=True)
+        normalize_numbers(self, "start_timeout_s")
 
     def __str__(self) -> str:
         actors = "1 actor" if self.count == 1 else f"{self.count} actors"
@@ -143,12 +162,6 @@ class Ray:
         """The number of workers."""
         return self.workers
 
-    @property
-    def bundle(self) -> dict[str, float]:
-        """The resources that each actor reserves, by Ray's names; those that are 0 are left out."""
-        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
-        return {name: amount for name, amount in asked.items() if amount}
-
 
 JOIN_URL = "tcp://0.0.0.0:5555"
 
@@ -156,8 +169,28 @@ ABSENCE_TIMEOUT_S = 600.0
 """Seconds without any worker after which a run on `joining()` ends: finding a machine takes less."""
 
 
-@dataclass(frozen=True, slots=True)
-class Joining:
+class JoinedAt(Config, frozen=True, kw_only=True):
+    """The address that workers join.
+
+    Raises:
+        InvalidConfig: seconds that are not finite or negative, or a URL of another kind.
+    """
+
+    url: str = JOIN_URL
+    """Address at which to listen for them; by default port 5555 of every address."""
+    key: str = ""
+    """Path of the key file, which is created if it does not exist; the workers need a copy. By default this user's key,
+    which the workers have too where the home folder is shared."""
+    absence_timeout_s: float = ABSENCE_TIMEOUT_S
+    """Seconds without any worker after which the run ends."""
+
+    def __post_init__(self) -> None:
+        normalize_numbers(self, "absence_timeout_s")
+        if not self.url.startswith("tcp://"):
+            raise InvalidConfig(f"url: expected tcp://HOST:PORT, got {self.url!r}")
+
+
+class Joining(JoinedAt, frozen=True, kw_only=False):
     """Place a stage in workers that are started on other hosts, by `penstock worker --join URL --key FILE …`.
 
     They may join, leave and come back while the run goes on. Each makes the stage of the configuration, or of the
@@ -169,33 +202,23 @@ class Joining:
     'workers that join at tcp://0.0.0.0:5555, 4 expected'
 
     Raises:
-        InvalidConfig: fewer than one worker, seconds that are not finite or negative, or a URL of another kind.
+        InvalidConfig: fewer than one worker, or seconds that are negative; see `JoinedAt` too.
     """
 
     expected: int
     """Workers that share the work of a source that cannot tell them which prompts to sample; more wait for a place."""
-    _: KW_ONLY
-    url: str = JOIN_URL
-    """Address at which to listen for them; by default port 5555 of every address."""
-    key: str = ""
-    """Path of the key file, which is created if it does not exist; the workers need a copy. By default this user's key,
-    which the workers have too where the home folder is shared."""
     weights: WeightAddress | None = None
     """What `publisher.serve(…)` yields, if they sample with published weights. Workers must reach its port too, at the
     host of the URL that they join."""
     digest: str = ""
     """The digest of what they make the stage of; by default that of the running script."""
-    absence_timeout_s: float = ABSENCE_TIMEOUT_S
-    """Seconds without any worker after which the run ends."""
     stop_timeout_s: float = STOP_TIMEOUT_S
     """Seconds that a worker has to stop before its connection is closed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         normalize_counts(self, "expected")
         normalize_numbers(self, "stop_timeout_s", zero=True)
-        normalize_numbers(self, "absence_timeout_s")
-        if not self.url.startswith("tcp://"):
-            raise InvalidConfig(f"url: expected tcp://HOST:PORT, got {self.url!r}")
 
     def __str__(self) -> str:
         return f"workers that join at {self.url}, {self.expected} expected"

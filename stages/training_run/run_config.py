@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from ..._pipeline.errors import InvalidConfig
-from ..._pipeline.graph.placement import ABSENCE_TIMEOUT_S, JOIN_URL, PLACEMENT_TIMEOUT_S, Strategy
+from ..._pipeline.graph.placement import JoinedAt, RayActors
 from ..._schemas.bounds import LARGEST
 from ..._schemas.config import Config, counterpart_of_value, nearest
 from ..advantages.formulas import Mode
@@ -214,35 +214,11 @@ class InferenceServerConfig(Config, frozen=True):
     """Folder for new weights, which the server can read; by default in the folder of the run."""
 
 
-class RayConfig(Config, frozen=True):
-    """Actors of Ray that sample; see `ray`. Their nodes read the model and the data by the same paths."""
-
-    address: Text = "auto"
-    """The cluster: `auto` for the one that runs already, HOST:PORT, or `local` for one that is started for the run."""
-    num_cpus: NotNegative = 1
-    """CPUs that each reserves."""
-    num_gpus: NotNegative = 0
-    """GPUs that each reserves."""
-    resources: dict[str, Positive] = msgspec.field(default_factory=dict)
-    """Custom resources that each reserves."""
-    strategy: Strategy = "SPREAD"
-    runtime_env: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Ray's runtime environment of the actors."""
-    placement_timeout_s: Positive = PLACEMENT_TIMEOUT_S
-    """Seconds after which samplers that do not fit into the cluster end the run."""
-
-
-class JoiningConfig(Config, frozen=True):
+class JoiningConfig(JoinedAt, frozen=True, kw_only=True):
     """Workers that join from other hosts; see `joining`."""
 
-    url: Text = JOIN_URL
-    """Address at which the run listens for them."""
     weights: Text = "tcp://0.0.0.0:5556"
     """Address from which they get the weights."""
-    key: str = ""
-    """Path of the key file, which is created if it does not exist; by default the key of this user."""
-    absence_timeout_s: Positive = ABSENCE_TIMEOUT_S
-    """Seconds without any worker after which the run ends."""
 
 
 class PlacementConfig(Config, frozen=True):
@@ -250,8 +226,9 @@ class PlacementConfig(Config, frozen=True):
 
     samplers: Count = 1
     """Processes that sample."""
-    ray: RayConfig | None = None
-    """Samples in actors of Ray, by their requirements; null for processes of this host."""
+    ray: RayActors | None = None
+    """Samples in actors of Ray, whose nodes read the model and the data by the same paths; null for processes of this
+    host."""
     joining: JoiningConfig | None = None
     """Samples in workers that join from other hosts; null for processes of this host."""
     restarts: Natural = 1
