@@ -54,19 +54,18 @@ class Blocking:
 
 @dataclass(frozen=True)
 class Blocked:
-    """A source that sends one group once the file at `path` exists, and does not yield before."""
+    """A source that sends one group once the pipe at `path` was opened for writing, and does not yield before."""
 
     path: str
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
-        spin_until(self.path)
+        wait_for_pipe(self.path)
         await outbox.send(group())
 
 
-def spin_until(path: str) -> None:
-    """Spin without a call of a function in Python, whose frame would be the place."""
-    while not os.access(path, os.F_OK):
-        pass
+def wait_for_pipe(path: str) -> None:
+    """Wait without a call of a function in Python, whose frame would be the place."""
+    os.close(os.open(path, os.O_RDONLY))
 
 
 async def blocking() -> Blocking:

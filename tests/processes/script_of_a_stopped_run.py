@@ -126,7 +126,7 @@ class Numbered(Sample):
 def pipeline(folder: Path | None) -> Pipeline:
     trainer = Trainer(folder)
     env = Numbered(GROUPS, waits=MOMENT in WAITING)
-    return source(env, on=processes(2)).then(Pack()).sink(SinkTrainer(trainer))
+    return source(env, on=processes(1)).then(Pack()).sink(SinkTrainer(trainer))
 
 
 async def run(folder: Path | None) -> None:

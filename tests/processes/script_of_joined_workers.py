@@ -14,7 +14,7 @@ import anyio
 import numpy as np
 from msgspec.structs import replace
 from tests import wire
-from tests.processes.blocking_environments import Blocking, close_descriptors, spin, wait_for_the_kernel
+from tests.processes.blocking_environments import Blocking, close_descriptors, wait_for_the_kernel
 from tests.processes.worker_stages import Sample
 
 from penstock import ReceiveChannel, SendChannel, SourceEnv, StopReason, TrajectoryGroup, current
@@ -223,8 +223,8 @@ def forging() -> Forge:
 
 
 def blocking() -> SourceEnv:
-    """Sample 20 prompts; the first workers block their event loops, each in another way."""
-    return after(spin, wait_for_the_kernel)
+    """Sample 20 prompts; the first worker blocks its event loop."""
+    return after(wait_for_the_kernel)
 
 
 def closing() -> SourceEnv:
@@ -232,11 +232,11 @@ def closing() -> SourceEnv:
     return after(close_descriptors)
 
 
-def after(*ways: Callable[[], None]) -> SourceEnv:
-    """Sample 20 prompts after each of `ways` was taken by a worker."""
+def after(way: Callable[[], None]) -> SourceEnv:
+    """Sample 20 prompts after `way` was taken by a worker."""
 
     def make_env() -> Blocking:
-        return Blocking(next((way for way in ways if first(way.__name__)), None))
+        return Blocking(way if first(way.__name__) else None)
 
     return SourceEnv(make_env, NoOpPolicy(), group_size=1, groups=20, concurrency=1, rollout_timeout_s=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,15 @@ async def test_a_worker_whose_stage_has_no_bound_is_named_with_its_place_and_goe
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     set_limits(monkeypatch, NAMED_S=6.0)  # the worker counts within 4 s
+    os.mkfifo(tmp_path / "go")
     pipeline = source(Blocked(str(tmp_path / "go")), on=processes(1)).sink(Commit())
 
     with capture_logs() as log, anyio.fail_after(FAILSAFE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pipeline.run)
-            while not any(entry.get("at", "").endswith(" in spin_until") for entry in log):  # noqa: ASYNC110 (a log)
+            while not any(entry.get("at", "").endswith(" in wait_for_pipe") for entry in log):  # noqa: ASYNC110 (a log)
                 await anyio.sleep(0.01)
-            (tmp_path / "go").touch()
+            os.close(os.open(tmp_path / "go", os.O_WRONLY | os.O_NONBLOCK))  # the worker reads
 
     assert pipeline.report is not None
     (stage, _) = pipeline.report.statistics.stages

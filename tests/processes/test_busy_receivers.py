@@ -34,7 +34,7 @@ from penstock.channels import serve
 from penstock.weights import WeightAddress, WeightPublisher
 
 HELD = [
-    pytest.param(15.0, 5.0, id="three heartbeats"),
+    pytest.param(9.0, 3.0, id="three heartbeats"),
     pytest.param(65.0, 30.0, id="65 s", marks=pytest.mark.long),
 ]
 """Seconds for which the event loop is held, and the heartbeat timeout of both ends."""
@@ -231,9 +231,9 @@ async def test_a_worker_of_a_middle_stage_whose_event_loop_is_held_is_not_taken_
 
 async def test_a_sender_connects_to_a_receiver_whose_event_loop_is_held() -> None:
     async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
-        with child(SENDER, inbox.url, "5", "1") as sender:
+        with child(SENDER, inbox.url, "3", "1") as sender:
             assert await line(sender) == "connecting"
-            time.sleep(8.0)  # noqa: ASYNC251 (the event loop is held)
+            time.sleep(5.0)  # noqa: ASYNC251 (the event loop is held)
             assert (await inbox.receive()).instance_id == "0"
             assert await line(sender) == "None"
 

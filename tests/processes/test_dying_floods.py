@@ -76,7 +76,7 @@ async def flooded(kind: str, heartbeat_timeout_s: float, *, floods: int, held: b
         assert await until_ended(receiver) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["never joined", "joined", pytest.param("telemetry", marks=pytest.mark.long)])
 async def test_a_receiver_outlives_a_flood_whose_peer_dies_while_the_event_loop_is_held(kind: str) -> None:
     await flooded(kind, 1.0, floods=2, held=True)
 

@@ -35,18 +35,15 @@ class Deadly(Sums):
         return super().score_answer(answer, entry)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
-async def test_the_parts_of_two_workers_are_merged_to_what_one_process_finds(max_lag: int) -> None:
-    of_two, _ = await ran(pipeline(evaluation(**SAMPLED), on=processes(2), max_lag=max_lag))
+@pytest.mark.parametrize("max_lag", [0, pytest.param(1, marks=pytest.mark.long)])
+async def test_the_parts_of_two_workers_are_merged_to_what_one_process_finds_and_the_ledger_is_as_without_them(
+    max_lag: int,
+) -> None:
+    of_two, balance = await ran(pipeline(evaluation(**SAMPLED), on=processes(2), max_lag=max_lag))
     of_one, _ = await ran(pipeline(evaluation(**SAMPLED)))
 
     assert {0, 4} <= set(of_two.evaluations) <= {0, 2, 4}
     assert all(metrics == pytest.approx(of_one.evaluations[0]) for metrics in of_two.evaluations.values())
-
-
-async def test_an_evaluation_does_not_change_the_ledger_of_a_run_with_workers() -> None:
-    _, balance = await ran(pipeline(evaluation(), on=processes(2)))
-
     assert balance["ended"]["trained"] == 4 * 4 * 2
     assert balance["ended"]["failed"] == balance["ended"]["rejected"] == 0
 

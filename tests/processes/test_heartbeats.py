@@ -24,10 +24,14 @@ from penstock.channels import connect, serve
 from penstock.errors import NobodyListens, PeerLost
 from penstock.testing import group
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 3.0
 """Longer than a process waits for a core on a busy machine."""
 
 KINDS = ["shm://", "tcp://127.0.0.1:0"]
+
+SENDERS = ["shm://", pytest.param("tcp://127.0.0.1:0", marks=pytest.mark.long)]
+RECEIVERS = [pytest.param("shm://", marks=pytest.mark.long), "tcp://127.0.0.1:0"]
+"""The heartbeats of both transports are ZeroMQ's: each is stopped at one end in `make test`."""
 
 SENDER = """
     import ctypes, sys, anyio
@@ -92,7 +96,7 @@ async def send_into(outbox: SendChannel[TrajectoryGroup]) -> None:
         await outbox.send(group())
 
 
-@pytest.mark.parametrize("url", KINDS)
+@pytest.mark.parametrize("url", SENDERS)
 async def test_a_stopped_sender_is_lost_in_time_and_changes_nothing_when_it_continues(url: str) -> None:
     async with serve(url, TrajectoryGroup, capacity=4, heartbeat_timeout_s=TIMEOUT_S) as inbox:
         with child(SENDER, inbox.url, "0") as sender:
@@ -110,7 +114,7 @@ async def test_a_stopped_sender_is_lost_in_time_and_changes_nothing_when_it_cont
                 await inbox.receive()
 
 
-@pytest.mark.parametrize("url", KINDS)
+@pytest.mark.parametrize("url", RECEIVERS)
 async def test_a_stopped_receiver_is_lost_in_time_and_fails_when_it_continues(url: str) -> None:
     with child(RECEIVER, url, "0") as receiver:
         async with connect(await line(receiver), TrajectoryGroup, heartbeat_timeout_s=TIMEOUT_S) as outbox:
@@ -179,7 +183,7 @@ async def test_without_a_heartbeat_timeout_a_stopped_sender_is_waited_for() -> N
         with child(SENDER, inbox.url, "0") as sender:
             assert await line(sender) == "sent"
             stop(sender)
-            with anyio.move_on_after(1):
+            with anyio.move_on_after(0.5):
                 await receive_into([], inbox)
 
             sender.send_signal(signal.SIGCONT)
@@ -198,7 +202,7 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize("name", [pytest.param("SampleAndDie 1/2", marks=pytest.mark.long), "Judge 1/1"])
 async def test_a_stopped_worker_is_killed_and_replaced_and_named_with_the_reason(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

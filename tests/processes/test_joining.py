@@ -164,19 +164,6 @@ async def test_the_clock_of_a_worker_may_differ_from_that_of_the_pipeline(url: s
     assert report_of(pipeline).balance.ended["trained"] == 20 * script.GROUP_SIZE
 
 
-async def test_workers_have_the_names_that_they_were_given(url: str, workers: Workers) -> None:
-    sink = Names()
-    sink.pipeline = pipeline = source(script.waiting, on=joining(expected=2, url=url, digest=DIGEST)).sink(sink)
-
-    async with running(pipeline):
-        for name in ("left", "right"):
-            await workers.start("waiting", "--name", name)
-        await workers.seen("place *", 2)
-        workers.go()
-
-    assert sink.names == {"WaitForGo left", "WaitForGo right"}
-
-
 async def test_both_sides_say_what_they_wait_for(url: str, workers: Workers) -> None:
     pipeline = source(script.waiting, on=joining(expected=1, url=url, digest=DIGEST)).sink(Commit())
     command = [sys.executable, "-c", COMMAND, "worker", "--join", url, "--name", "first", f"{SCRIPT}:waiting"]
@@ -199,17 +186,19 @@ async def test_both_sides_say_what_they_wait_for(url: str, workers: Workers) -> 
     assert done == "penstock: nothing is left to do"
 
 
-async def test_two_workers_of_one_name_are_told_apart(url: str, workers: Workers) -> None:
+async def test_workers_have_the_names_that_they_were_given_and_two_of_one_name_are_told_apart(
+    url: str, workers: Workers
+) -> None:
     sink = Names()
-    sink.pipeline = pipeline = source(script.waiting, on=joining(expected=2, url=url, digest=DIGEST)).sink(sink)
+    sink.pipeline = pipeline = source(script.waiting, on=joining(expected=3, url=url, digest=DIGEST)).sink(sink)
 
     async with running(pipeline):
-        for _ in range(2):
-            await workers.start("waiting", "--name", "twin")
-        await workers.seen("place *", 2)
+        for name in ("single", "twin", "twin"):
+            await workers.start("waiting", "--name", name)
+        await workers.seen("place *", 3)
         workers.go()
 
-    assert sink.names == {"WaitForGo twin", "WaitForGo twin, restart 1"}
+    assert sink.names == {"WaitForGo single", "WaitForGo twin", "WaitForGo twin, restart 1"}
 
 
 async def test_a_sender_that_has_no_place_is_not_taken_for_a_worker_and_keeps_no_run_open(
@@ -302,7 +291,7 @@ async def test_the_limit_of_the_lag_is_that_of_the_run_however_many_workers_ther
     pipeline = source(script.eighteen(), on=joining(expected=4, url=url, digest=DIGEST), max_lag=0).sink(Measure())
 
     async with running(pipeline):
-        for _ in range(3):
+        for _ in range(2):
             await workers.start("eighteen")
 
     assert most == 6 * script.GROUP_SIZE
@@ -343,7 +332,13 @@ async def test_the_script_of_the_page_runs(page: Path, url: str) -> None:
 # -- leaving and coming back -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]], ids=["SIGTERM", "SIGHUP twice"])
+@pytest.mark.parametrize(
+    "signals",
+    [
+        pytest.param([signal.SIGTERM], id="SIGTERM", marks=pytest.mark.long),
+        pytest.param([signal.SIGHUP, signal.SIGHUP], id="SIGHUP twice"),
+    ],
+)
 async def test_a_worker_that_is_asked_to_stop_completes_what_it_has_begun(
     url: str, workers: Workers, signals: list[signal.Signals]
 ) -> None:
@@ -371,15 +366,12 @@ async def test_a_worker_whose_event_loop_is_blocked_ends_and_its_place_is_named(
 
     with capture_logs() as log:
         async with running(pipeline):
-            blocked = [await workers.start("blocking") for _ in range(2)]
-            codes = [await each.wait() for each in blocked]
-            codes.append(await (await workers.start("blocking")).wait())
+            codes = [await (await workers.start("blocking")).wait() for _ in range(2)]
 
     balance = report_of(pipeline).balance
-    died = [entry["how"] for entry in log if entry["event"] == "worker_died"]
-    places = {re.search(r"run its event loop for 11 s, it was at .*:\d+ in (\w+)", how) for how in died}
-    assert {each[1] for each in places if each} == {"spin", "wait_for_the_kernel"}
-    assert codes == [1, 1, 0]
+    (died,) = [entry["how"] for entry in log if entry["event"] == "worker_died"]
+    assert re.search(r"run its event loop for 11 s, it was at .*:\d+ in wait_for_the_kernel", died)
+    assert codes == [1, 0]
     assert balance.ended["trained"] == balance.admitted
 
 
@@ -505,7 +497,7 @@ async def test_the_share_of_a_killed_worker_is_that_of_the_next(url: str, worker
 
 async def test_a_worker_of_a_middle_stage_that_is_asked_to_stop_loses_nothing(url: str, workers: Workers) -> None:
     sink = Commit()
-    pipeline = source(Sample(2000)).then(script.doubling(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
+    pipeline = source(Sample(1000)).then(script.doubling(), on=joining(expected=1, url=url, digest=DIGEST)).sink(sink)
 
     async with running(pipeline):
         leaving = await workers.start("doubling")
@@ -514,7 +506,7 @@ async def test_a_worker_of_a_middle_stage_that_is_asked_to_stop_loses_nothing(ur
         leaving.send_signal(signal.SIGTERM)
 
     assert leaving.returncode == 0 or await leaving.wait() == 0
-    assert len(sink.received) == 2000
+    assert len(sink.received) == 1000
     assert report_of(pipeline).balance.ended["lost"] == 0
 
 
@@ -578,7 +570,7 @@ async def test_a_worker_that_was_suspended_joins_again(
     [
         ("forging", "violated the protocol and was disconnected"),
         ("cut_off", "this host does not reach what its stage needs"),
-        ("limited", "expected 17 more file descriptors, got 3"),
+        pytest.param("limited", "expected 17 more file descriptors, got 3", marks=pytest.mark.long),
     ],
 )
 async def test_a_worker_that_fails_alone_ends_with_status_1_and_the_run_goes_on(

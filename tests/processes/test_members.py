@@ -54,6 +54,9 @@ anyio.run(main, sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sy
 
 KINDS = ["shm://", "tcp://127.0.0.1:0"]
 
+WITH_PROCESSES = ["shm://", pytest.param("tcp://127.0.0.1:0", marks=pytest.mark.long)]
+"""Members are counted alike over either; those in processes of their own are killed over one in `make test`."""
+
 
 @asynccontextmanager
 async def member(url: str, name: str, first: int, count: int, end: str) -> AsyncIterator[Process]:
@@ -93,7 +96,7 @@ async def iterate(inbox: RemoteReceiver[TrajectoryGroup]) -> None:
         pass
 
 
-@pytest.mark.parametrize("url", KINDS)
+@pytest.mark.parametrize("url", WITH_PROCESSES)
 async def test_one_member_that_is_killed_again_and_again_uses_up_no_other(url: str) -> None:
     async with serve(url, TrajectoryGroup, senders=2) as inbox:
         for life in range(3):
@@ -118,8 +121,15 @@ async def test_a_member_that_is_restarted_at_once_is_not_taken_for_a_second_one(
             assert [record.instance_id async for record in inbox] == ["1"]
 
 
-@pytest.mark.parametrize("url", KINDS)
-@pytest.mark.parametrize("how", [receive, iterate])
+@pytest.mark.parametrize(
+    ("url", "how"),
+    [
+        ("shm://", receive),
+        ("tcp://127.0.0.1:0", iterate),
+        pytest.param("shm://", iterate, marks=pytest.mark.long),
+        pytest.param("tcp://127.0.0.1:0", receive, marks=pytest.mark.long),
+    ],
+)
 async def test_a_killed_member_that_stays_away_fails_the_stream_by_name(
     url: str, how: Callable[[RemoteReceiver[TrajectoryGroup]], Awaitable[object]]
 ) -> None:
@@ -134,7 +144,7 @@ async def test_a_killed_member_that_stays_away_fails_the_stream_by_name(
             await inbox.receive()
 
 
-@pytest.mark.parametrize("url", KINDS)
+@pytest.mark.parametrize("url", WITH_PROCESSES)
 async def test_the_stream_goes_on_without_a_killed_member_where_that_was_chosen(url: str) -> None:
     async with serve(url, TrajectoryGroup, senders=2, on_absence="continue") as inbox:
         await killed(inbox.url, "a", 0, 1, inbox)
@@ -262,7 +272,7 @@ def training(folder: Path, trainer: Trainer, channel: SourceChannel, max_tokens:
     )
 
 
-@pytest.mark.parametrize("url", KINDS)
+@pytest.mark.parametrize("url", WITH_PROCESSES)
 async def test_a_member_that_is_restarted_with_records_unsaved_has_everything_trained_once(
     url: str, tmp_path: Path
 ) -> None:
@@ -282,7 +292,7 @@ async def test_a_member_that_is_restarted_with_records_unsaved_has_everything_tr
     )
 
 
-@pytest.mark.parametrize("url", KINDS)
+@pytest.mark.parametrize("url", WITH_PROCESSES)
 async def test_a_run_whose_killed_member_stays_absent_fails_and_names_it(url: str, tmp_path: Path) -> None:
     address, failed = tmp_path / "address", anyio.Event()
     pipeline = training(tmp_path, Trainer(), SourceChannel(url, address=address, senders=1, max_senders=2))

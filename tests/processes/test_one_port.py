@@ -192,7 +192,7 @@ async def test_when_connecting_returns_the_receiver_knows_the_sender() -> None:
 
 
 async def test_the_records_of_a_killed_sender_are_received_before_its_loss_is_raised() -> None:
-    for _ in range(5):
+    for _ in range(2):
         async with serve("tcp://127.0.0.1:0", TrajectoryGroup) as inbox:
             with child(SENDER, inbox.url) as sender:
                 assert await line(sender) == "sent"

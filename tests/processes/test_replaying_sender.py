@@ -60,7 +60,7 @@ def trained(folder: Path) -> Counter[int]:
     return Counter(map(int, msgspec.json.decode((checkpoint / "state").read_bytes(), type=State).trained))
 
 
-@pytest.mark.parametrize("transport", DEATHS)
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
 async def test_with_a_kill_at_any_moment_of_the_trainer_everything_is_trained_once(
     transport: str, tmp_path: Path
 ) -> None:

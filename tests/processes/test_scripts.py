@@ -63,7 +63,7 @@ def test_stages_that_live_in_the_script_reach_their_workers() -> None:
     assert out.count("imported") == 3  # here, and in each of two workers, which need its stages
 
 
-@pytest.mark.parametrize("how", ["standard input", "an argument"])
+@pytest.mark.parametrize("how", ["standard input", pytest.param("an argument", marks=pytest.mark.long)])
 def test_stages_of_a_script_that_is_in_no_file_reach_their_workers(how: str) -> None:
     text = SCRIPT.read_text()
     arguments, given = (["-"], text) if how == "standard input" else (["-c", text], None)
@@ -88,7 +88,9 @@ def test_ctrl_c_reaches_the_parent_alone_which_ends_everything() -> None:
     assert "worker.py" not in errors  # workers end in silence
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["running", "frozen"])
+@pytest.mark.parametrize(
+    "stopped", [pytest.param(False, id="running", marks=pytest.mark.long), pytest.param(True, id="frozen")]
+)
 def test_workers_die_with_their_parent(stopped: bool) -> None:  # noqa: FBT001 (a parameter)
     with script("forever") as running:
         workers = workers_of(running)

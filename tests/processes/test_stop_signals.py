@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import pytest
 from tests.processes.script_of_a_stopped_run import GROUPS
@@ -87,6 +88,28 @@ def stopped_in_step_3(how: str, number: signal.Signals, folder: Path | None) -> 
     return running, out, errors + rest
 
 
+class Stopped(NamedTuple):
+    """A run that was stopped by SIGTERM in its third step."""
+
+    folder: Path
+    status: int
+    out: str
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    """Stop a run, and return how it ended. Copy its folder before it goes on."""
+    folder = tmp_path_factory.mktemp("stopped")
+    running, out, errors = stopped_in_step_3("run", signal.SIGTERM, folder)
+    return Stopped(folder, running.returncode, out, errors)
+
+
+@pytest.fixture
+def copied(stopped: Stopped, tmp_path: Path) -> Path:
+    return shutil.copytree(stopped.folder, tmp_path / "copied", symlinks=True)
+
+
 def checkpoints_in(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
@@ -99,49 +122,58 @@ OTHER_WAYS = ["anyio.run", "run_until_complete", "in_task_group", "in_asyncio_gr
 """The ways in which a script may await the run, besides `run` and the body of a task group."""
 
 
+def check_stopped(status: int, out: str, errors: str, folder: Path, number: signal.Signals) -> None:
+    """Check that a run in `folder` has finished its third step, and written a checkpoint, after signal `number`."""
+    assert status == 128 + number, errors
+    assert "Traceback" not in errors
+    assert "Error" not in errors
+    assert f"ended by: stopped by {number.name}, balanced: True" in out
+    assert checkpoints_in(folder) == ["step-00000003"]
+
+
+def test_sigterm_finishes_the_step_writes_a_checkpoint_and_ends_the_script_without_a_traceback(
+    stopped: Stopped,
+) -> None:
+    check_stopped(stopped.status, stopped.out, stopped.errors, stopped.folder, signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     ("how", "number"),
     [
-        ("run", signal.SIGTERM),
         ("in_body_of_task_group", signal.SIGTERM),
         ("run_until_complete", signal.SIGINT),
-        ("run", signal.SIGHUP),
+        pytest.param("run", signal.SIGHUP, marks=pytest.mark.long),
         *(pytest.param(how, signal.SIGTERM, marks=pytest.mark.long) for how in OTHER_WAYS),
         pytest.param("run", signal.SIGINT, marks=pytest.mark.long),
     ],
 )
-def test_a_signal_finishes_the_step_writes_a_checkpoint_and_ends_the_script_without_a_traceback(
+def test_so_does_any_signal_in_however_the_script_awaits_the_run(
     how: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     running, out, errors = stopped_in_step_3(how, number, tmp_path)
 
-    assert running.returncode == 128 + number, errors
-    assert "Traceback" not in errors
-    assert "Error" not in errors
-    assert f"ended by: stopped by {number.name}, balanced: True" in out
-    assert checkpoints_in(tmp_path) == ["step-00000003"]
+    check_stopped(running.returncode, out, errors, tmp_path, number)
 
 
-def test_a_run_that_was_stopped_goes_on_in_its_folder_and_trains_everything_exactly_once(tmp_path: Path) -> None:
-    stopped_in_step_3("run", signal.SIGTERM, tmp_path)
-    with script("run", "", tmp_path) as running:
+def test_a_run_that_was_stopped_goes_on_in_its_folder_and_trains_everything_exactly_once(copied: Path) -> None:
+    with script("run", "", copied) as running:
         _, errors = running.communicate()
 
     assert running.returncode == 0, errors
-    trained = trained_in(tmp_path)
+    trained = trained_in(copied)
     assert len(trained) == 2 * GROUPS
     assert set(trained.values()) == {1}
 
 
-def test_a_stopped_run_prints_its_summary_and_how_to_resume(tmp_path: Path) -> None:
-    _, _, errors = stopped_in_step_3("run", signal.SIGTERM, tmp_path)
+def test_a_stopped_run_prints_its_summary_and_how_to_resume(stopped: Stopped) -> None:
+    folder, _, _, errors = stopped
 
     assert "penstock: the run was stopped by SIGTERM" in errors
     counted = re.search(r"(\d+) trajectories = 12 trained(?: \+ (\d+) unfinished)?$", errors, re.MULTILINE)
     assert counted is not None
     assert int(counted[1]) == 12 + int(counted[2] or 0)
-    assert f"checkpoint: {tmp_path}/checkpoints/step-00000003" in errors
-    assert f"to resume: start the script again: it continues from the newest checkpoint in {tmp_path}" in errors
+    assert f"checkpoint: {folder}/checkpoints/step-00000003" in errors
+    assert f"to resume: start the script again: it continues from the newest checkpoint in {folder}" in errors
     assert "lost" not in errors
 
 
@@ -217,18 +249,17 @@ def test_a_signal_while_the_run_opens_stops_it_before_it_begins(tmp_path: Path) 
     assert "0 trajectories" in errors
 
 
-def test_a_run_that_goes_on_and_is_stopped_at_once_keeps_its_checkpoint(tmp_path: Path) -> None:
-    stopped_in_step_3("run", signal.SIGTERM, tmp_path)
-    kept = (tmp_path / "checkpoints" / "step-00000003").stat().st_ino
-    with script("run", "opening", tmp_path) as running:
+def test_a_run_that_goes_on_and_is_stopped_at_once_keeps_its_checkpoint(copied: Path) -> None:
+    kept = (copied / "checkpoints" / "step-00000003").stat().st_ino
+    with script("run", "opening", copied) as running:
         read_until(running.stdout, "opening")
         running.send_signal(signal.SIGTERM)
         go_on(running)
         running.communicate()
 
     assert running.returncode == 143
-    assert (tmp_path / "checkpoints" / "step-00000003").stat().st_ino == kept
-    steps, _ = json.loads((tmp_path / "checkpoints" / "step-00000003" / "state").read_text())
+    assert (copied / "checkpoints" / "step-00000003").stat().st_ino == kept
+    steps, _ = json.loads((copied / "checkpoints" / "step-00000003" / "state").read_text())
     assert steps == 3
 
 
@@ -250,8 +281,8 @@ def test_all_runs_of_a_process_are_stopped_and_each_writes_its_checkpoint(tmp_pa
     ("first", "second"),
     [
         (signal.SIGINT, signal.SIGINT),
-        (signal.SIGTERM, signal.SIGTERM),
-        (signal.SIGINT, signal.SIGTERM),
+        pytest.param(signal.SIGTERM, signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, signal.SIGTERM, marks=pytest.mark.long),
         (signal.SIGHUP, signal.SIGTERM),
     ],
 )

@@ -147,7 +147,7 @@ async def test_statistics_say_that_a_worker_has_not_started_yet() -> None:
 
 async def test_statistics_say_how_long_workers_have_waited_as_the_metrics_do() -> None:
     metrics = Metrics()
-    judged = source(stages.Sample(100), on=processes(2)).then(stages.Judge(), on=processes(2), capacity=4)
+    judged = source(stages.Sample(100), on=processes(1)).then(stages.Judge(), on=processes(1), capacity=4)
 
     report = await judged.sink(Commit()).run(metrics=metrics)
 
@@ -164,7 +164,7 @@ async def test_statistics_say_how_long_workers_have_waited_as_the_metrics_do() -
 
 async def test_a_middle_stage_in_processes_loses_and_duplicates_nothing() -> None:
     sink, metrics = Commit(), Metrics()
-    pipeline = source(stages.Sample(50), on=processes(2)).then(stages.Judge(), on=processes(2)).sink(sink)
+    pipeline = source(stages.Sample(50), on=processes(1)).then(stages.Judge(), on=processes(2)).sink(sink)
 
     report = await pipeline.run(metrics=metrics)
 
