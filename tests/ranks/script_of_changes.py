@@ -1,6 +1,6 @@
 """Ranks whose run is continued with other values, beside a single process that gets the same ones.
 
-    python -m tests.ranks.script_of_changes FOLDER
+    python -m tests.ranks.script_of_changes FOLDER KIND
 
 Each rank writes the end of every part of its runs to FOLDER/<kind>-<rank>.json.
 """
@@ -89,16 +89,17 @@ def change(make: MakeModel, folder: Path, kind: str) -> None:
     (folder / f"{kind}-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
-def main(folder: Path) -> None:
+KINDS: dict[str, MakeModel] = {"ddp": ddp, "fsdp": partial(fsdp, OffloadPolicy())}
+
+
+def main(folder: Path, kind: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     trainer(ReadModel())  # what torch imports late, for all children
-    kinds = {"ddp": partial(change, ddp), "fsdp": partial(change, partial(fsdp, OffloadPolicy()))}
-    codes = ended_ranks(
-        {(kind, rank): start(folder, kind, rank, 2, work) for kind, work in kinds.items() for rank in range(2)}
-    )
+    work = partial(change, KINDS[kind])
+    codes = ended_ranks({(kind, rank): start(folder, kind, rank, 2, work) for rank in range(2)})
     assert not any(codes.values()), codes
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

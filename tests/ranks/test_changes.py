@@ -14,21 +14,21 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the ranks, and return the folder of their files."""
     folder = tmp_path_factory.mktemp("changes")
-    command = [sys.executable, "-m", "tests.ranks.script_of_changes", str(folder)]
+    command = [sys.executable, "-m", "tests.ranks.script_of_changes", str(folder), kind]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     assert "continued from step 2 with SinkTrainer.optimizer[0].lr: 0.3 → 0.1\n" in ran.stderr
     return folder
-
-
-@pytest.fixture(params=["ddp", "fsdp"])
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
 
 
 def ended(folder: Path, kind: str, rank: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -13,10 +14,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
+import numpy as np
 from chaos.network import FAR, NEAR, Link, apart, within
 from tests.failsafe import FAILSAFE_S
+from tests.ranks.script_of_a_run import GROUPS, STEPS, trainer_of
+from tests.tiny_model import ReadModel
 
-__all__ = ["PORT", "Host", "Hosts", "Torchrun", "two_hosts"]
+from penstock import GroupId
+
+__all__ = ["PORT", "Host", "Hosts", "Rank", "Torchrun", "check_trained_once", "pipe", "two_hosts"]
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -37,6 +43,11 @@ class Host(NamedTuple):
         """Return the options of torchrun on this host."""
         where = [f"--master-addr={NEAR}", f"--master-port={PORT}"]
         return ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={self.node_rank}", *where]
+
+    def variables(self) -> dict[str, str]:
+        """Return what torchrun sets for the rank of this host."""
+        where = {"MASTER_ADDR": NEAR, "MASTER_PORT": str(PORT)}
+        return {"RANK": str(self.node_rank), "WORLD_SIZE": "2", **where}
 
 
 class Hosts(NamedTuple):
@@ -88,13 +99,18 @@ class Torchrun:
     """
 
     def __init__(self, *arguments: object, options: Sequence[str] = (), host: Host | None = None) -> None:
-        prefix, where = ([], ["--nproc-per-node=2"]) if host is None else (within(host.pid), host.options())
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *options]
-        variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        where = ["--nproc-per-node=2"] if host is None else host.options()
+        self._start(["-m", "torch.distributed.run", *where, *options], arguments, host, {})
+
+    def _start(
+        self, launcher: Sequence[str], arguments: Sequence[object], host: Host | None, variables: dict[str, str]
+    ) -> None:
+        prefix, device = ([], {}) if host is None else (within(host.pid), {"GLOO_SOCKET_IFNAME": host.device})
+        torch = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._process = subprocess.Popen(
-            [*prefix, *torchrun, "-m", "tests.ranks.script_of_a_run", *map(str, arguments)],
+            [*prefix, sys.executable, *launcher, "-m", "tests.ranks.script_of_a_run", *map(str, arguments)],
             cwd=ROOT,
-            env=os.environ | variables | ({} if host is None else {"GLOO_SOCKET_IFNAME": host.device}),
+            env=os.environ | torch | device | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -144,3 +160,29 @@ class Torchrun:
         assert all(select.select([pidfd], [], [], FAILSAFE_S)[0] for pidfd in self._ranks), "a rank is left"
         self.output += self._stdout.read()  # whoever has the other end has ended
         return self._process.wait()
+
+
+class Rank(Torchrun):
+    """A rank of `script_of_a_run` on one of two hosts, without a torchrun, which takes seconds to begin."""
+
+    def __init__(self, *arguments: object, host: Host) -> None:
+        self._start((), arguments, host, host.variables())
+
+
+def pipe(folder: Path, rank: int) -> Path:
+    """Make the pipe for which `rank` waits in its last step."""
+    path = folder / f"go-{rank}"
+    os.mkfifo(path)
+    return path
+
+
+def check_trained_once(folder: Path, alone: Path) -> None:
+    """Check that the run has trained every group once, each step once, and to the weights of a single process."""
+    checkpoint = trainer_of(ReadModel())
+    checkpoint.resume(folder / "checkpoints" / f"step-{STEPS:08}")
+    assert checkpoint.committed == {GroupId("test", str(number)): 0b111 for number in range(GROUPS)}
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+    weights, expected = (json.loads((each / "weights.json").read_text()) for each in (folder, alone))
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(weights[name], tensor, atol=1e-5)
