@@ -149,7 +149,7 @@ def test_an_environment_that_has_sent_all_ends_nothing_and_the_status_is_that_of
     ("killed", "status", "last"),
     [
         ("trainer", 128 + signal.SIGKILL, r"penstock: trainer \(pid \d+\) was killed by SIGKILL"),
-        ("sums", 1, r"penstock: sums \(pid \d+\) was killed by SIGKILL"),
+        pytest.param("sums", 1, r"penstock: sums \(pid \d+\) was killed by SIGKILL", marks=pytest.mark.long),
         ("gateway", 1, r"penstock: gateway \(pid \d+\) was killed by SIGKILL"),
     ],
 )

@@ -429,12 +429,12 @@ async def test_an_item_that_does_not_arrive_is_an_error(kind: str, error: type[E
         ("fail early", EnvironmentRaised, "LookupError: no data set"),
         ("call early", ModelCallRefused, "got one from elsewhere"),
         ("exit early", EnvironmentDied, "exited with status 3"),
-        ("wait early", EnvironmentTimedOut, "took more than 5 s to be imported, made and set up"),
-        ("block early", EnvironmentTimedOut, "took more than 5 s to be imported, made and set up"),
+        ("wait early", EnvironmentTimedOut, "took more than 1 s to be imported, made and set up"),
+        ("block early", EnvironmentTimedOut, "took more than 1 s to be imported, made and set up"),
     ],
 )
 def test_an_environment_that_cannot_be_set_up_is_none(kind: str, error: type[Exception], message: str) -> None:
-    limit_s = 5.0 if error is EnvironmentTimedOut else FAILSAFE_S
+    limit_s = 1.0 if error is EnvironmentTimedOut else FAILSAFE_S
     environment = AtroposEnvironment(Troubled(kind), setup_timeout_s=limit_s)
 
     with pytest.raises(error, match=message):

@@ -69,7 +69,14 @@ async def flood(run: Run, report: bytes, times: int) -> None:
                     await anyio.lowlevel.checkpoint()
 
 
-@pytest.mark.parametrize(("reported", "times", "refused"), FLOODED.values(), ids=FLOODED)
+PLAYED = ("many metrics", "unknown ends")
+"""The floods of `make test`: one that is counted, and one that is refused."""
+
+
+@pytest.mark.parametrize(
+    ("reported", "times", "refused"),
+    [pytest.param(*FLOODED[kind], id=kind, marks=[] if kind in PLAYED else [pytest.mark.long]) for kind in FLOODED],
+)
 async def test_an_honest_worker_is_trained_to_its_end_beside_one_that_floods(
     reported: Callable[[int], WorkerReport], times: int, refused: int, key: Path
 ) -> None:

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.timeout(300)  # each number takes a process, and the ma
     [
         ("serve shm", "the receiving end of a channel"),
         pytest.param("serve tcp", "the receiving end of a channel", marks=pytest.mark.long),
-        pytest.param("connect shm", "the sending end of a channel", marks=pytest.mark.long),
-        ("connect tcp", "the sending end of a channel"),
+        ("connect shm", "the sending end of a channel"),
+        pytest.param("connect tcp", "the sending end of a channel", marks=pytest.mark.long),
         ("publish", "a publisher of weights"),
         ("serve weights", "weights over tcp"),
         ("mirror", "(a subscriber to weights|weights of another host)"),

@@ -27,7 +27,7 @@ from penstock.weights import WeightAddress, WeightPublisher, WeightSubscriber
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 3.0
 """Longer than a process waits for a core on a busy machine. A heartbeat is sent every third of it."""
 
 BEATS = 20
