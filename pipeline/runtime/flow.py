@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ..._schemas.choices import check_choice
 from ..accounting.ledger import Ledger
 from ..accounting.telemetry import Metrics, get_logger
 from ..channels.channel import SendChannel
@@ -35,7 +36,7 @@ from ..trackers.tracker import RunInfo, Tracker
 from ..util.blocking import enter_in_thread
 from ..util.printing import print_line
 from ..util.user_code import call_user
-from ..view.watching import View, refuse_unknown_view, watching
+from ..view.watching import View, watching
 from ..workers.loop_watch import checked_in_thread
 from ..workers.worker_stage import refuse_while_importing_main
 from .outcome import check_outcome, stop_message
@@ -212,7 +213,8 @@ class Pipeline:
             RuntimeError: the pipeline is running already.
             InvalidConfig: `view` is none of its values, one of `trackers` is none, or `stop_timeout_s` is not positive.
         """
-        refuse_unknown_view(view)
+        if view is not None:
+            check_choice("view", view, View)
         require_trackers(trackers)
         refuse_while_importing_main()
         call_user(self.check)

@@ -7,11 +7,10 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import anyio
 
-from ..._schemas.errors import InvalidConfig
 from ..accounting.telemetry import get_logger
 from ..graph.context import Context
 from ..graph.report import Report
@@ -32,16 +31,6 @@ View: TypeAlias = Literal["auto", "live", "lines"]
 
 OUTPUT_TIMEOUT_S = 5.0
 """Bound on showing a line, the beginning or the end: a terminal that is stopped by Ctrl-S takes no output."""
-
-
-def refuse_unknown_view(view: object) -> None:
-    """Check that `view` is a View or None.
-
-    Raises:
-        InvalidConfig: it is not.
-    """
-    if view is not None and view not in get_args(View):
-        raise InvalidConfig(f"view: expected one of {', '.join(get_args(View))} or None, got {view!r}")
 
 
 async def say(view: View | None, line: str) -> None:

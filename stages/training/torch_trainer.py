@@ -115,9 +115,9 @@ class TorchTrainer:
             teachers, and a checkpoint contains its identity.
 
     Raises:
-        InvalidConfig: parameters that train are in bfloat16 or float16, or another `autocast`.
-        InvalidConfig: a number out of range, a tokenizer whose vocabulary is unknown, or updates of a reference that is
-            absent, or of a model that ranks share in parts.
+        InvalidConfig: parameters that train are in bfloat16 or float16, another `autocast`, a number out
+            of range, a tokenizer whose vocabulary is unknown, or updates of a reference that is absent, or of a model
+            that ranks share in parts.
         WeightsMismatch: the reference is to be updated, and has other tensors than the model.
     """
 

@@ -42,10 +42,11 @@ from ..._pipeline.util.host_lock import host_lock
 from ..._pipeline.util.json_file import read_json_or_set_aside, write_json
 from ..._pipeline.util.named_objects import call_object, import_object
 from ..._pipeline.util.os_errors import explaining_os_errors
-from ..._pipeline.view.watching import View, refuse_unknown_view, say
+from ..._pipeline.view.watching import View, say
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..._pipeline.workers.join import Program, key_of
 from ..._pipeline.workers.ray_worker import node_address
+from ..._schemas.choices import check_choice
 from ..contracts.engine_publisher import EnginePublisher
 from ..contracts.policies import Policy
 from ..sink.best_checkpoint import best_checkpoint
@@ -121,7 +122,8 @@ async def train(config: RunConfig, *, view: View | None = "auto") -> Summary:
         MissingExtra: the extra `train` is not installed.
         PenstockError: see `Pipeline.run`.
     """
-    refuse_unknown_view(view)
+    if view is not None:
+        check_choice("view", view, View)
     async with stoppable():
         return await _train(config, view)
 

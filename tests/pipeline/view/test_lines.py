@@ -116,5 +116,5 @@ async def test_before_the_first_step_a_second_passes_until_a_line_and_each_chang
 async def test_an_unknown_view_is_refused() -> None:
     view: str = "table"
 
-    with pytest.raises(InvalidConfig, match=r"^view: expected one of auto, live, lines or None, got 'table'$"):
+    with pytest.raises(InvalidConfig, match=r"^view: expected one of auto, live, lines, got 'table'$"):
         await small_run().run(view=view)  # type: ignore[arg-type]
