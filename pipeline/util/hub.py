@@ -41,7 +41,9 @@ def is_hub_name(text: str, folder: Path) -> bool:
 
 
 def absent(path: Path) -> str:
-    """Return that nothing is at `path`, with the nearest name beside it, as the end of an error message."""
+    """Return that a file is at `path`, or nothing, with the nearest name beside it, as the end of an error message."""
+    if path.exists():
+        return "a file"
     missing = next((each for each in [*reversed(path.parents), path] if not each.exists()), path)
     try:
         beside = [each.name for each in missing.parent.iterdir()]

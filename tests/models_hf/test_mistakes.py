@@ -152,6 +152,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("algorithm.entropy=.inf", "at `$.algorithm.entropy`"),
     ("model.precision=fp16", "here it is model.precision=float16"),
     ("model.path=nowhere", "expected the folder of a model at nowhere, got nothing there"),
+    ("model.path=train.jsonl", "expected the folder of a model at train.jsonl, got a file"),
     ("model.path=", "at `$.model.path`"),
     ("model.attention=spda", "spda"),
     ("model.lora={rank: 0}", "rank: expected a whole number"),
