@@ -31,10 +31,10 @@ MOMENTS = [
     pytest.param("stepping", 1, marks=pytest.mark.long),
     pytest.param("stepped", 1, marks=pytest.mark.long),  # the weights have changed, nothing is committed
     pytest.param("stepped", 8, marks=pytest.mark.long),
-    ("saving", 1),  # committed, in no checkpoint
+    pytest.param("saving", 1, marks=pytest.mark.long),  # committed, in no checkpoint
     ("half saved", 3),
     pytest.param("saved", 1, marks=pytest.mark.long),  # in a checkpoint that was not announced
-    ("saved", 4),
+    pytest.param("saved", 4, marks=pytest.mark.long),
     ("deleting", 1),  # in a checkpoint, and still in the journal
     pytest.param("deleted", 2, marks=pytest.mark.long),
 ]
@@ -77,6 +77,7 @@ def test_received_records_are_trained_once_by_the_resumed_run(tmp_path: Path, mo
     assert max(trained.values()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("moment", "nth"), MOMENTS[1::6])
 def test_a_source_that_begins_from_its_beginning_has_everything_trained_once(
     tmp_path: Path, moment: str, nth: int

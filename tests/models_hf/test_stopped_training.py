@@ -63,6 +63,7 @@ def test_a_signal_in_the_preparation_ends_the_run_in_order(config: Path, tmp_pat
     assert not [path for path in tmp_path.glob("run/**/*") if path.is_file()]
 
 
+@pytest.mark.long
 def test_a_signal_in_the_first_evaluation_ends_the_run_without_a_checkpoint(config: Path, tmp_path: Path) -> None:
     status, errors = stopped(config, "first evaluation", signal.SIGTERM)
 

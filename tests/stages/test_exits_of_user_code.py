@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -501,8 +502,17 @@ ordinary: dict[str, tuple[Any, ...]] = {}
 """The outcome of an ordinary exception, by place."""
 
 
-@pytest.mark.parametrize("exit_", EXITS)
-@pytest.mark.parametrize("place", PLACES)
+ALL_EXITS = {"env.step, async", "reward, async", "stage.run", "trainer.step"}
+"""Places in which `make test` tries every exception; in the others it tries two."""
+
+
+def cells() -> Iterator[Any]:
+    for place, exit_ in product(PLACES, EXITS):
+        runs = place in ALL_EXITS or exit_ in {"cancelled", "exit"}
+        yield pytest.param(place, exit_, id=f"{place}-{exit_}", marks=[] if runs else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("place", "exit_"), list(cells()))
 async def test_it_ends_a_run_as_an_ordinary_exception_does(
     place: str, exit_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

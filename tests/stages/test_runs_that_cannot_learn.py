@@ -90,7 +90,10 @@ async def test_a_run_whose_groups_are_all_filtered_warns_and_ends(
     assert 10_240 <= balance_of(pipeline).ended["filtered"] < 11_000
 
 
-@pytest.mark.parametrize("on", [HERE, processes(2)], ids=["here", "processes"])
+IN_PROCESSES = pytest.param(processes(2), marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("on", [HERE, IN_PROCESSES], ids=["here", "processes"])
 async def test_a_run_whose_samplers_never_get_the_weights_ends_when_all_groups_are_stale(on: Any) -> None:
     pipeline = run_of(environments.all_different, on=on, max_lag=2, sequences=64)  # all rollouts have version 0
 
