@@ -23,7 +23,7 @@ FLAT = Sample(own_mb=30, shared_mb=5, descriptors=60, threads=4, mappings=350, c
 @pytest.mark.long
 def test_workers_are_killed_and_stopped_at_random_and_nothing_is_lost_silently_or_grows(tmp_path: Path) -> None:
     results = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "0.12", "--seed", "2", "--json", str(results)]
+    command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "0.5", "--seed", "2", "--json", str(results)]
 
     ran = subprocess.run(command, env=environment(), cwd=ROOT, check=False, capture_output=True, text=True)
 
