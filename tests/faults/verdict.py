@@ -213,7 +213,7 @@ def _judge_middle(cell: Cell, history: History) -> None:
     else:
         outcome = "lost" if AT in [number for number, _ in history.all("sent")] else "unsent"
     assert outcome in OUTCOMES[cell.moment].get(cell.fault, USUAL_OUTCOMES[cell.moment])
-    # SIGTERM lets the worker send what it has: that its stage has returned. Then nothing is lost, and none is restarted.
+    # SIGTERM lets the worker send what it has: that its stage has returned. Nothing is lost, and none is restarted.
     returned = (cell.fault, cell.moment) == ("SIGTERM", "shutdown")
     assert history.noticed == ("" if cell.stops or returned else injected)
     if cell.fault in {"exception", "zombie"}:
