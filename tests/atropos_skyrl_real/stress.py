@@ -142,7 +142,7 @@ class Receiver:
 
 async def begun(trainer: Any) -> str:
     """Start the flow; return the URL of its gateway."""
-    await asyncio.to_thread(trainer.generator.begin, fully_async=False)
+    await asyncio.to_thread(trainer.generator.training.begin, fully_async=False)
     trainer.init_weight_sync_state()
     await trainer.dispatch.save_weights_for_sampler()
     return await asyncio.wrap_future(made[-1].url)
@@ -159,7 +159,7 @@ async def received(way: str, samples: int, folder: Path, *, hashed: bool) -> dic
             await receiver.batch(hashed=hashed)
         took, spent = time.monotonic() - began, time.process_time() - cpu
         memory = psutil.Process().memory_info().rss
-        await asyncio.to_thread(trainer.generator.end)
+        await asyncio.to_thread(trainer.generator.training.end)
     balance = trainer.generator.report.balance
     found = {"samples": samples, "a_second": (samples - BATCH) / took, "trained": balance.ended["trained"]}
     found |= {"cpu_us": 1e6 * spent / (samples - BATCH), "rss_mib": memory / 2**20, "balanced": balance.balanced}
@@ -184,7 +184,7 @@ async def slots(folder: Path) -> dict[str, Any]:
             while (waiting := await accepted(session, url)) < SLOTS:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)  # the gateway has no event for it
         after = psutil.Process().memory_full_info()
-        await asyncio.to_thread(trainer.generator.end)
+        await asyncio.to_thread(trainer.generator.training.end)
     token_bytes = 3 * longest / 4 * (4 + 1 + 4)  # the mean length; token, mask and log-probability
     private, resident = after.uss - before.uss, after.rss - before.rss
     found = {"waiting": waiting, "private_mib": private / 2**20, "shared_mib": (resident - private) / 2**20}

@@ -21,7 +21,7 @@ from penstock._pipeline.accounting.repetition_sets import exclude
 from penstock._stages.integrations.flow_thread.flow_run import Drop, FlowRun
 from penstock._stages.integrations.flow_thread.flow_thread import FlowThread
 from penstock._stages.integrations.skyrl.arrivals import Arrivals
-from penstock._stages.integrations.skyrl.requests import PromptRequest, Requests
+from penstock._stages.integrations.skyrl.requests import PromptRequest, Requests, withdraw
 from penstock._stages.integrations.skyrl.samples import Rules
 from penstock.integrations.skyrl import SampleRequests, SkyRLPrompts
 from penstock.policies import SamplingParams
@@ -60,7 +60,7 @@ class Running:
         return asked
 
     def withdraw(self, *asked: PromptRequest) -> Any:
-        return self.thread.call(partial(self.requests.withdraw, asked))
+        return self.thread.call(partial(withdraw, asked))
 
     @property
     def balance(self) -> Any:
@@ -91,7 +91,6 @@ def arriving(
 def _running(requests: Requests | Arrivals, flow: Flow[TrajectoryGroup]) -> Iterator[Running]:
     rest = Drop("rejected", "not awaited")
     run = FlowRun(flow, requests.awaited, requests, trainer="test", rest=rest, saved=None, version=0)
-    requests.why_closed = lambda: run.failure or RuntimeError("the flow has ended")
     thread = FlowThread("test-flow")
     thread.start(run)
     try:

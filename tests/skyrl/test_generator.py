@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from penstock._stages.batching.batcher import NOTHING_TO_TRAIN
 from penstock._stages.integrations.skyrl import generator as generators
 from penstock._stages.integrations.skyrl.entry import split
 from penstock._stages.integrations.skyrl.samples import KEYS
-from penstock.errors import InvalidConfig, InvalidPipeline, MissingExtra
+from penstock.errors import FlowEnded, InvalidConfig, InvalidPipeline, MissingExtra
 from penstock.integrations.skyrl import PenstockGenerator
 
 NAMED = "penstock.generator=run:generator"
@@ -86,7 +87,7 @@ def test_without_skyrl_the_command_that_installs_it_is_named() -> None:
 def test_a_generator_that_was_not_started_has_neither_statistics_nor_a_report() -> None:
     made = generator()
 
-    made.end()
+    made.training.end()
 
     assert made.report is None
     assert repr(made).startswith("<PenstockGenerator: not started, version 0")
@@ -104,17 +105,13 @@ def test_the_entry_point_takes_its_own_arguments_and_leaves_skyrls() -> None:
 
 
 class Skyrl:
-    """Stands for the objects of SkyRL: its interface of generators, its metrics, and a tokenizer."""
+    """Stands for the objects of SkyRL: its metrics, and a tokenizer."""
 
     pad_token_id = 0
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         """Return no metrics."""
         return {}
-
-    @classmethod
-    def register(cls, _: type) -> None:
-        """Register nothing."""
 
 
 def ids(instance_id: str) -> list[Any]:
@@ -130,18 +127,24 @@ def asked(instance_id: str) -> dict[str, Any]:
     }
 
 
-def test_every_row_that_skyrl_was_given_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[PenstockGenerator]:
+    """A generator whose training has begun; its flow sends three groups, and ends."""
     monkeypatch.setattr(generators, "object_in", lambda *_: Skyrl)
-    monkeypatch.setattr(generators, "bound", lambda base, _: base)
     groups = [of_turns(".x", ".x", instance_id=name, behavior_logprobs=np.zeros(4)) for name in "abc"]
-    made = PenstockGenerator(source(Sends(groups)), config(n_samples_per_prompt=2), tokenizer=Skyrl)
-    made.trainer(object)
-    made.weights_wanted(None, 0)
+    made = PenstockGenerator(source(Sends(groups, stays=False)), config(n_samples_per_prompt=2), tokenizer=Skyrl)
+    made.training.weights_wanted(None, 0)
+    yield made
+    made.training.end()
+
+
+def test_every_row_that_skyrl_was_given_ends_once(trained: PenstockGenerator) -> None:
+    made = trained
     first, again, other = (asyncio.run(made.generate(asked(name))) for name in ("7", "7", "8"))
 
-    made.batch(again | {"loss_masks": [[1], [0]]})
-    made.weights_wanted(None, 1)
-    made.end()
+    made.training.rows.batch(again | {"loss_masks": [[1], [0]]})
+    made.training.weights_wanted(None, 1)
+    made.training.end()
 
     assert [first["trajectory_ids"], other["trajectory_ids"]] == [ids("7"), ids("8")]
     assert made.report is not None
@@ -149,3 +152,32 @@ def test_every_row_that_skyrl_was_given_ends_once(monkeypatch: pytest.MonkeyPatc
         "trained": {"": 1},
         "filtered": {"dropped by SkyRL": 4, NOTHING_TO_TRAIN: 1},
     }
+
+
+def test_a_call_after_the_flows_last_group_raises(trained: PenstockGenerator) -> None:
+    for name in "123":
+        asyncio.run(trained.generate(asked(name)))
+
+    with pytest.raises(FlowEnded, match="SkyRL waits for more samples than the 3"):
+        asyncio.run(trained.generate(asked("4")))
+
+
+async def collected(group: str) -> str:
+    """Return a group that has arrived."""
+    return group
+
+
+def test_the_loop_of_a_fully_asynchronous_trainer_raises_the_error_of_the_generation(
+    trained: PenstockGenerator,
+) -> None:
+    training = trained.training
+    training.begin(fully_async=True)
+
+    async def train() -> None:
+        generating = asyncio.create_task(trained.generate({"prompts": [], "trajectory_ids": ids("7") * 2}))
+        with pytest.raises(InvalidPipeline, match="every trajectory_id once"):
+            await training.failure.unless_failed(asyncio.Event().wait())
+        assert await training.failure.unless_failed(collected("arrived before")) == "arrived before"
+        assert generating.cancel()
+
+    asyncio.run(train())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from penstock import TrajectoryGroup, each, processes, source
 from penstock._pipeline.accounting.progress_guard import FAILURE_LIMIT
 from penstock._stages.integrations.skyrl.requests import ATTEMPTS, Requests
 from penstock.environments import RolloutResult
-from penstock.errors import InvalidConfig, RolloutsFailed, StageFailed
+from penstock.errors import FlowEnded, FlowStalled, InvalidConfig, RolloutsFailed, StageFailed
 from penstock.policies import NoOpPolicy, SamplingParams
 
 
@@ -113,9 +114,8 @@ def test_an_environment_that_always_fails_ends_the_flow_with_the_reasons() -> No
         asked = flow.ask(*(request(str(number), *range(8)) for number in range(FAILURE_LIMIT // 8 + 1)))
 
         found = [each.answered.exception(FAILSAFE_S) for each in asked]
-        (after,) = flow.ask(request("99", 0))
         with pytest.raises(StageFailed) as raised:
-            rewards_of(after)
+            flow.thread.check(FAILSAFE_S)
         assert set(found) <= {None, raised.value}
         assert isinstance(raised.value.__cause__, RolloutsFailed)
         assert "no simulator" in str(raised.value)
@@ -124,7 +124,7 @@ def test_an_environment_that_always_fails_ends_the_flow_with_the_reasons() -> No
 def test_what_is_not_awaited_any_more_is_neither_sampled_again_nor_kept() -> None:
     with running(lambda asked: source(asked).then(sampled()).then(InPieces(held=2))) as flow:
         (withdrawn,) = flow.ask(request("7", 0))
-        assert flow.withdraw(withdrawn) == []
+        assert flow.withdraw(withdrawn) == ()
         (asked,) = flow.ask(request("8", 0))
         rewards_of(asked)
 
@@ -136,10 +136,15 @@ def test_what_is_not_awaited_any_more_is_neither_sampled_again_nor_kept() -> Non
 def test_when_the_flow_ends_nothing_waits_for_it() -> None:
     with running(lambda asked: source(asked).then(sampled()).then(InPieces(held=2))) as flow:
         (asked,) = flow.ask(request("7", 0))
-    flow.requests.ask([late := request("8", 0)])
 
-    for asked_for in (asked, late):
-        assert str(asked_for.answered.exception(FAILSAFE_S)) == "the flow has ended"
+    assert isinstance(asked.answered.exception(FAILSAFE_S), FlowEnded)
+
+
+def test_a_flow_has_stalled_only_when_skyrl_has_waited_for_it() -> None:
+    with running(sampled()) as flow:
+        flow.thread.check(0, began=time.monotonic() + FAILSAFE_S)
+        with pytest.raises(FlowStalled, match="expected a sample within 0 s"):
+            flow.thread.check(0)
 
 
 def test_numbers_go_on_where_a_checkpoint_ends_because_ids_are_never_reused() -> None:

@@ -11,7 +11,7 @@ from tests.stages.turns import of_turns
 
 from penstock import StopReason, TrajectoryGroup
 from penstock._stages.integrations.skyrl.requests import PromptRequest, SampledRepetition
-from penstock._stages.integrations.skyrl.samples import Asked, Rules, columns_of, lags_of
+from penstock._stages.integrations.skyrl.samples import Asked, Rules, columns_of, metrics_of
 from penstock.errors import InvalidPipeline, InvalidRecord
 
 FILLER = 9
@@ -126,4 +126,9 @@ def test_the_parts_of_a_reward_are_the_metrics_of_the_environment() -> None:
 def test_the_lag_of_a_row_is_that_of_its_oldest_token() -> None:
     asked = request(of_turns(".xx", behavior_logprobs=np.zeros(3), policy_versions=[3, 3, 4]), [1], repetitions=2)
 
-    assert lags_of([Asked(asked, 0), Asked(asked, 1)], version=5) == [2]
+    assert metrics_of([Asked(asked, 0), Asked(asked, 1)], version=5) == {
+        "generate/lag_mean": 2,
+        "generate/lag_max": 2,
+        "generate/resampled": 0,
+        "generate/given_up": 1,
+    }

@@ -206,13 +206,13 @@ async def _both(trainer: Any, count: int) -> tuple[Any, Any, list[str]]:
     asked, uids = utils.prepare_generator_input(
         prompts, 4, parameters("vllm", cfg.generator.sampling_params), "letters", "train", 1
     )
-    await asyncio.to_thread(generator.begin, fully_async=False)
+    await asyncio.to_thread(generator.training.begin, fully_async=False)
     trainer.init_weight_sync_state()
     await trainer.dispatch.save_weights_for_sampler()
     try:
         ours = await trainer.generate(asked)
     finally:
-        await asyncio.to_thread(generator.end)
+        await asyncio.to_thread(generator.training.end)
     own = gym.SkyRLGymGenerator(
         cfg.generator, cfg.environment.skyrl_gym, Repeated(ours, trainer.tokenizer), trainer.tokenizer
     )

@@ -47,8 +47,8 @@ class SampleReceiver(Protocol):
         """Take a sample of these trajectories, and return True; return False where there is no room now."""
         ...
 
-    def close(self) -> None:
-        """Note that no further sample will come."""
+    def close(self, error: BaseException, /) -> None:
+        """Note that no further sample will come, because of `error`."""
         ...
 
 
@@ -145,7 +145,7 @@ class FlowRun:
             self.failure = error
         finally:
             self._over = True
-            self._samples.close()
+            self._samples.close(self.error)
 
     def stop(self) -> None:
         """Cancel the flow."""
@@ -164,7 +164,7 @@ class FlowRun:
                 else:
                     await self._put(item, trajectories)
         self.ended = True
-        self._samples.close()
+        self._samples.close(self.error)
         await anyio.sleep_forever()  # what was sent is trained meanwhile
 
     async def _put(self, item: Any, trajectories: Trajectories) -> None:
@@ -172,26 +172,30 @@ class FlowRun:
             await self._room.wait()
         self.sent += 1
 
-    def check(self, stale_after_s: float, waits: Callable[[], PipelineStatistics]) -> None:
-        """Raise if nothing will come; called in the trainer's thread while the queue is empty.
+    @property
+    def error(self) -> BaseException:
+        """The error for a trainer that waits for more than a flow which has ended has sent."""
+        return self.failure or FlowEnded(
+            f"{self._trainer} waits for more samples than the {self.sent} that the flow has sent, which has ended: "
+            f"give it more prompts (SourceEnv(groups=None), PromptDataset(epochs=None)), or train fewer steps"
+        )
+
+    def check(self, stale_after_s: float, waits: Callable[[], PipelineStatistics], began: float = 0.0) -> None:
+        """Raise if nothing will come; called in the trainer's thread while it waits, since `began`.
 
         Raises:
             PenstockError: the error that ended the flow.
             FlowEnded: the flow has sent its last group, or was stopped.
             FlowStalled: it has sent nothing for `stale_after_s`.
         """
-        if self.failure is not None:
-            raise self.failure
-        if self.ended:
-            raise FlowEnded(
-                f"{self._trainer} waits for more samples than the {self.sent} that the flow has sent, which has ended: "
-                f"give it more prompts (SourceEnv(groups=None), PromptDataset(epochs=None)), or train fewer steps"
-            )
+        if self.failure is not None or self.ended:
+            raise self.error
         sent, since = self._progress
         if self.sent != sent:
             self._progress = self.sent, time.monotonic()
-        elif (waited_s := time.monotonic() - since) > stale_after_s:
-            raise stalled(stale_after_s, waited_s, waits())
+        elif (waited_s := time.monotonic() - max(since, began)) > stale_after_s:
+            stages = "; ".join(f"{stage.name}: {stage.waiting_for or 'works'}" for stage in waits().stages)
+            raise FlowStalled(f"expected a sample within {stale_after_s:g} s, got none in {waited_s:.0f} s ({stages})")
 
     def wake(self) -> None:
         """Let the sink look for room. Called in the trainer's thread."""
@@ -245,12 +249,6 @@ class _Sink:
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         """Run the sink; see `Sink`."""
         await self._run.feed(inbox)
-
-
-def stalled(stale_after_s: float, waited_s: float, waits: PipelineStatistics) -> FlowStalled:
-    """Return the error for a flow that sends nothing, with what its stages wait for."""
-    stages = "; ".join(f"{stage.name}: {stage.waiting_for or 'works'}" for stage in waits.stages)
-    return FlowStalled(f"expected a sample within {stale_after_s:g} s, got none in {waited_s:.0f} s ({stages})")
 
 
 def _nothing() -> None:

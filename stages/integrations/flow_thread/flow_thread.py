@@ -92,9 +92,9 @@ class FlowThread:
         """
         return self.call(self.run.pipeline.statistics)
 
-    def check(self, stale_after_s: float) -> None:
+    def check(self, stale_after_s: float, began: float = 0.0) -> None:
         """Raise if nothing will come; see `FlowRun.check`."""
-        self.run.check(stale_after_s, self.statistics)
+        self.run.check(stale_after_s, self.statistics, began)
 
     def next(self, samples: SampleQueue, *, stale_after_s: float, wanted: Callable[[], bool] = lambda: True) -> Any:
         """Wait for the next item of `samples`, and return it; None once it is not `wanted` any more.

@@ -42,7 +42,7 @@ class SampleQueue(queue.Queue[Any]):
             return False
         return True
 
-    def close(self) -> None:
+    def close(self, _: BaseException | None = None) -> None:
         """Make `get` raise `queue.Empty` at once when the queue is empty."""
         with self.mutex:
             self._closed = True

@@ -10,19 +10,18 @@ Belongs to the event loop of the flow, and knows no SkyRL.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ...._pipeline.accounting.progress_guard import FAILURE_LIMIT
 from ...._pipeline.accounting.telemetry import get_logger
 from ...._pipeline.errors import RolloutsFailed
-from ...._schemas import TrajectoryGroup, TrajectoryId
+from ...._schemas import TrajectoryGroup
 from ...advantages.zero_advantages import zero_advantages
 from ..flow_thread.flow_run import Decode, Drop
 from ..flow_thread.sample_queue import Trajectories
 from ..flow_thread.sampling import other_temperature
-from .requests import PromptRequest, fail, give, withdrawn
+from .requests import PromptRequest, fail, give
 from .samples import Rules
 
 log = get_logger("penstock.skyrl")
@@ -51,10 +50,6 @@ class Arrivals:
         self._waiting: deque[PromptRequest] = deque()
         self._refused = 0
         """Trajectories in a row."""
-        self._error: BaseException | None = None
-        """Why nothing will be answered any more."""
-        self.why_closed: Callable[[], BaseException] = partial(RuntimeError, "the flow has not begun")
-        """Returns the error for requests that are not answered when the flow ends."""
 
     def __repr__(self) -> str:
         return f"<Arrivals: {len(self._waiting)} not answered>"
@@ -63,15 +58,7 @@ class Arrivals:
 
     def ask(self, requests: Iterable[PromptRequest]) -> None:
         """Have the next groups answer these."""
-        for request in requests:
-            if self._error is not None:
-                fail(request, self._error)
-            else:
-                self._waiting.append(request)
-
-    def withdraw(self, requests: Iterable[PromptRequest]) -> list[TrajectoryId]:
-        """Stop waiting for these, and return the trajectories that have arrived for them."""
-        return withdrawn(requests)
+        self._waiting.extend(requests)
 
     # -- the flow's end, called by `FlowRun` ---------------------------------------------------------------------------
 
@@ -121,8 +108,7 @@ class Arrivals:
                 return True
         return False
 
-    def close(self) -> None:
-        """Fail everything that is not answered, and everything that is asked from now on."""
-        self._error = self.why_closed()
+    def close(self, error: BaseException) -> None:
+        """Fail everything that is not answered."""
         while self._waiting:
-            fail(self._waiting.popleft(), self._error)
+            fail(self._waiting.popleft(), error)

@@ -26,7 +26,6 @@ def no_engines(model_name: str) -> Any:
     methods |= dict.fromkeys(NOTHING_TO_DO, _does_nothing)
     methods |= {
         "model_name": property(lambda _: model_name),
-        "get_endpoint_url": _has_no_url,
         "get_world_size": _has_no_ranks,
         "is_sleeping": _is_awake,
         "increment_weight_version": lambda _: None,
@@ -47,11 +46,7 @@ async def _has_no_ranks(_: object) -> tuple[int, int]:
     return 0, 0
 
 
-async def _generates(*_: object, **__: object) -> None:
+def _generates(*_: object, **__: object) -> None:
     raise GenerationIsOutside(
         "SkyRL asked an inference engine: expected its generator to be asked, for penstock generates"
     )
-
-
-def _has_no_url(_: object) -> str:
-    raise GenerationIsOutside("SkyRL asked for the URL of its inference engines, and has none, for penstock generates")

@@ -12,7 +12,7 @@ Belongs to the event loop of the flow, and knows no SkyRL.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,10 +102,6 @@ class Requests:
         self._given_up = 0
         """Repetitions in a row."""
         self._changed = Waiters()
-        self._error: BaseException | None = None
-        """Why nothing will be answered any more."""
-        self.why_closed: Callable[[], BaseException] = partial(RuntimeError, "the flow has not begun")
-        """Returns the error for requests that are not answered when the flow ends."""
 
     def __repr__(self) -> str:
         return f"<Requests: {len(self._unsent)} not sent, {len(self._sent)} not answered>"
@@ -202,16 +198,8 @@ class Requests:
 
     def ask(self, requests: Iterable[PromptRequest]) -> None:
         """Have the flow sample these."""
-        for request in requests:
-            if self._error is not None:
-                fail(request, self._error)
-            else:
-                self._unsent.append(_Part(request, set(request.repetitions)))
+        self._unsent.extend(_Part(request, set(request.repetitions)) for request in requests)
         self._changed.wake_all()
-
-    def withdraw(self, requests: Iterable[PromptRequest]) -> list[TrajectoryId]:
-        """Stop waiting for these, and return the trajectories that have arrived for them."""
-        return withdrawn(requests)
 
     # -- the flow's other end, called by `FlowRun` -------------------------------------------------------------------
 
@@ -240,11 +228,10 @@ class Requests:
         give(part.request, {repetition: places[repetition] for repetition in wanted}, group)
         return True
 
-    def close(self) -> None:
-        """Fail everything that is not answered, and everything that is asked from now on."""
-        self._error = self.why_closed()
+    def close(self, error: BaseException) -> None:
+        """Fail everything that is not answered."""
         for part in (*self._unsent, *self._sent.values()):
-            fail(part.request, self._error)
+            fail(part.request, error)
         self._unsent.clear()
         self._sent.clear()
 
@@ -257,12 +244,11 @@ def give(request: PromptRequest, places: Mapping[int, int], group: TrajectoryGro
     _answer_if_complete(request)
 
 
-def withdrawn(requests: Iterable[PromptRequest]) -> list[TrajectoryId]:
+def withdraw(requests: Sequence[PromptRequest]) -> Trajectories:
     """Stop waiting for these, and return the trajectories that have arrived for them."""
-    stopped = list(requests)
-    for request in stopped:
+    for request in requests:
         request.answered.cancel()
-    return [each for request in stopped for each in request.ids]
+    return tuple(each for request in requests for each in request.ids)
 
 
 def fail(request: PromptRequest, error: BaseException) -> None:

@@ -6,13 +6,14 @@ validated). Knows no SkyRL: the output is a dict.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...._pipeline.errors import InvalidPipeline
 from ...._schemas import InvalidRecord, StopReason
+from ..flow_thread.sample_queue import Trajectories
 from .requests import PromptRequest, SampledRepetition
 
 KEYS = (
@@ -22,9 +23,6 @@ KEYS = (
     *("pixel_values", "image_grid_thw"),
 )
 """The keys of a GeneratorOutput."""
-
-UNTRAINED_REASON = StopReason.ERROR
-"""The stop reason of a row whose repetition was given up."""
 
 
 class Rules(NamedTuple):
@@ -42,6 +40,16 @@ class Asked(NamedTuple):
     request: PromptRequest
     repetition: int
 
+    @property
+    def row(self) -> SampledRepetition | None:
+        """The repetition; None if it was given up."""
+        return self.request.rows[self.repetition]
+
+    @property
+    def ids(self) -> Trajectories:
+        """The id of its trajectory; none if it was given up."""
+        return () if self.row is None else (self.row.trajectory.id,)
+
 
 def columns_of(asked: Sequence[Asked], rules: Rules, filler: int) -> dict[str, Any]:
     """Return the output of these rows, all keys but `rollout_metrics` and `trajectory_ids`.
@@ -53,8 +61,8 @@ def columns_of(asked: Sequence[Asked], rules: Rules, filler: int) -> dict[str, A
         InvalidPipeline: SkyRL wants log-probabilities, and a trajectory has none.
         InvalidRecord: some trajectories have rewards for tokens, and others have none.
     """
-    rows = [_columns(each, rules) if _row(each) is not None else _untrained(each, filler) for each in asked]
-    if len({isinstance(row["rewards"], list) for row in rows if row["given"]}) > 1:
+    rows = [_untrained(each, filler) if each.row is None else _columns(each.request, each.row, rules) for each in asked]
+    if len({isinstance(row["rewards"], list) for row, each in zip(rows, asked, strict=True) if each.row}) > 1:
         raise InvalidRecord("expected token_rewards in all groups, or in none, got some with and some without")
     if any(isinstance(row["rewards"], list) for row in rows):
         for row in rows:
@@ -67,21 +75,23 @@ def columns_of(asked: Sequence[Asked], rules: Rules, filler: int) -> dict[str, A
     return columns
 
 
-def lags_of(asked: Iterable[Asked], version: int) -> list[int]:
-    """Return, for each sampled row, the optimizer steps between the weights that sampled it and `version`."""
-    rows = [row for each in asked if (row := _row(each)) is not None]
-    return [version - int(row.trajectory.policy_versions.min()) for row in rows]
+def metrics_of(asked: Sequence[Asked], version: int) -> dict[str, float]:
+    """Return metrics of rows that are given at `version`.
+
+    A lag is the optimizer steps between the weights that sampled a row and `version`. From the metrics' names SkyRL
+    knows how to merge those of several groups (generators/utils.py).
+    """
+    lags = [version - int(each.row.trajectory.policy_versions.min()) for each in asked if each.row is not None]
+    found = {"generate/lag_mean": float(np.mean(lags)), "generate/lag_max": float(max(lags))} if lags else {}
+    return found | {
+        "generate/resampled": float(sum(request.resampled for request in {each.request for each in asked})),
+        "generate/given_up": float(len(asked) - len(lags)),
+    }
 
 
-def _row(asked: Asked) -> SampledRepetition | None:
-    return asked.request.rows[asked.repetition]
-
-
-def _columns(asked: Asked, rules: Rules) -> dict[str, Any]:
-    row = _row(asked)
-    assert row is not None  # noqa: S101 (checked by the caller)
+def _columns(request: PromptRequest, row: SampledRepetition, rules: Rules) -> dict[str, Any]:
     trajectory = row.trajectory
-    start = _prompt_length(row, asked.request)
+    start = _prompt_length(row, request)
     masks: list[int] = trajectory.loss_mask[start:].astype(int).tolist()
     rewards: Any = trajectory.reward
     if trajectory.token_rewards is not None:
@@ -97,7 +107,6 @@ def _columns(asked: Asked, rules: Rules) -> dict[str, Any]:
     if rules.apply_overlong_filtering and not whole:
         masks = [0] * len(masks)
     return {
-        "given": True,
         "prompt_token_ids": trajectory.tokens[:start].tolist(),
         "response_ids": trajectory.tokens[start:].tolist(),
         "rewards": rewards,
@@ -126,12 +135,11 @@ def _prompt_length(row: SampledRepetition, request: PromptRequest) -> int:
 def _untrained(asked: Asked, filler: int) -> dict[str, Any]:
     others = [row.trajectory.reward for row in asked.request.rows.values() if row is not None]
     return {
-        "given": False,
         "prompt_token_ids": asked.request.prompt.tolist(),
         "response_ids": [filler],
         "rewards": float(np.mean(others)) if others else 0.0,
         "loss_masks": [0],
-        "stop_reasons": UNTRAINED_REASON.name.lower(),
+        "stop_reasons": StopReason.ERROR.name.lower(),
         "rollout_logprobs": [0.0],
         "env_metrics": {},
     }

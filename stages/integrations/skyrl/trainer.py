@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from ...._pipeline.errors import MissingInterface
 from ..interface import TRIED, object_in
+from .training import SkyRLTraining
 
 LEDGER = "penstock.json"
 """The file with the ledger, in the folder of a checkpoint of SkyRL."""
@@ -19,46 +20,6 @@ HOOKS = ("train", "init_weight_sync_state", "convert_to_training_input", "save_c
 
 ASYNC_HOOKS = ("_collect_generation_mini_batch", "convert_generation_group_mini_batch_to_training_input")
 """Those of its fully asynchronous trainer."""
-
-
-class TrainedBySkyRL(Protocol):
-    """Receives the reports of a trainer. Methods that block run in a thread, or where SkyRL blocks too."""
-
-    def begin(self, *, fully_async: bool) -> None:
-        """Note that the trainer begins, before it loads a checkpoint. Blocks."""
-        ...
-
-    def resume(self, saved: Mapping[str, Any] | None) -> None:
-        """Note the state of the checkpoint that the trainer resumes."""
-        ...
-
-    def batch(self, generator_output: Mapping[str, Any]) -> None:
-        """Note the rows that are trained next."""
-        ...
-
-    def dropped(self, generator_outputs: Sequence[Mapping[str, Any]]) -> None:
-        """Note groups that were dropped."""
-        ...
-
-    def weights_wanted(self, dispatch: Any, version: int) -> None:
-        """Note that samplers are to have the weights of the workers of `dispatch`: the step is done. Blocks."""
-        ...
-
-    def commit(self, version: int) -> None:
-        """Note that the step is done that made the weights of `version`. Blocks."""
-        ...
-
-    async def unless_failed(self, collecting: Any) -> Any:
-        """Return what `collecting` returns, or raise the error of the generation if that comes first."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-        ...
-
-    def end(self) -> None:
-        """Note that the trainer ends. Blocks."""
-        ...
 
 
 class Dispatch:
@@ -83,16 +44,16 @@ class Dispatch:
         return {"sync_weights_only_transfer": self._took_s}
 
 
-def bound(base: Any, generator: TrainedBySkyRL) -> type:
-    """Return `base` with methods that report to `generator`.
+def bound(base: Any, training: SkyRLTraining) -> type:
+    """Return `base` with methods that report to `training`.
 
     Raises:
         MissingExtra: SkyRL is not installed.
         MissingInterface: `base` lacks a method.
     """
     is_async = check_trainer(base)
-    found = _with_checkpoints(_committing(base, generator, is_async=is_async), generator)
-    return _asynchronous(found, generator) if is_async else found
+    found = _committing(base, training, is_async=is_async)
+    return _asynchronous(found, training) if is_async else found
 
 
 def check_trainer(trainer: type) -> bool:
@@ -110,75 +71,68 @@ def check_trainer(trainer: type) -> bool:
     return is_async
 
 
-def _committing(base: Any, generator: TrainedBySkyRL, *, is_async: bool) -> Any:
+def _committing(base: Any, training: SkyRLTraining, *, is_async: bool) -> Any:
+    io = object_in("skyrl", "skyrl.backends.skyrl_train.utils.io", "io")
+
     class Committing(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
-        """A trainer of SkyRL that starts the flow, reports what it trains, and sends its weights to the publisher."""
+        """A trainer of SkyRL that starts the flow, reports what it trains, and sends its weights to the publisher.
+
+        Its checkpoints have the ledger.
+        """
 
         dispatch: Any
         global_step: int
 
         async def train(self) -> None:
-            await asyncio.to_thread(generator.begin, fully_async=is_async)
+            await asyncio.to_thread(training.begin, fully_async=is_async)
             try:
                 await super().train()
             finally:
-                await asyncio.to_thread(generator.end)
+                await asyncio.to_thread(training.end)
 
         def init_weight_sync_state(self) -> None:
             if self.dispatch is None:
                 super().init_weight_sync_state()  # a simulated trainer makes it here
             if not isinstance(self.dispatch, Dispatch):
                 workers = self.dispatch
-                self.dispatch = Dispatch(workers, lambda: generator.weights_wanted(workers, self.global_step))
+                self.dispatch = Dispatch(workers, lambda: training.weights_wanted(workers, self.global_step))
 
         def convert_to_training_input(self, generator_output: Any, uids: Any) -> Any:
-            generator.batch(generator_output)
+            training.rows.batch(generator_output)
             return super().convert_to_training_input(generator_output, uids)
 
-    return Committing
-
-
-def _with_checkpoints(base: Any, generator: TrainedBySkyRL) -> Any:
-    io = object_in("skyrl", "skyrl.backends.skyrl_train.utils.io", "io")
-
-    def ledger_in(folder: object) -> str:
-        return f"{folder}/{LEDGER}"  # the folder may be a URL
-
-    class WithCheckpoints(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
-        """One whose checkpoints have the ledger."""
-
         def save_checkpoints(self) -> Any:
-            generator.commit(self.global_step)  # the synchronous trainer saves before it wants the weights sent
+            training.commit(self.global_step)  # the synchronous trainer saves before it wants the weights sent
             folder = f"{self.cfg.trainer.ckpt_path}/global_step_{self.global_step}"
             io.makedirs(folder, exist_ok=True)
-            with io.open_file(ledger_in(folder), "w") as file:  # before SkyRL writes that the checkpoint is whole
-                json.dump(generator.state_dict(), file)
+            with io.open_file(f"{folder}/{LEDGER}", "w") as file:  # before SkyRL writes that the checkpoint is whole
+                json.dump(training.thread.state_dict(), file)
             return super().save_checkpoints()
 
         def load_checkpoints(self) -> Any:
             loaded = super().load_checkpoints()
             if loaded[0]:
-                saved = None
-                if io.exists(ledger_in(loaded[1])):
-                    with io.open_file(ledger_in(loaded[1]), "r") as file:
+                saved, path = None, f"{loaded[1]}/{LEDGER}"  # the folder may be a URL
+                if io.exists(path):
+                    with io.open_file(path, "r") as file:
                         saved = json.load(file)
-                generator.resume(saved)
+                training.resume(saved)
             return loaded
 
-    return WithCheckpoints
+    return Committing
 
 
-def _asynchronous(base: Any, generator: TrainedBySkyRL) -> type:
+def _asynchronous(base: Any, training: SkyRLTraining) -> type:
     class Asynchronous(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
         """A fully asynchronous one: its loop raises the errors of the generator."""
 
         async def _collect_generation_mini_batch(self, *args: Any, **kwargs: Any) -> Any:
-            return await generator.unless_failed(super()._collect_generation_mini_batch(*args, **kwargs))
+            return await training.failure.unless_failed(super()._collect_generation_mini_batch(*args, **kwargs))
 
         def convert_generation_group_mini_batch_to_training_input(
             self, cur_generation_group_mini_batch: Any, dropped_groups: Any = None
         ) -> Any:
-            generator.dropped([group.generator_output for group in dropped_groups or ()])
+            training.rows.drop([group.generator_output for group in dropped_groups or ()])
             return super().convert_generation_group_mini_batch_to_training_input(
                 cur_generation_group_mini_batch, dropped_groups
             )
