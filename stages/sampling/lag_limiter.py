@@ -6,6 +6,7 @@ because otherwise a step that lacks trajectories would wait for ever. There are 
 
 1. p is known (`Schedule.per_step`): the limit is exact from the first step on. It is exceeded only where no group is
    being sampled and every stage waits for records: a stage that gathers groups lacks some that another has dropped.
+   Where steps train fewer than stated, for a batch ships when its tokens are enough, p is their mean.
 2. p is the mean of recent steps, and batches that are packed by tokens need more trajectories as completions get
    shorter: if no group is being sampled and no count has changed for the time of two steps, the trainer is assumed to
    wait, and one more group is begun.
@@ -37,9 +38,9 @@ class LagLimiter:
     def __init__(self, context: Context, group_size: int, samplers: Samplers) -> None:
         self._ledger = ledger = context.ledger
         self._all_wait = context.all_wait
-        self._max_lag, per_step = context.schedule.max_lag, context.schedule.per_step
-        self._per_step = None if per_step is None else -(-per_step // group_size) * group_size
-        """p, where it is known, in whole groups."""
+        self._max_lag = context.schedule.max_lag
+        self._stated = context.schedule.per_step
+        """p, where it is known."""
         self._group_size = group_size
         self._samplers = samplers
         """Those who sample; while they hold groups, the trainer is not assumed to wait."""
@@ -51,7 +52,9 @@ class LagLimiter:
     @property
     def limit(self) -> float | None:
         """Return the number of trajectories in flight below which a group may be begun; None for no limit."""
-        per_step = self._per_step or self._ledger.trained_per_step
+        per_step = self._ledger.trained_per_step
+        if self._stated is not None and (per_step is None or per_step >= self._stated):
+            per_step = -(-self._stated // self._group_size) * self._group_size  # in whole groups
         if self._max_lag is None or per_step is None:
             return None
         return max(per_step, (self._max_lag + 1) * per_step - self._group_size + 1, 1)
@@ -72,7 +75,7 @@ class LagLimiter:
                 return
 
     def _trainer_waits(self, before: tuple[int, int, int]) -> bool:
-        if self._per_step is None:
+        if self._stated is None:
             return self._counts() == before
         return not self._samplers.groups_held and self._all_wait()
 

@@ -182,6 +182,18 @@ def test_while_a_group_is_being_sampled_the_pace_does_not_give_way() -> None:
     assert clock.now_s == 110
 
 
+async def test_where_steps_train_fewer_than_is_stated_the_bound_is_that_of_their_mean() -> None:
+    trainer = Trainer()
+    trainer.sample(4)
+    pace = limiter(trainer, 1, per_step=8)
+    assert await stays_waiting(pace.wait_for_slot)
+
+    trainer.train(0, step=1)  # so a step trains 4
+
+    assert await stays_waiting(pace.wait_for_slot)
+    assert pace.limit == 5
+
+
 def test_where_steps_have_a_known_size_the_limit_is_exceeded_only_when_every_stage_waits() -> None:
     clock, waits = VirtualClock(), False
 
