@@ -35,7 +35,7 @@ async def test_a_worker_whose_event_loop_is_blocked_is_replaced_and_its_place_is
     assert {match[1] for match in found if match} == {way.__name__ for way in WAYS}
     assert report.balance.balanced
     assert report.balance.admitted == 30
-    assert report.balance.ended["lost"] == 0
+    assert report.balance.ended["lost"] <= 1  # of three deaths, two may be with the same prompt
 
 
 async def test_a_worker_whose_stage_has_no_bound_is_named_with_its_place_and_goes_on(
