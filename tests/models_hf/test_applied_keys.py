@@ -181,7 +181,7 @@ ALONE = ("model.lora.dropout", "algorithm.steps", "algorithm.optimizer.warmup_st
 APART = {"algorithm.prompts", "algorithm.optimizer.schedule", "algorithm.adaptive_kl.target", "algorithm.max_lag"}
 """Keys whose effects those of other ones would hide."""
 
-TOGETHER: list[tuple[str, ...]] = [(key,) for key in ALONE]
+TOGETHER = [(key,) for key in ALONE]
 TOGETHER += [tuple(APART), tuple(key for key in EFFECTS if key not in {*ALONE, *APART})]
 
 
