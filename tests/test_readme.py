@@ -16,8 +16,6 @@ import pytest
 from tests import pages
 from tests.pages import BLOCK, program, run_page
 
-from penstock._cli.init import init
-
 ROOT = Path(__file__).parent.parent
 CODE = re.compile(r"^```.*?^```$|`[^`]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -56,11 +54,11 @@ def test_the_code_of_a_page_runs(
         run_page(page)
         return
     if name == "README.md":
-        init(Path(), tiny=True)
+        run_outside_the_checkout(["-m", "penstock", "init", "--tiny", "."], request.getfixturevalue("wheel"))
     command = [pages.__file__, os.fspath(page)]
     if is_script:
         command = [f"{page.stem.replace('-', '_')}_page.py"]
-        Path(command[0]).write_text(program(page).replace("max_steps=25", "max_steps=2"))
+        Path(command[0]).write_text(program(page))
     run_outside_the_checkout(command, request.getfixturevalue("wheel"))
 
 
