@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -69,6 +68,19 @@ LEAKS = {
 }
 
 
+def test_a_test_with_real_processes_that_leaves_something_behind_fails(tmp_path: Path) -> None:
+    folder = tmp_path / "processes"
+    folder.mkdir()
+    impatient = CONFTEST.read_text().replace("REAPING_S = FAILSAFE_S", "REAPING_S = 0")
+    (tmp_path / "conftest.py").write_text(impatient)
+    for number, leak in enumerate(LEAKS.values()):
+        (folder / f"test_leak_{number}.py").write_text(f"def test_leaks():\n    global kept\n    {leak}\n")
+
+    printed = failing(tmp_path)
+
+    assert [f"it left ['{leak}" in printed for leak in LEAKS] == [True, True]
+
+
 HANGING = """
 import signal
 import anyio
@@ -86,6 +98,18 @@ async def test_hangs():
         await anyio.wait_all_tasks_blocked()
         signal.raise_signal(signal.SIGALRM)  # the deadline
 """
+
+
+def test_a_test_that_misses_its_deadline_prints_its_waits(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    (tmp_path / "test_hangs.py").write_text(HANGING)
+
+    printed = failing(tmp_path, "--timeout=600")
+
+    assert "what is waited for:" in printed
+    assert "capacity=3" in printed
+    assert "waiting_for='record'" in printed
+    assert "await inbox.receive()" in printed
 
 
 HANGING_SCRIPT = """
@@ -121,46 +145,23 @@ def test_waits_for_a_script():
 """
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return what pytest prints of tests that leak, or hang."""
-    folder = tmp_path_factory.mktemp("suite")
-    (folder / "processes").mkdir()
-    (folder / "conftest.py").write_text(CONFTEST.read_text().replace("REAPING_S = FAILSAFE_S", "REAPING_S = 0"))
-    for number, leak in enumerate(LEAKS.values()):
-        (folder / f"processes/test_leak_{number}.py").write_text(f"def test_leaks():\n    global kept\n    {leak}\n")
-    (folder / "test_hangs.py").write_text(HANGING)
-    (folder / "test_script.py").write_text(HANGING_WITH_A_SCRIPT)
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "anyio_mode=auto", "--timeout=600", "--rootdir", str(folder)]
+def test_so_do_the_scripts_that_it_started(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    (tmp_path / "test_script.py").write_text(HANGING_WITH_A_SCRIPT)
+
+    printed = failing(tmp_path, "--timeout=600")
+
+    assert "Timeout" in printed
+    assert "capacity=3" in printed
+    assert "waiting_for='record'" in printed
+
+
+def failing(folder: Path, *options: str) -> str:
+    """Run the tests in `folder`, of which one fails, and return the output of pytest."""
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "anyio_mode=auto", "--rootdir", str(folder)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     ran = subprocess.run(
-        [*command, str(folder)], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [*command, *options, str(folder)], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 1, ran.stdout
     return ran.stdout
-
-
-def part(printed: str, test: str) -> str:
-    """Return what was printed of the failure of one test."""
-    return re.split(r"^_+ \w+ _+$", printed.partition(f" {test} _")[2], maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def test_a_test_with_real_processes_that_leaves_something_behind_fails(printed: str) -> None:
-    assert [f"it left ['{leak}" in printed for leak in LEAKS] == [True, True]
-
-
-def test_a_test_that_misses_its_deadline_prints_its_waits(printed: str) -> None:
-    waits = part(printed, "test_hangs")
-
-    assert "what is waited for:" in waits
-    assert "capacity=3" in waits
-    assert "waiting_for='record'" in waits
-    assert "await inbox.receive()" in waits
-
-
-def test_so_do_the_scripts_that_it_started(printed: str) -> None:
-    waits = part(printed, "test_waits_for_a_script")
-
-    assert "Timeout" in waits
-    assert "capacity=3" in waits
-    assert "waiting_for='record'" in waits
