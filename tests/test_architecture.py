@@ -45,6 +45,7 @@ def traced(*subjects: str) -> dict[str, dict[str, int]]:
     ).stdout
     lines = (line.partition(": ") for line in printed.splitlines())
     found: dict[str, dict[str, int]] = {}
+    subject: dict[str, int] = {}
     for path, _, names in lines:
         if path.removesuffix(":") in subjects:
             subject = found[path.removesuffix(":")] = {}
