@@ -116,9 +116,9 @@ class FlowRun:
         self.pipeline.check()
         self.failure: BaseException | None = None
         """The error that ended the flow."""
-        self.ended = False
+        self.ended: bool = False
         """True if the flow has sent its last group."""
-        self.sent = 0
+        self.sent: int = 0
         """Samples, or groups, that were put into the queue."""
 
     def _resumed(self, flow: Groups, saved: Mapping[str, Any] | None, version: int) -> Groups:
