@@ -5,6 +5,7 @@ Placement belongs to the edge, not to the stage: the same stage runs alone in a 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -93,7 +94,7 @@ class RayActors(Config, frozen=True, kw_only=True):
     """CPUs that each actor reserves."""
     num_gpus: float = 0
     """GPUs that each actor reserves."""
-    resources: dict[str, Annotated[float, Meta(gt=0)]] = msgspec.field(default_factory=dict)
+    resources: dict[str, Annotated[float, Meta(gt=0, le=sys.float_info.max)]] = msgspec.field(default_factory=dict)
     """Custom resources that each actor reserves."""
     strategy: Strategy = "SPREAD"
     address: str = "auto"

@@ -290,7 +290,7 @@ def source(stage: Source[Out], *, on: Placement = HERE, max_lag: int | None = No
         on: `here()` or `processes(n)`.
         max_lag: optimizer steps that may lie between the weights that sampled a trajectory and those that it trains.
             `SourceEnv` begins no prompt that would be older when it is trained, and the Batcher drops a group that is,
-            as stale. With 0, samples and training alternate, and a batch is in the order of its ids. None for no bound.
+            as stale. With 0, sampling and training alternate, and a batch is in the order of its ids. None: no bound.
 
     Raises:
         InvalidPipeline: `stage` is a class, or no source, or `on` is no placement; with the line to write.

@@ -50,7 +50,7 @@ class RollJob:
 
     @property
     def pace(self) -> dict[str, Any]:
-        """Return the arguments of SourceEnv that keep groups as young as ROLL wants them, and as long."""
+        """Return the arguments of SourceEnv that make groups and sequences as large as ROLL takes them."""
         return {
             "group_size": self.group_size,
             "max_length": self.max_length,
