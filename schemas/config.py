@@ -20,7 +20,6 @@ import msgspec
 from .conversion import convert
 from .errors import InvalidConfig
 from .field_types import keys_in, names_in, paths_in, types_at
-from .yaml_values import parse_yaml
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +53,8 @@ def load_config(schema: type[C], path: str | Path, *, root: str = "config") -> C
 
 def load_values(schema: type[Config], path: str | Path, *, root: str = "config") -> dict[str, Any]:
     """Return the values in a YAML file by the fields of `schema`; none for an empty file. Raises as `load_config`."""
+    from .yaml_values import parse_yaml  # noqa: PLC0415 (yaml takes 30 ms, and workers read no file)
+
     try:
         values = parse_yaml(Path(path).read_text("utf-8"), (schema,), root=root)
     except UnicodeDecodeError as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from importlib.metadata import distributions
 
 from ..errors import InvalidConfig, MissingExtra
 from ..util.installation import NAME, install_command
@@ -55,6 +54,8 @@ def check_interpreter(python: str, timeout_s: float) -> None:
     if probed.returncode and not missing:
         last = (probed.stderr.strip().splitlines() or [f"exit status {probed.returncode}"])[-1]
         raise InvalidConfig(f"python: expected a Python interpreter of version 3.11 or later, got {python!r}: {last}")
+    from importlib.metadata import distributions  # noqa: PLC0415 (it takes 60 ms, and few runs have another interpreter)
+
     ours = {
         installed.version for installed in distributions(name=NAME)
     }  # none where it is on the path of modules alone

@@ -7,13 +7,16 @@ folder, the repository or the file that penstock came from. Where that is not kn
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from ..._schemas.conversion import decode_json
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 NAME = "penstock"
 
@@ -42,6 +45,8 @@ def install_command(extra: str) -> str:
     >>> install_command("http").startswith("pip install ")
     True
     """
+    from importlib.metadata import distributions  # noqa: PLC0415 (it takes 60 ms, and few processes lack an extra)
+
     found = list(distributions(name=NAME))
     if not found:  # on the path of modules
         checkout = Path(__file__).resolve().parents[2]

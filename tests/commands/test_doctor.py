@@ -127,7 +127,7 @@ def test_a_record_that_does_not_arrive_is_noticed() -> None:
 
 
 def test_the_list_of_commands_imports_nothing_heavy() -> None:
-    heavy = {"torch", "transformers", "datasets", "starlette", "aiohttp", "rich.live"}
+    heavy = {"torch", "transformers", "datasets", "starlette", "aiohttp", "rich.live", "yaml", "importlib.metadata"}
     script = f"import sys, penstock._cli; sys.exit(', '.join({heavy} & {{*sys.modules}}))"
 
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
