@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import signal
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -104,24 +105,38 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the sdist of a copy of this checkout, and the wheel that was built from it."""
-    folder = tmp_path_factory.mktemp("built")
-    build_distributions(folder)
-    return folder
+    return _made_once(tmp_path_factory, "built", build_distributions)
 
 
 @pytest.fixture(scope="session")
 def wheel(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the content of the wheel, as pip unpacks it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
-        archive.extractall(folder)
-    return folder
+
+    def unpack(folder: Path) -> None:
+        with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+            archive.extractall(folder)
+
+    return _made_once(tmp_path_factory, "wheel", unpack)
 
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """Return an editable installation of a copy of this checkout."""
-    return install_editable(tmp_path_factory.mktemp("installed"))
+    return Installed(_made_once(tmp_path_factory, "installed", install_editable))
+
+
+def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder that the first process of these tests makes, for all of them."""
+    folder = tmp_path_factory.getbasetemp() / name
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent.parent / name
+    with folder.with_suffix(".made").open("a+") as made:
+        fcntl.flock(made, fcntl.LOCK_EX)
+        if not os.fstat(made.fileno()).st_size:  # as it is under the lock, and not as it was when it was opened
+            folder.mkdir()
+            make(folder)
+            made.write("made")
+    return folder
 
 
 @pytest.fixture

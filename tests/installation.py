@@ -19,12 +19,19 @@ UNWANTED = (".venv", ".git", ".cache", ".*_cache", "runs", "__pycache__", "*.egg
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """An editable installation."""
+    """An editable installation of a copy of this checkout."""
 
-    checkout: Path
-    """The installed checkout: a folder called `penstock`, as `git clone` makes it."""
-    python: Path
-    """The interpreter of a virtual environment that has it, and the packages of the running one."""
+    folder: Path
+
+    @property
+    def checkout(self) -> Path:
+        """The installed checkout: a folder called `penstock`, as `git clone` makes it."""
+        return self.folder / "penstock"
+
+    @property
+    def python(self) -> Path:
+        """The interpreter of a virtual environment that has it, and the packages of the running one."""
+        return self.folder / "venv/bin/python"
 
 
 def copy_checkout(to: Path) -> Path:
@@ -49,17 +56,15 @@ def build_distributions(folder: Path) -> None:
     build("wheel", next(folder.glob("penstock-*/")), folder)
 
 
-def install_editable(folder: Path) -> Installed:
-    """Install a copy of this checkout, `folder/penstock`, into a virtual environment beside it."""
-    checkout = copy_checkout(folder / "penstock")
-    build("editable", checkout, folder)
+def install_editable(folder: Path) -> None:
+    """Install a copy of this checkout into a virtual environment beside it; see `Installed`."""
+    installed = Installed(folder)
+    build("editable", copy_checkout(installed.checkout), folder)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    python = folder / "venv/bin/python"
-    packages = _packages_of(python)
+    packages = _packages_of(installed.python)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(packages)  # noqa: S202 (built here)
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    return Installed(checkout, python)
 
 
 def _packages_of(python: Path) -> Path:

@@ -16,6 +16,8 @@ import pytest
 from tests import pages
 from tests.pages import BLOCK, program, run_page
 
+from penstock._cli.init import init
+
 ROOT = Path(__file__).parent.parent
 CODE = re.compile(r"^```.*?^```$|`[^`]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -54,12 +56,17 @@ def test_the_code_of_a_page_runs(
         run_page(page)
         return
     if name == "README.md":
-        run_outside_the_checkout(["-m", "penstock", "init", "--tiny", "."], request.getfixturevalue("wheel"))
+        init(Path(), tiny=True)
     command = [pages.__file__, os.fspath(page)]
     if is_script:
         command = [f"{page.stem.replace('-', '_')}_page.py"]
-        Path(command[0]).write_text(program(page))
+        Path(command[0]).write_text(shortened(program(page)))
     run_outside_the_checkout(command, request.getfixturevalue("wheel"))
+
+
+def shortened(script: str) -> str:
+    """Return a script of README with two small steps: it runs, and need not learn."""
+    return script.replace("max_steps=25", "max_steps=2").replace("sequences=256", "sequences=16")
 
 
 def run_outside_the_checkout(command: list[str], wheel: Path) -> str:

@@ -212,7 +212,13 @@ print(pipeline.report.stop_reason, pipeline.report.balance.balanced)
 """
 
 
-@pytest.mark.parametrize("room", [0, 1, 7, ENTRY_BYTES - 1, ENTRY_BYTES, 5 * ENTRY_BYTES + ENTRY_BYTES // 2])
+ROOMS = [
+    *(0, 7, 5 * ENTRY_BYTES + ENTRY_BYTES // 2),
+    *(pytest.param(room, marks=pytest.mark.long) for room in (1, ENTRY_BYTES - 1, ENTRY_BYTES)),
+]
+
+
+@pytest.mark.parametrize("room", ROOMS)
 def test_a_full_disk_ends_the_run_with_a_reason_and_sent_records_stay_whole(
     tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

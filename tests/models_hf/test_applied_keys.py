@@ -175,18 +175,29 @@ def unchanged(values: dict[str, Any], checkpoint: Path, tmp_path_factory: pytest
     return Continued(load_run_config(values), checkpoint, tmp_path_factory.mktemp("unchanged"))
 
 
-@pytest.mark.parametrize("key", EFFECTS)
-def test_an_applied_key_has_its_effect_in_a_continued_run(
-    key: str, values: dict[str, Any], checkpoint: Path, unchanged: Continued, tmp_path: Path
+ALONE = ("model.lora.dropout", "algorithm.steps", "algorithm.optimizer.warmup_steps")
+"""Keys that are changed in a run of their own: adapters have another checkpoint, and these decide the rate alone."""
+
+APART = {"algorithm.prompts", "algorithm.optimizer.schedule", "algorithm.adaptive_kl.target", "algorithm.max_lag"}
+"""Keys whose effects those of other ones would hide."""
+
+TOGETHER: list[tuple[str, ...]] = [(key,) for key in ALONE]
+TOGETHER += [tuple(APART), tuple(key for key in EFFECTS if key not in {*ALONE, *APART})]
+
+
+@pytest.mark.parametrize("keys", TOGETHER, ids=lambda keys: keys[0] if len(keys) == 1 else f"{len(keys)} keys")
+def test_applied_keys_have_their_effects_in_a_continued_run(
+    keys: tuple[str, ...], values: dict[str, Any], checkpoint: Path, unchanged: Continued, tmp_path: Path
 ) -> None:
-    value, effect, expected = EFFECTS[key]
-    adapters = ["model.lora={rank: 2}", "algorithm.reference.share=0"] if key == "model.lora.dropout" else []
+    adapters = ["model.lora={rank: 2}", "algorithm.reference.share=0"] if keys == ("model.lora.dropout",) else []
     if adapters:
         checkpoint = trainer_of(load_run_config(values, adapters)).save(tmp_path / "adapters", {})
-    override = f"{key}={msgspec.json.encode(value).decode()}"
+    changed = [f"{key}={msgspec.json.encode(EFFECTS[key][0]).decode()}" for key in keys]
 
-    run = Continued(load_run_config(values, [*adapters, override]), checkpoint, tmp_path)
+    run = Continued(load_run_config(values, [*adapters, *changed]), checkpoint, tmp_path)
 
-    approximate = pytest.approx(expected) if isinstance(expected, float) else expected
-    assert effect(run) == approximate
-    assert adapters or effect(unchanged) != approximate
+    for key in keys:
+        _, effect, expected = EFFECTS[key]
+        approximate = pytest.approx(expected) if isinstance(expected, float) else expected
+        assert effect(run) == approximate, key
+        assert adapters or effect(unchanged) != approximate, key

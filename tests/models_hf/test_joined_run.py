@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,9 @@ import pytest
 from safetensors.torch import load_file
 from tests import configured_run
 from tests.failsafe import FAILSAFE_S
+
+from penstock._stages.training_run.train import sampler_program
+from penstock.runs import load_run_config
 
 COMMAND = [sys.executable, "-c", "from penstock._cli.app import main; main()"]
 
@@ -70,13 +72,7 @@ def test_a_configured_run_trains_what_a_worker_that_joins_samples(
     assert any((changed[name] != initial[name]).any() for name in initial)
 
 
-def test_a_worker_of_another_configuration_is_refused(config: Path, urls: tuple[str, str], tmp_path: Path) -> None:
-    join = ["worker", "--join", urls[0], "--key", str(tmp_path / "run.key"), str(config), "seed=7"]
+def test_a_worker_of_another_configuration_is_told_by_its_digest_and_so_is_refused(config: Path) -> None:
+    program, same, other = (sampler_program(load_run_config(config, keys)) for keys in ([], [], ["seed=7"]))
 
-    with started("run", str(config)) as run, started(*join, stderr=subprocess.PIPE) as worker:
-        _, printed = worker.communicate(timeout=FAILSAFE_S)
-        run.send_signal(signal.SIGTERM)
-        run.wait(FAILSAFE_S)
-
-    assert worker.returncode == 1
-    assert "has no place for this worker: it makes its stage of other content" in printed
+    assert program.digest == same.digest != other.digest
