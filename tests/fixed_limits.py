@@ -23,7 +23,7 @@ MODULES = {
     "MOST_REQUESTS": ["_pipeline.weights.weight_server"],
     "MOST_UNREAD_BYTES": ["_pipeline.weights.weight_server"],
     "NAMED_S": ["_pipeline.workers.loop_watch"],
-    "POLL_S": ["_pipeline.weights.folder_subscriber"],
+    "POLL_S": ["_pipeline.weights.folder_mirror"],
     "POLLS": ["_stages.integrations.atropos.client"],
     "RECONNECT_TIMEOUT_S": ["_pipeline.weights.weight_mirror", "_pipeline.weights.weight_subscriber"],
     "SLEEP_TIMEOUT_S": ["_pipeline.weights.engine_sync"],

@@ -43,10 +43,8 @@ TORCH_AT_MODULE_LEVEL = {
     path.relative_to(ROOT).as_posix()
     for pattern in (
         "pipeline/weights/device_memory.py",
-        "pipeline/weights/folder_subscriber.py",
         "pipeline/weights/pinned_memory.py",
         "pipeline/weights/meta_model.py",
-        "pipeline/weights/weight_folder.py",
         "pipeline/weights/weight_tables.py",
         "pipeline/weights/weight_views.py",
         "stages/training/activation_memory.py",

@@ -34,8 +34,7 @@ class WeightAddress:
     @property
     def mirror(self) -> str:
         """The name of a host's directory for its one process that receives these weights; short: sockets lie in it."""
-        identity = f"{self.url} {self.generation} {os.getuid()}"
-        return base64.b32encode(hashlib.sha256(identity.encode()).digest())[:8].decode().lower()
+        return mirror_name(self.url, self.generation)
 
     def check_reachable(self) -> None:
         """Check that `url` has a host that another one can connect to.
@@ -49,3 +48,9 @@ class WeightAddress:
                 f"expected an address by which this host reaches the publisher's, got {self.url}, on which that one "
                 f"listens: give samplers dataclasses.replace(address, url='tcp://HOST:PORT')"
             )
+
+
+def mirror_name(place: str, generation: int) -> str:
+    """Return the name of the directory for the mirror of what the publisher with `generation` publishes at `place`."""
+    identity = f"{place} {generation} {os.getuid()}"
+    return base64.b32encode(hashlib.sha256(identity.encode()).digest())[:8].decode().lower()

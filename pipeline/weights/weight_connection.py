@@ -16,6 +16,7 @@ import anyio.to_thread
 from ..channels.control_connection import ControlConnection, connect_control
 from ..channels.socket_directory import socket_directory, sweep
 from ..errors import InvalidConfig, NobodyListens
+from ..util.checkpoint import FOLDER_SCHEME
 
 SCHEME = "weights://"
 CONTROL_SOCKET = "control"
@@ -55,7 +56,10 @@ async def connect_publisher(url: str) -> ControlConnection:
         NobodyListens: there is no publisher.
     """
     if not url.startswith(SCHEME):
-        raise InvalidConfig(f"url: expected one that begins with {SCHEME}, got {url!r}: use WeightPublisher.url")
+        raise InvalidConfig(
+            f"url: expected one that begins with {SCHEME} or {FOLDER_SCHEME}, got {url!r}: use the url of a "
+            f"WeightPublisher or a WeightFolder"
+        )
     try:
         return await connect_control(directory_of(url) / CONTROL_SOCKET)
     except OSError as error:

@@ -80,7 +80,7 @@ class CopiedModel:
     def load(self, version: TensorBuffer) -> None:
         """Copy `version`, which lies in memory of the host, into the tensors."""
         for part in self._parts:
-            fill(self._tensors[part.spec.name], version.elements(part), part.spec)
+            fill(self._tensors[part.spec.name], version, part)
 
 
 class PrivateCopy:

@@ -1,8 +1,8 @@
 """WeightFolder: weights for samplers that share no memory with the trainer, as versions in a folder on a shared disk.
 
 A version is a directory that is written atomically: a safetensors file, its publisher, and a manifest with hashes.
-The publisher holds a lock while it lives, so that a reader can check whether it does. A version is read into memory and
-hashed; a model's tensors are views of that memory, so each process has one copy.
+The publisher holds a lock while it lives, so that a reader can check whether it does. One process of each host, the
+mirror (`folder_mirror`), reads a version into shared memory, and serves the `WeightSubscriber`s of that host.
 
     async with WeightFolder("/shared/weights", model) as publisher:
         await publisher.publish(model.state_dict(), version=0)
@@ -18,19 +18,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
-from torch import nn
 
 from ..accounting.telemetry import get_logger
 from ..errors import InvalidConfig, WeightsInUse
 from ..util.atomic_file import UNFINISHED, remove_unfinished
 from ..util.checkpoint import FOLDER_SCHEME, remove_old_checkpoints, write_checkpoint
 from ..util.json_file import write_json
-from ..util.lock_file import LockFile, is_locked
+from ..util.lock_file import LockFile
 from ..util.manifest import MANIFEST
 from ..util.os_errors import explaining_os_errors
 from .engine_sync import Syncable, synced
@@ -39,6 +38,9 @@ from .tensor_manifest import manifest_of
 from .weight_memory import bytes_of
 from .weight_specs import FusedTensor, Tensor
 from .weights import NO_VERSION
+
+if TYPE_CHECKING:
+    from torch import nn
 
 log = get_logger("penstock.weights")
 
@@ -230,8 +232,3 @@ def _ours(path: Path) -> bool:
     if path.is_dir():
         return path.name.startswith(".unfinished-") or (path / MANIFEST).exists()
     return path.name in {LOCK, OWNER} or (path.name.startswith(f".{OWNER}.") and path.suffix == UNFINISHED)
-
-
-def is_published_into(folder: Path) -> bool:
-    """Return whether the publisher of `folder` lives, by its lock, which the kernel releases when a process dies."""
-    return is_locked(folder / LOCK)

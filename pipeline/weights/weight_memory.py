@@ -127,19 +127,11 @@ def _torch_bytes(tensor: Tensor, dtype: str) -> NDArray[np.uint8]:
     return np.asarray(plain.view(torch.uint8).cpu().numpy(), np.uint8)
 
 
-def fill(tensor: Tensor, elements: NDArray[np.uint8], spec: TensorSpec) -> None:
-    """Copy `elements`, the bytes of a tensor like `spec`, into `tensor`, on any device."""
-    if not spec.nbytes:
+def fill(tensor: Tensor, version: TensorBuffer, part: Part) -> None:
+    """Copy `part` of `version`, which lies in memory of the host, into `tensor`, on any device."""
+    if not part.spec.nbytes:
         return
     if isinstance(tensor, np.ndarray):
-        tensor[...] = elements.view(tensor.dtype).reshape(tensor.shape)
+        tensor[...] = version.elements(part).view(tensor.dtype).reshape(tensor.shape)
     else:
-        _torch_fill(tensor, elements, spec)
-
-
-def _torch_fill(tensor: torch.Tensor, elements: NDArray[np.uint8], spec: TensorSpec) -> None:
-    import torch  # noqa: PLC0415 (only a process that holds a torch tensor imports torch)
-
-    dtype: Any = getattr(torch, spec.dtype)
-    with torch.no_grad():
-        tensor.copy_(torch.frombuffer(elements, dtype=dtype).reshape(spec.shape))
+        tensor.detach().copy_(version.tensor(part))

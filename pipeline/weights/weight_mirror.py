@@ -60,6 +60,7 @@ from ..util.file_descriptors import available
 from ..util.retry_pace import LAST_RETRY_S, RetryPace
 from ..util.waiting import Waiters
 from .event_socket import EventSocket
+from .folder_mirror import FolderReader, folder_mirror
 from .tensor_layout import LENGTH, TensorLayout, WritePlan
 from .weight_address import WeightAddress
 from .weight_connection import SCHEME, listening_in
@@ -81,13 +82,12 @@ LINK_DESCRIPTORS = 8
 class _Link:
     """A connection to the publisher."""
 
-    def __init__(
-        self, control: TcpControl, layout: WeightLayout, events: EventSocket, heartbeat_timeout_s: float
-    ) -> None:
+    def __init__(self, control: TcpControl, layout: WeightLayout, events: EventSocket, address: WeightAddress) -> None:
+        self.address = address
         self.layout = layout
         self._counts = MessageCounts()
         """Of the messages after the handshake."""
-        self._count_interval_s = count_interval_s(heartbeat_timeout_s)
+        self._count_interval_s = count_interval_s(address.heartbeat_timeout_s)
         self._used = False
         """Whether a message came on it after the handshake."""
         self._opened_s = anyio.current_time()
@@ -125,7 +125,7 @@ class _Link:
             if isinstance(error, anyio.EndOfStream | anyio.BrokenResourceError):
                 raise PeerLost(f"the publisher at {address.url} closed the connection in the handshake") from None
             raise
-        return cls(control, layout, events, timeout_s)
+        return cls(control, layout, events, address)
 
     @property
     def worked(self) -> bool:
@@ -218,8 +218,9 @@ class WeightMirror:
         self._changed = Waiters()
         """Wakes the task that requests chunks."""
 
-    async def follow(self, address: WeightAddress) -> None:
+    async def follow(self) -> None:
         """Receive versions until the publisher closes, then notify the subscribers of the end."""
+        address = self._link.address
         last: EndOfWeights | Reject = EndOfWeights()
         pace = RetryPace(RECONNECT_TIMEOUT_S)
         try:
@@ -347,10 +348,10 @@ class WeightMirror:
                 await anyio.sleep_forever()
 
 
-async def run_mirror(address: WeightAddress, *, task_status: TaskStatus[Path]) -> None:
-    """Mirror the weights at `address`, unless another process of this host does; report the directory of its socket.
+async def run_mirror(source: WeightAddress | FolderReader, *, task_status: TaskStatus[Path]) -> None:
+    """Mirror the weights of `source`, unless another process of this host does; report the directory of its socket.
 
-    Returns when the publisher closes or is lost.
+    Returns when the publisher is lost, or one on another host closes.
 
     Raises:
         NobodyListens, PeerClosed, PeerLost, ProtocolMismatch, StaleHandle: see `_Link.open`; before it reports.
@@ -358,26 +359,27 @@ async def run_mirror(address: WeightAddress, *, task_status: TaskStatus[Path]) -
         OutOfFileDescriptors: this process has too few left.
         ValueError: the address is one that no host can connect to.
     """
-    address.check_reachable()
     async with AsyncExitStack() as stack:
-        directory, owned = await enter_in_thread(stack, shared_directory(address.mirror))
+        directory, owned = await enter_in_thread(stack, shared_directory(source.mirror))
         if not owned:
             task_status.started(directory)
             return
-        available(DESCRIPTORS, "weights of another host")
+        available(DESCRIPTORS, "the mirror of this host")
         listening = await enter_in_thread(stack, listening_in(directory))
-        async with _opened(address, f"{SCHEME}{directory}") as mirror:
+        url = f"{SCHEME}{directory}"
+        async with folder_mirror(source, url) if isinstance(source, FolderReader) else _opened(source, url) as mirror:
             listener = await SocketListener.from_socket(listening)
             async with listener, anyio.create_task_group() as tasks:
                 tasks.start_soon(serve_control, listener, mirror.subscriptions.accept, mirror.subscriptions.rejections)
                 task_status.started(directory)
-                await mirror.follow(address)
+                await mirror.follow()
                 tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager
 async def _opened(address: WeightAddress, url: str) -> AsyncIterator[WeightMirror]:
     """Connect, and allocate the segment of a mirror; free both after the body."""
+    address.check_reachable()
     async with AsyncExitStack() as stack:
         link = await _Link.open(address)
         stack.push_async_callback(link.aclose)

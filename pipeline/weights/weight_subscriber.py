@@ -2,7 +2,9 @@
 
 A subscriber connects to the publisher's control socket, receives its segment of shared memory, which it reads without
 further messages, and stays connected to be notified of versions, of pauses, and of the publisher's death. It notifies
-the publisher of the buffer that its model is views of while it samples, and of the pauses that it confirms.
+the publisher of the buffer that its model is views of while it samples, and of the pauses that it confirms. Where the
+publisher is on another host, or publishes into a folder, it connects to the mirror of its host instead, and becomes it
+if there is none.
 
     async with WeightSubscriber(url) as subscriber:  # publisher.url
         subscriber.attach(model)
@@ -20,7 +22,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
 import anyio
-import anyio.to_thread
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from ..._schemas import ProtocolMismatch
@@ -39,11 +41,13 @@ from ..._schemas.control import (
 )
 from ..channels.control_connection import BACKLOG_RETRY_S, ControlConnection
 from ..channels.socket_directory import sweep_after
-from ..errors import NobodyListens, PeerClosed, PeerLost, PenstockError
+from ..errors import NobodyListens, PeerClosed, PeerLost, PenstockError, StaleHandle, WeightsDamaged
+from ..util.checkpoint import FOLDER_SCHEME
 from ..util.file_descriptors import available
 from ..util.host import host_identity
 from ..util.retry_pace import RetryPace
 from ..util.waiting import Waiters
+from .folder_mirror import FolderReader
 from .weight_address import WeightAddress
 from .weight_connection import SCHEME, connect_publisher, directory_of
 from .weight_copies import CopiedModel, PrivateCopy, attached
@@ -56,6 +60,9 @@ if TYPE_CHECKING:
 
     from .weight_views import MappedModel
 
+ENDS = {error.__name__: error for error in (StaleHandle, WeightsDamaged)}
+"""Errors by which a mirror ends a subscription, beside `PeerLost`."""
+
 DESCRIPTORS = 6
 """File descriptors that subscribing takes: the socket, the segment, and temporary ones."""
 
@@ -67,13 +74,14 @@ class WeightSubscriber:
         """Prepare to subscribe.
 
         Args:
-            url: `WeightPublisher.url`, on the publisher's host; or the address that `WeightPublisher.serve` yields.
+            url: `WeightPublisher.url`, on the publisher's host; the address that `WeightPublisher.serve` yields; or
+                `WeightFolder.url`.
             name: of this subscriber, for messages.
         """
         self.url: str = url if isinstance(url, str) else url.url
         self.name: str = check_name(name or f"subscriber in process {os.getpid()}")
-        self._address = None if isinstance(url, str) else url
-        """The address of weights on another host; None for those of this host."""
+        self._mirrored: WeightAddress | FolderReader | None = None if isinstance(url, str) else url
+        """The weights that this host has a mirror of; None for those of a publisher on this host."""
         self._local = self.url
         """The URL to connect to, on this host."""
         self._stack = AsyncExitStack()
@@ -83,7 +91,8 @@ class WeightSubscriber:
         self._target: CopiedModel | MappedModel | None = None
         """The attached model or tensors."""
         self._source: PrivateCopy | WeightReader | None = None
-        """Reads versions for the target."""
+        """Reads versions for the target. Those of a folder are copied into tensors without `PrivateCopy`: a copy takes
+        less time than the mirror needs to read two versions, and one that was overwritten is made again."""
         self._version = NO_VERSION
         self._held = 0
         """The publication that the model is views of; 0 for none."""
@@ -91,7 +100,7 @@ class WeightSubscriber:
         """The segment of that publication: of the mirror that died, until a new one has a newer version."""
         self._reported_held = 0
         """The publication that the publisher was last notified of as held."""
-        self._failure: PeerLost | None = None
+        self._failure: PenstockError | None = None
         self._final = False
         self._pause = 0
         """Number of the present pause; 0 for none."""
@@ -119,14 +128,16 @@ class WeightSubscriber:
             PeerLost: it died or closed meanwhile.
             PeerClosed: the publisher, on another host, has another key.
             StaleHandle: another publisher answers, on another host.
-            OutOfSharedMemory: this host has no room for weights of another host, twice.
+            OutOfSharedMemory: this host has no room for weights of another host or a folder, twice.
             OutOfFileDescriptors: this process has too few left.
             InvalidConfig: `url` is not one of a publisher, or an address without a host to connect to.
         """
         available(DESCRIPTORS, "a subscriber to weights")
         self._loop = asyncio.get_running_loop()
-        if self._address is not None and self._address.host == await anyio.to_thread.run_sync(host_identity):
-            self._local, self._address = self._address.local, None
+        if self.url.startswith(FOLDER_SCHEME):
+            self._mirrored = await to_thread.run_sync(FolderReader, self.url)
+        elif isinstance(far := self._mirrored, WeightAddress) and far.host == await to_thread.run_sync(host_identity):
+            self._local, self._mirrored = far.local, None
         stack = AsyncExitStack()
         try:
             connections = await stack.enter_async_context(AsyncExitStack())  # closed when no task receives any more
@@ -161,7 +172,7 @@ class WeightSubscriber:
                 ) from None
             except (anyio.EndOfStream, anyio.BrokenResourceError):
                 await connection.aclose()
-                if self._address is None:  # else it was a mirror, and another takes its place
+                if self._mirrored is None:  # else it was a mirror, and another takes its place
                     raise PeerLost(
                         f"the publisher at {self.url} closed the connection before it sent weights"
                     ) from None
@@ -171,12 +182,12 @@ class WeightSubscriber:
 
     async def _connection(self) -> ControlConnection:
         """Connect to the socket of the publisher; or of this host's mirror, after becoming it if there is none."""
-        if self._address is None:
+        if self._mirrored is None:
             return await connect_publisher(self._local)
         from .weight_mirror import run_mirror  # noqa: PLC0415 (only samplers on other hosts receive weights over tcp)
 
         while True:
-            directory = await self._tasks.start(run_mirror, self._address)
+            directory = await self._tasks.start(run_mirror, self._mirrored)
             self._local = f"{SCHEME}{directory}"
             with suppress(NobodyListens):  # another process is about to listen there, or to end
                 return await connect_publisher(self._local)
@@ -192,7 +203,7 @@ class WeightSubscriber:
         with ExitStack() as stack:
             stack.callback(os.close, fd)
             self._publisher, self._pause, self._confirmed = message.name, message.pause, message.pause
-            return await anyio.to_thread.run_sync(WeightReader, fd, message.nbytes, message.generation, message.device)
+            return await to_thread.run_sync(WeightReader, fd, message.nbytes, message.generation, message.device)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -231,7 +242,8 @@ class WeightSubscriber:
         """
         reader, whose = self._opened(), f"weights of {self._publisher} do not fit the model"
         target = attached(model, reader.layout.manifest, fused, whose, device=self.device, copied=copied)
-        self._source = PrivateCopy(reader, whose) if isinstance(target, CopiedModel) else reader
+        twice = isinstance(target, CopiedModel) and not isinstance(self._mirrored, FolderReader)
+        self._source = PrivateCopy(reader, whose) if twice else reader
         self._target = target
         self._version, self._held = NO_VERSION, 0
 
@@ -246,7 +258,7 @@ class WeightSubscriber:
         mixture. If the publisher overwrites every copy before it is complete, they stay as they were.
 
         Raises:
-            PeerLost: the publisher died, and the tensors hold its last version.
+            PeerLost, StaleHandle, WeightsDamaged: see `newer`; the tensors hold the last version before.
             RuntimeError: no model is attached.
         """
         reader, source = self._opened(), self._source
@@ -255,13 +267,14 @@ class WeightSubscriber:
         if self._failure is not None and not reader.memory.stays:
             raise self._failure
         if reader.latest > self._version or not self.intact:
-            read = source.read()
-            if read is not None:
+            while (read := source.read()) is not None:
                 publication, tensors = read
                 self._target.load(tensors)
                 self._version, self._held_in = publication.version, reader
-                self._held = publication.sequence if source is reader else 0
+                self._held = 0 if isinstance(self._target, CopiedModel) else publication.sequence
                 self._loop.call_soon_threadsafe(self._to_send.wake_all)
+                if source is not reader or reader.intact(publication.sequence):
+                    break
         elif self._failure is not None:
             raise self._failure
         return self._version
@@ -289,6 +302,8 @@ class WeightSubscriber:
         Raises:
             PeerLost: the publisher died.
             PeerClosed: the publisher closed; its last version is not newer.
+            StaleHandle: another publisher has taken the folder.
+            WeightsDamaged: a version in the folder is torn, absent or altered.
         """
         bound = self._version if than is None else than
         self._opened()
@@ -322,7 +337,7 @@ class WeightSubscriber:
         The body must be as short as a pause may wait for it: one batch of completions, or one token.
 
         Raises:
-            PeerLost: the publisher died.
+            PeerLost, StaleHandle, WeightsDamaged: see `newer`.
         """
         while self._pause or self._joining:
             self._check()
@@ -349,7 +364,7 @@ class WeightSubscriber:
             following = None if self._final or self._failure is not None else await self._rejoined()
         self._changed.wake_all()
         if self._failure is not None:
-            await anyio.to_thread.run_sync(sweep_after, directory_of(self._local))
+            await to_thread.run_sync(sweep_after, directory_of(self._local))
 
     async def _receive(self, connection: ControlConnection) -> None:
         """Handle the messages of one connection."""
@@ -359,9 +374,9 @@ class WeightSubscriber:
             if not self._opened().memory.stays:
                 self._failure = PeerLost(f"{self._publisher} closed, and its memory on {self.device} with it")
         except anyio.EndOfStream:
-            if self._address is None:
+            if self._mirrored is None:
                 self._failure = PeerLost(f"{self._publisher} at {self.url} died: it closed the connection")
-        except PeerLost as error:
+        except (PeerLost, StaleHandle, WeightsDamaged) as error:
             self._failure = error
         except ProtocolMismatch as error:
             self._failure = PeerLost(f"{self._publisher} at {self.url} broke the protocol: {error}")
@@ -395,7 +410,7 @@ class WeightSubscriber:
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Reject):
-            raise PeerLost(message.reason)
+            raise ENDS.get(message.error, PeerLost)(message.reason)
         if isinstance(message, Pause):
             self._pause = message.number
         elif isinstance(message, Resume | EndOfWeights):

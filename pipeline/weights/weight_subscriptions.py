@@ -103,6 +103,11 @@ class Subscriptions:
         """Release the segment, and accept no more subscribers."""
         self._writer = None
 
+    async def joined(self) -> None:
+        """Wait for the first subscriber."""
+        while not self.all:
+            await self._changed.wait()
+
     async def released(self, sequence: int) -> None:
         """Wait, up to `release_timeout_s`, until no subscriber samples from publication `sequence` or an older one."""
         with anyio.move_on_after(self.release_timeout_s):
@@ -203,6 +208,7 @@ class Subscriptions:
     async def serve(self, subscription: Subscription) -> None:
         """Notify `subscription`, and record what it reports, until it disconnects."""
         self.all.add(subscription)
+        self._changed.wake_all()
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._notify, subscription)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ._pipeline.util.extras import extra
 
 with extra("torch", "penstock.torch"):
-    from ._pipeline.weights.folder_subscriber import FolderSubscriber
     from ._pipeline.weights.weight_folder import WeightFolder
     from ._stages.contracts.attention import Attention
     from ._stages.contracts.causal_model import (
@@ -29,7 +28,6 @@ __all__ = [
     "Attention",
     "Cache",
     "CausalModel",
-    "FolderSubscriber",
     "HasPositions",
     "HasVocabulary",
     "JoinableCache",

@@ -28,8 +28,8 @@ from torch import Tensor
 from ..._pipeline.errors import EngineRefused, InvalidConfig, PeerLost
 from ..._pipeline.graph.context import current
 from ..._pipeline.util.quiescence import others_blocked
-from ..._pipeline.weights.folder_subscriber import Subscriber, subscriber
 from ..._pipeline.weights.weight_address import WeightAddress
+from ..._pipeline.weights.weight_subscriber import WeightSubscriber
 from ..._pipeline.weights.weights import NO_VERSION
 from ..._schemas import StopReason
 from ..contracts.causal_model import CausalModel, HasVocabulary, positions_in
@@ -81,7 +81,7 @@ class TorchEngine:
         """Number of the model's positions, where it has a table of them."""
         self._tasks = tasks
         """Runs the task that holds the subscription."""
-        self._weights: Subscriber | None = None
+        self._weights: WeightSubscriber | None = None
         self._follows = False
         """True if every batch loads newer weights by itself; else `update_weights` does."""
         self._end_ids = end_ids
@@ -393,25 +393,25 @@ class TorchEngine:
             finally:
                 self._gate.open("updating")
 
-    async def _refresh(self, weights: Subscriber, *, least: int) -> None:
+    async def _refresh(self, weights: WeightSubscriber, *, least: int) -> None:
         """Load the newest version, `least` or newer, again if the publisher overwrites it meanwhile."""
         while (version := await anyio.to_thread.run_sync(weights.refresh)) < least:
             pass
         self._version = version
 
-    async def _subscribe(self, url: str | WeightAddress) -> Subscriber:
+    async def _subscribe(self, url: str | WeightAddress) -> WeightSubscriber:
         """Subscribe in a task of its own, so that any task may call this."""
-        weights: Subscriber = await self._tasks.start(self._hold, url)
+        weights: WeightSubscriber = await self._tasks.start(self._hold, url)
         self._weights = weights
         return weights
 
-    async def _hold(self, url: str | WeightAddress, *, task_status: TaskStatus[Subscriber]) -> None:
-        async with subscriber(url) as weights:
+    async def _hold(self, url: str | WeightAddress, *, task_status: TaskStatus[WeightSubscriber]) -> None:
+        async with WeightSubscriber(url) as weights:
             await anyio.to_thread.run_sync(self._attach, weights)
             task_status.started(weights)
             await anyio.sleep_forever()
 
-    def _attach(self, weights: Subscriber) -> None:
+    def _attach(self, weights: WeightSubscriber) -> None:
         """Attach the model: as views if it follows versions that it can map; else as copies, which stay unchanged.
 
         A model of which only a part is published, such as adapters, has that part copied.

@@ -29,7 +29,8 @@ from penstock.channels import ChannelKey
 from penstock.errors import DiskFull, JournalFull, StageFailed
 from penstock.losses import AdvantageWeighted
 from penstock.testing import group
-from penstock.torch import FolderSubscriber, TorchTrainer, WeightFolder
+from penstock.torch import TorchTrainer, WeightFolder
+from penstock.weights import WeightSubscriber
 
 torch.set_num_threads(1)  # a second one spins beside other tests, and gains nothing with tensors this small
 
@@ -138,9 +139,8 @@ async def weights(disk: Path) -> None:
                     report(f"weights {room}", error)
                 report(f"versions {room}", names(folder))
         await publisher.publish(trained.state_dict(), 1)
-        async with FolderSubscriber(publisher.url) as subscriber:
-            subscriber.attach(dict(model().state_dict()))
-            report("published", subscriber.refresh())
+        async with WeightSubscriber(publisher.url) as subscriber:
+            report("published", await subscriber.newer())
 
 
 def journal(disk: Path) -> None:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)  # each number takes a process, and the ma
         pytest.param("connect tcp", "the sending end of a channel", marks=pytest.mark.long),
         ("publish", "a publisher of weights"),
         ("serve weights", "weights over tcp"),
-        ("mirror", "(a subscriber to weights|weights of another host)"),
+        ("mirror", "(a subscriber to weights|the mirror of this host)"),
         pytest.param("subscribe", "a subscriber to weights", marks=pytest.mark.long),
     ],
 )

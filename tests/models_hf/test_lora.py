@@ -22,8 +22,8 @@ from penstock.losses import KL, AdvantageWeighted, PPOClip
 from penstock.models import HFModel, LoRA, MergedWeights, export
 from penstock.policies import SamplingParams
 from penstock.testing import batch
-from penstock.torch import Attention, FolderSubscriber, TorchPolicy, TorchTrainer, WeightFolder
-from penstock.weights import WeightPublisher
+from penstock.torch import Attention, TorchPolicy, TorchTrainer, WeightFolder
+from penstock.weights import WeightPublisher, WeightSubscriber
 
 ModelFolder = Callable[[str], Path]
 
@@ -218,8 +218,9 @@ async def test_an_engine_without_adapters_receives_merged_weights(model_folder: 
 
     async with WeightFolder(tmp_path, model.merged()) as folder:
         await MergedWeights(folder, model).publish(trainer.weights(), 1)
-        async with FolderSubscriber(folder.url) as subscriber:
+        async with WeightSubscriber(folder.url) as subscriber:
             subscriber.attach(plain)
+            await subscriber.newer()
             await to_thread.run_sync(subscriber.refresh)
 
     torch.testing.assert_close(logits_of(plain), logits_of(model.eval()), atol=1e-5, rtol=0)

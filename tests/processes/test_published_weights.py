@@ -428,7 +428,7 @@ async def test_a_url_without_a_publisher_is_an_error_at_once(url: str) -> None:
 
 
 async def test_another_scheme_is_refused() -> None:
-    with pytest.raises(ValueError, match="begins with weights://, got 'shm:///x'"):
+    with pytest.raises(ValueError, match="begins with weights:// or file://, got 'shm:///x'"):
         async with WeightSubscriber("shm:///x"):
             pass
 

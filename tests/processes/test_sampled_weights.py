@@ -21,7 +21,7 @@ from penstock import Worker
 from penstock.errors import EngineRefused, PeerLost, WeightsMismatch
 from penstock.policies import Completion, Engine, SamplingParams
 from penstock.torch import Attention, KVCache, TorchPolicy, WeightFolder
-from penstock.weights import WeightPublisher
+from penstock.weights import WeightPublisher, WeightSubscriber
 
 PROMPT = np.array([1, 2], np.int32)
 EOS = 99
@@ -444,11 +444,18 @@ async def test_rows_wait_for_those_of_older_weights_where_newer_ones_lie_in_a_fo
 ) -> None:
     set_limits(monkeypatch, POLL_S=0)
     model, talked, beside = Stepwise(), list[Completion](), list[Completion]()
-    state = TinyModel(seed=2).state_dict()
 
-    async with WeightFolder(tmp_path, TinyModel().state_dict()) as publisher:
+    async with (
+        WeightFolder(tmp_path, TinyModel().state_dict()) as publisher,
+        WeightSubscriber(publisher.url) as subscriber,
+    ):
+
+        async def publish() -> None:
+            await publisher.publish(TinyModel(seed=2).state_dict(), version=2)
+            await subscriber.newer(than=1)
+
         await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
-        model.before = {1: lambda: anyio.from_thread.run(publisher.publish, state, 2)}
+        model.before = {1: lambda: anyio.from_thread.run(publish)}
         policy = TorchPolicy(lambda: model, EOS, weights=publisher.url)
         async with policy.open(Worker()) as engine, anyio.create_task_group() as tasks:
             tasks.start_soon(talk, engine, talked)

@@ -15,12 +15,11 @@ import xxhash
 from torch import nn
 
 from penstock.errors import WeightsMismatch
-from penstock.torch import FolderSubscriber, WeightFolder
+from penstock.torch import WeightFolder
 from penstock.weights import WeightPublisher, WeightSubscriber
 
 Published: TypeAlias = nn.Module | dict[str, Any]
-Subscriber: TypeAlias = WeightSubscriber | FolderSubscriber
-Subscribed: TypeAlias = Callable[[Published], AbstractAsyncContextManager[Subscriber]]
+Subscribed: TypeAlias = Callable[[Published], AbstractAsyncContextManager[WeightSubscriber]]
 
 
 class Rotary(nn.Module):
@@ -53,12 +52,12 @@ def subscribed(request: pytest.FixtureRequest, tmp_path: Path) -> Subscribed:
     """Return a function that opens a subscriber to published weights, over each transport."""
 
     @asynccontextmanager
-    async def opened(published: Published) -> AsyncIterator[Subscriber]:
+    async def opened(published: Published) -> AsyncIterator[WeightSubscriber]:
         if request.param == "memory":
             async with WeightPublisher(published) as publisher, WeightSubscriber(publisher.url) as subscriber:
                 yield subscriber
         else:
-            async with WeightFolder(tmp_path / "weights", published) as folder, FolderSubscriber(folder.url) as reader:
+            async with WeightFolder(tmp_path / "weights", published) as folder, WeightSubscriber(folder.url) as reader:
                 yield reader
 
     return opened
@@ -150,9 +149,10 @@ async def test_without_a_module_tables_are_not_compared(subscribed: Subscribed) 
 async def test_a_module_is_filled_in_place_where_it_is_to_be_copied(tmp_path: Path) -> None:
     model, trained = Model(1e4), Model(1e4)
     memory = model.linear.weight.data_ptr()
-    async with WeightFolder(tmp_path, trained) as publisher, FolderSubscriber(publisher.url) as subscriber:
+    async with WeightFolder(tmp_path, trained) as publisher, WeightSubscriber(publisher.url) as subscriber:
         await publisher.publish(trained.state_dict(), 1)
         subscriber.attach(model, copied=True)
+        await subscriber.newer()
         await anyio.to_thread.run_sync(subscriber.refresh)
 
     assert torch.equal(model.linear.weight, trained.linear.weight)
