@@ -16,6 +16,7 @@ MODULES = {
     "CANCEL_TIMEOUT_S": ["_pipeline.weights.engine_sync"],
     "CHECK_INTERVAL_S": ["_pipeline.channels.tcp_acceptor"],
     "CHECK_S": ["_pipeline.workers.loop_watch"],
+    "CHUNK_BYTES": ["_pipeline.weights.folder_mirror"],
     "CLOSE_TIMEOUT_S": ["_pipeline.channels.remote_sender"],
     "HANDSHAKE_S": ["_pipeline.channels.pending_handshakes"],
     "LARGEST_MESSAGE": ["_pipeline.channels.remote_receiver", "_pipeline.channels.tcp"],

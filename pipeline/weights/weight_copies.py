@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WeightsMismatch
-from .weight_memory import HostMemory, TensorBuffer, fill
+from .weight_memory import HostMemory, TensorBuffer
 from .weight_specs import FusedTensor, Tensor, TensorManifest, differing, fit, specs_of
 from .weights import Publication, WeightReader
 
@@ -78,9 +78,13 @@ class CopiedModel:
             raise WeightsMismatch(differing(lines, whose))
 
     def load(self, version: TensorBuffer) -> None:
-        """Copy `version`, which lies in memory of the host, into the tensors."""
+        """Copy `version`, which lies in memory of the host, into the tensors, on any device."""
         for part in self._parts:
-            fill(self._tensors[part.spec.name], version, part)
+            tensor = self._tensors[part.spec.name]
+            if isinstance(tensor, np.ndarray):
+                tensor[...] = version.elements(part).view(tensor.dtype).reshape(tensor.shape)
+            else:
+                tensor.detach().copy_(version.tensor(part))
 
 
 class PrivateCopy:

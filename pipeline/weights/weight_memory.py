@@ -125,13 +125,3 @@ def _torch_bytes(tensor: Tensor, dtype: str) -> NDArray[np.uint8]:
     given = torch.tensor(tensor) if isinstance(tensor, np.ndarray) else tensor.detach()
     plain = given.to(getattr(torch, dtype)).contiguous().reshape(-1)
     return np.asarray(plain.view(torch.uint8).cpu().numpy(), np.uint8)
-
-
-def fill(tensor: Tensor, version: TensorBuffer, part: Part) -> None:
-    """Copy `part` of `version`, which lies in memory of the host, into `tensor`, on any device."""
-    if not part.spec.nbytes:
-        return
-    if isinstance(tensor, np.ndarray):
-        tensor[...] = version.elements(part).view(tensor.dtype).reshape(tensor.shape)
-    else:
-        tensor.detach().copy_(version.tensor(part))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.fixed_limits import set_limits
+from tests.moments import moment
 from tests.processes.children import child, line
 from torch import nn
 
@@ -286,6 +287,26 @@ async def test_a_batch_keeps_its_version_however_many_are_published_and_the_next
             assert await refreshed(subscriber) == 5
             assert subscriber.intact
             assert values(model) == {5}
+
+
+def is_open(file: Path) -> bool:
+    """Return whether this process has `file` open."""
+    return any(os.path.realpath(opened) == str(file) for opened in Path("/proc/self/fd").iterdir())
+
+
+async def test_a_sampler_that_closes_waits_for_no_version_that_is_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, CHUNK_BYTES=1)
+    weights = {"weight": torch.zeros(2**20)}
+
+    async with WeightFolder(tmp_path, weights) as publisher:
+        await publisher.publish(weights, 1)
+        async with WeightSubscriber(publisher.url) as subscriber:
+            while not is_open(tmp_path / of(1)[0] / "weights.safetensors"):
+                await moment()
+
+    assert subscriber.latest == -1
 
 
 SAMPLING = """
