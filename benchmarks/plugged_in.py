@@ -128,7 +128,7 @@ def train_plugged_in(
             concurrency=size.prompts * GROUP,
         )
         on = processes(samplers, restarts=1) if samplers else here()
-        return source(env, on=on, max_lag=0).then(RewardBridge(tokenizer=tokenizer, functions=[trl_reward(reward)]))
+        return source(env, on=on, max_lag=0).then(RewardBridge(functions=[trl_reward(reward)]))
 
     with rollout_func(flow, publisher) as rollouts:
         plugs: dict[str, Any] = {"rollout_func": rollouts, "callbacks": [rollouts.callback()]}

@@ -274,7 +274,7 @@ def measure_penstock(folder: Path, rows: list[dict[str, str]], size: Size, *, sa
             sequences = size.prompts * GROUP
             pipeline = (
                 source(env, on=processes(samplers) if samplers else here(), max_lag=lag)
-                .then(RewardBridge(tokenizer=tokenizer, functions=[trl_reward(reward)]))
+                .then(RewardBridge(functions=[trl_reward(reward)]))
                 .then(AdvantageNormalizer("grpo"))
                 .then(Batcher(max_tokens=sequences * (size.prompt_tokens + size.completion), sequences=sequences))
                 .sink(SinkTrainer(trainer, publisher, max_steps=size.steps + 1))

@@ -46,13 +46,13 @@ async def reinforce(run: Run) -> None:
     """
     trainer = ExaminedTrainer(TorchTrainer(run.model, optimizer=partial(annealed_adamw, steps=STEPS)), run.model)
     async with WeightPublisher(run.model) as publisher:
-        policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=run.seed)
+        policy = TorchPolicy(make_model, weights=publisher.url, seed=run.seed)
         make_env = partial(TrainingProblems, run.seed)
         sampling = SamplingParams(max_completion_tokens=LONGEST_ANSWER)
         env = SourceEnv(make_env, policy, TOKENIZER, sampling=sampling, concurrency=256)
         run.pipeline = (
             source(env, on=processes(2, start_timeout_s=START_TIMEOUT_S), max_lag=2)
-            .then(RewardBridge.from_yaml(REWARD, tokenizer=TOKENIZER))
+            .then(RewardBridge.from_yaml(REWARD))
             .then(AdvantageNormalizer("grpo"))
             .then(Batcher(max_tokens=8192, sequences=512, drop_zero_variance=True))
             .sink(SinkTrainer(trainer, publisher, max_steps=STEPS))

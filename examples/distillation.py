@@ -43,16 +43,16 @@ async def learn(name: str, model: Transformer, seed: int, teacher: Transformer |
     trainer = TorchTrainer(model, optimizer=optimizer, loss=loss, updates=updates)
     with printed_curve(name, model, TARGET) as metrics:
         async with WeightPublisher(model) as publisher:
-            policy = TorchPolicy(make_model, eos_id=TOKENIZER.eos_id, weights=publisher.url, seed=seed)
+            policy = TorchPolicy(make_model, weights=publisher.url, seed=seed)
             make_env = partial(TrainingProblems, seed)
             sampling = SamplingParams(max_completion_tokens=LONGEST_ANSWER)
             env = partial(SourceEnv, make_env, policy, TOKENIZER, sampling=sampling, concurrency=256)
             if teacher:  # groups of one: completions are not compared
                 policy_of_teacher = TorchTeacher(partial(copy.deepcopy, teacher), TOKENIZER)
-                teacher_stage = Teacher(policy_of_teacher, TOKENIZER, top_k=4, concurrency=256)
+                teacher_stage = Teacher(policy_of_teacher, top_k=4, concurrency=256)
                 judged = source(env(group_size=1), max_lag=2).then(teacher_stage)
             else:
-                bridge = RewardBridge.from_yaml(REWARD, tokenizer=TOKENIZER)
+                bridge = RewardBridge.from_yaml(REWARD)
                 judged = source(env(group_size=8), max_lag=2).then(bridge).then(AdvantageNormalizer("grpo"))
             batches = judged.then(Batcher(max_tokens=8192, sequences=512, drop_zero_variance=True))
             sink = SinkTrainer(ExaminedTrainer(trainer, model, every=5), publisher, max_steps=steps)

@@ -207,7 +207,6 @@ TOGETHER: list[tuple[str, Callable[[], Any]]] = [
     ("gamma", partial(AdvantageNormalizer, "gae", gamma=2.0)),
     ("clip", partial(AdvantageNormalizer, "grpo", clip=(1.0, -1.0))),
     ("max_tokens", partial(Batcher, max_tokens=0)),
-    ("tokenizer", partial(RewardBridge.from_config, {"format_markers": [{"marker": "a", "reward": 1}]})),
     ("functions", partial(RewardBridge, functions=[RewardFunction(len, name="score", reads_text=False)])),  # type: ignore[arg-type]
     ("Mixture.weights", partial(Mixture, [], [])),
     ("temperature", partial(SamplingParams, temperature=-1)),

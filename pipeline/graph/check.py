@@ -19,7 +19,7 @@ from .misplaced import written
 from .missing_columns import missing_columns
 from .placement import Here, Joining, Remote
 from .record_types import RecordTypes, never_fits, output_type, record_types, sent_along, type_name
-from .stage_info import info_of
+from .stage_info import info_of, stated_tokenizers
 from .stage_node import StageNode
 
 log = get_logger("penstock.check")
@@ -40,6 +40,7 @@ def problems(nodes: Sequence[StageNode]) -> list[str]:
         *found,
         *_of_state(nodes),
         *missing_columns(nodes),
+        *_of_tokenizers(nodes),
         *disagreements(identities),
     ]
 
@@ -78,6 +79,22 @@ def _line_instead(before: object, after: object) -> str:
     if first.sent is TrajectoryGroup and second.received is TrainBatch:
         return f"write .then(Batcher(max_tokens=…)) before {written(after)}"
     return f"put a stage between them that receives {type_name(first.sent)} and sends {type_name(second.received)}"
+
+
+def _of_tokenizers(nodes: Sequence[StageNode], missing: str = "no stage before it states one") -> Iterator[str]:
+    """Find the stages that need the tokenizer of the tokens and do not get it, because of `missing`; "" if known."""
+    for node in nodes:
+        info = info_of(node.stage)
+        reason = "a worker that joins is not sent one" if isinstance(node.on, Joining) else missing
+        if info.nodes:
+            yield from _of_tokenizers(info.nodes, reason)
+        elif info.needs_tokenizer and reason:
+            yield (
+                f"{node.name}: expected the tokenizer of the tokens that it receives, and {reason}: state one before "
+                f"it, by SourceEnv(…, tokenizer) or StageInfo(tokenizers=…), and run it here, in processes or on Ray"
+            )
+        if any(True for _ in stated_tokenizers([node.stage])):
+            missing = ""
 
 
 def _log_unknown_tokenizers(nodes: Sequence[StageNode], known: Collection[str]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..._schemas import TrajectoryGroup, TrajectoryId
 from ..._schemas.bounds import Count, SmallCount
@@ -111,6 +112,8 @@ class Context:
     """The bound on lag, and the size of a step."""
     all_wait: Callable[[], bool] = _always
     """Returns whether every stage after this one waits for records, the trainer too."""
+    tokenizer: Any = None
+    """The tokenizer of the tokens, or its `TokenizerIdentity`: the first one that a stage of the pipeline states."""
     evaluation: object | None = None
     """The evaluation that the source of the run does."""
     watch_loop: Callable[[float], AbstractContextManager[None]] = _unwatched

@@ -11,7 +11,7 @@ A misspelled field is a type error. This module knows nothing about how the fact
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,7 +53,9 @@ class StageInfo:
     """Of a source that can `assign`, the number of groups that one worker samples at a time."""
     tokenizers: tuple[Any, ...] | None = None
     """The tokenizers that it uses, or their `TokenizerIdentity`. Empty where it uses one that is not known; None where
-    it uses none."""
+    it uses none. The first one of a chain is that of the pipeline: `Context.tokenizer`."""
+    needs_tokenizer: bool = False
+    """True where it needs to know the tokenizer of the tokens that it receives."""
     saved: Mapping[str, Any] = field(default_factory=dict)
     """Objects whose state the checkpoints of a sink hold, by name; stages may be among them."""
     saves_at_end: bool = False
@@ -103,6 +105,13 @@ def info_of(stage: object) -> StageInfo:
     if isinstance(stage, DescribesItself) and not isinstance(stage, type):
         return call_user(stage.stage_info)
     return StageInfo()
+
+
+def stated_tokenizers(stages: Iterable[object]) -> Iterator[Any]:
+    """Yield the tokenizers that stages state, in their order, those within fragments included."""
+    for info in map(info_of, stages):
+        yield from stated_tokenizers(node.stage for node in info.nodes)
+        yield from info.tokenizers or ()
 
 
 def tokenizer_of(*owners: object) -> tuple[Any, ...]:

@@ -69,6 +69,7 @@ class Flow(Generic[Out_co]):
             assign=first.assign,
             groups_at_once=first.groups_at_once,
             evaluation=first.evaluation,
+            needs_tokenizer=any(info_of(node.stage).needs_tokenizer for node in self.nodes),
             nodes=self.nodes,
         )
 

@@ -29,7 +29,7 @@ from ..graph.context import Context, entered
 from ..graph.edge import CountingSendChannel, Edge, EdgeCounter, StoppableReceiveChannel
 from ..graph.placement import Here, Joining, Remote
 from ..graph.schedule import Schedule
-from ..graph.stage_info import info_of
+from ..graph.stage_info import info_of, stated_tokenizers
 from ..graph.stage_node import StageNode
 from ..graph.statistics import PipelineStatistics, StageState, StageStatistics
 from ..util.exception_groups import all_of, single_exception, unwrap_single
@@ -64,6 +64,7 @@ class _StageTask:
             assignments=context.assignments,
             schedule=run.schedule,
             all_wait=lambda: run.all_wait_after(self),
+            tokenizer=run.tokenizer,
             evaluation=run.evaluation,
             flush=context.flush,
             sample_sinks=context.sample_sinks,
@@ -166,6 +167,7 @@ class Run:
         self._outbox = outbox
         """The channel that the last stage sends to, in a fragment without a sink."""
         self.evaluation = info_of(nodes[0].stage).evaluation
+        self.tokenizer = next(stated_tokenizers(node.stage for node in nodes), context.tokenizer)
         per_step = _per_step(nodes)
         bound = nodes[0].max_lag
         around = context.schedule

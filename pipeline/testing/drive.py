@@ -26,6 +26,7 @@ from ..channels.memory import MemoryReceiver, memory_channel
 from ..graph.context import Context, Worker, entered
 from ..graph.schedule import UNBOUNDED, Schedule
 from ..graph.stage import Sink, Source, Stage
+from ..graph.stage_info import stated_tokenizers
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -44,14 +45,21 @@ class Driven(list[Out], Generic[Out]):
 
 
 async def drive(
-    stage: Stage[In, Out], records: Iterable[In], *, worker: Worker | None = None, schedule: Schedule = UNBOUNDED
+    stage: Stage[In, Out],
+    records: Iterable[In],
+    *,
+    worker: Worker | None = None,
+    schedule: Schedule = UNBOUNDED,
+    tokenizer: Any = None,
 ) -> Driven[Out]:
     """Run `stage` alone on `records` until both ends are done, and return the records that it sent.
+
+    `schedule` and `tokenizer` are those that a pipeline would hand it.
 
     Raises:
         Exception: the exception of the stage, not in a group.
     """
-    context = Context(worker=worker or Worker(), schedule=schedule)
+    context = Context(worker=worker or Worker(), schedule=schedule, tokenizer=tokenizer)
     outbox, collected = memory_channel[Out](1)
     fed = _feed(records, context)
 
@@ -66,7 +74,8 @@ async def drive_source(
     source: Source[Out], *, limit: int | None = None, worker: Worker | None = None, schedule: Schedule = UNBOUNDED
 ) -> Driven[Out]:
     """Run `source` alone and return the records that it sent; after `limit` records it is cancelled."""
-    context = Context(worker=worker or Worker(), schedule=schedule)
+    tokenizer = next(stated_tokenizers([source]), None)
+    context = Context(worker=worker or Worker(), schedule=schedule, tokenizer=tokenizer)
     outbox, collected = memory_channel[Out](1)
 
     async def run() -> None:
@@ -76,9 +85,11 @@ async def drive_source(
     return Driven(await _collect(run, collected, context, limit), context)
 
 
-async def drive_sink(sink: Sink[In], records: Iterable[In], *, worker: Worker | None = None) -> Driven[In]:
+async def drive_sink(
+    sink: Sink[In], records: Iterable[In], *, worker: Worker | None = None, tokenizer: Any = None
+) -> Driven[In]:
     """Run `sink` alone on `records`; the result is empty but for its ledger and metrics."""
-    context = Context(worker=worker or Worker())
+    context = Context(worker=worker or Worker(), tokenizer=tokenizer)
     async with _feed(records, context) as fed:
         with entered(context):
             await sink.run(fed)

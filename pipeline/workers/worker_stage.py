@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -32,6 +33,7 @@ from ..errors import LedgerImbalance, PenstockError, SenderRejected, StageFailed
 from ..graph.assignment import Assignment
 from ..graph.context import Context, current, entered
 from ..graph.edge import CountingSendChannel, EdgeCounter
+from ..graph.stage_info import stated_tokenizers
 from ..util.cancelling import cancelled_after
 from ..util.exception_groups import consists_of, single_exception
 from ..util.user_code import await_user, raised_text
@@ -65,6 +67,19 @@ IDLE_REPORT_S = 0.5
 
 Report: TypeAlias = Callable[[WorkerEvent], None]
 """Reports an event to the pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithTokenizer:
+    """A stage with the tokenizer of its pipeline, as they are pickled to a worker."""
+
+    stage: Any
+    tokenizer: Any
+
+    async def run(self, *ends: Any) -> None:
+        """Run the stage."""
+        with entered(replace(current(), tokenizer=self.tokenizer)):
+            await self.stage.run(*ends)
 
 
 class Link(NamedTuple):
@@ -288,6 +303,7 @@ async def run_connected(
                 config.worker,
                 assignments=prompts,
                 schedule=config.channels.schedule,
+                tokenizer=next(stated_tokenizers([stage]), None),
                 watch_loop=watch.within,
             )
         ) as context,

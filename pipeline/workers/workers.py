@@ -50,6 +50,7 @@ from .supervisor import Spawner, Supervisor
 from .worker_accounting import WorkerAccounting
 from .worker_messages import WorkerChannels
 from .worker_process import ProcessSpawner
+from .worker_stage import WithTokenizer
 
 WORKER_HEARTBEAT_TIMEOUT_S = DEFAULT_HEARTBEAT_TIMEOUT_S
 """Seconds that a worker may be unresponsive on its output channel before it is killed. The other ends wait without
@@ -91,6 +92,7 @@ class Workers:
         """Receives their metrics."""
         self._ledger = context.ledger
         self._schedule = context.schedule
+        self._tokenizer = context.tokenizer
         self._info = info = info_of(node.stage)
         assign = info.assign if before is None else None
         self._assigned = assign is not None
@@ -140,7 +142,7 @@ class Workers:
         """Open the channel of workers in processes of this host."""
         receiver = await stack.enter_async_context(self._served("shm://"))
         self._supervisor.channels = self._channels(receiver.url)
-        self._spawning = lambda: ProcessSpawner(self._node.stage)
+        self._spawning = lambda: ProcessSpawner(self._pickled)
         return receiver
 
     async def _on_ray(self, stack: AsyncExitStack, on: Ray) -> AnyReceiver:
@@ -161,8 +163,14 @@ class Workers:
         )
         if self._feeder is not None:
             self._feeder.key = ChannelKey(secret)
-        self._spawning = lambda: ray_spawner.RaySpawner(self._node.stage, on, reservation)
+        self._spawning = lambda: ray_spawner.RaySpawner(self._pickled, on, reservation)
         return MergedReceiver[Any]([here, elsewhere])
+
+    @property
+    def _pickled(self) -> object:
+        """Return what is pickled to a worker: the stage, with the tokenizer of the pipeline where it needs that."""
+        stage = self._node.stage
+        return WithTokenizer(stage, self._tokenizer) if self._info.needs_tokenizer else stage
 
     async def _joined(self, stack: AsyncExitStack, on: Joining) -> AnyReceiver:
         """Open the channel of workers that join by themselves."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.context import Worker
@@ -45,8 +45,6 @@ class HttpPolicy:
     versions: Literal["engine", "server"] = "engine"
     """Source of the version of the server's weights: `engine`, its own `update_weights`; or `server`, a request before
     every completion, for a server that others may update."""
-    tokenizer: Any = field(default=None, repr=False)
-    """Tokenizer of the server's model, or its `TokenizerIdentity`; `pipeline.check()` compares it with the others."""
 
     def __post_init__(self) -> None:
         """Check the fields.

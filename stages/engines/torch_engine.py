@@ -151,8 +151,8 @@ class TorchEngine:
     def _text_of(self, sampling: SamplingParams) -> Tokenizer:
         if self._tokenizer is None:
             raise InvalidConfig(
-                f"SamplingParams.stop: expected a TorchPolicy with a tokenizer, which makes text of tokens, got none "
-                f"for {list(sampling.stop)}: use TorchPolicy(…, tokenizer=…)"
+                f"SamplingParams.stop: expected a source with a tokenizer, which makes text of tokens, got none for "
+                f"{list(sampling.stop)}: use SourceEnv(…, tokenizer)"
             )
         return self._tokenizer
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import anyio
 import anyio.to_thread
 import torch
 
-from ..._pipeline.graph.context import Worker
+from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.graph.context import Worker, current
 from ..._pipeline.util.user_code import call_user
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts
 from ..contracts.autocast import check_autocast
 from ..contracts.causal_model import CausalModel
-from ..contracts.policies import Engine, Tokenizer
+from ..contracts.policies import Engine
 from ..contracts.sampling_params import as_seed
 from ..tokenizers.end_tokens import HasEndTokens
 from .torch_engine import TorchEngine
@@ -36,8 +37,9 @@ class TorchPolicy:
 
     make_model: Callable[[], CausalModel]
     """Makes the model in the process that samples; a module-level function, so that the policy can be pickled."""
-    eos_id: int
-    """A token that ends a completion, beside those of the tokenizer, of the model and of `SamplingParams.stop_ids`."""
+    eos_id: int | None = None
+    """A token that ends a completion, beside those of the model and of `SamplingParams.stop_ids`; by default that of
+    the pipeline's tokenizer, whose `end_ids` do too."""
     weights: str | WeightAddress | None = None
     """URL of the WeightPublisher (or WeightFolder) whose newest version every batch begins with, or the address that
     `WeightPublisher.serve` yields, for samplers on any host; without one the model keeps its initial weights, version
@@ -51,8 +53,6 @@ class TorchPolicy:
     weight_updates: WeightUpdates = "between_batches"
     """`in_flight`: a completion continues with newer weights as soon as they are published, on the keys and values of
     the older ones; `policy_versions` has the version of each token; a pause does not wait for its end."""
-    tokenizer: Tokenizer | None = None
-    """Finds stop strings (`SamplingParams.stop`) in the text of a completion; its `end_ids` end one."""
     autocast: torch.dtype | None = None
     """The dtype in which the model computes where that is safe, as that of the `TorchTrainer` is: log-probabilities of
     another one make each ratio differ from 1."""
@@ -67,6 +67,9 @@ class TorchPolicy:
     async def open(self, worker: Worker) -> AsyncGenerator[Engine]:
         """Make the model, and yield an engine that samples until the body ends.
 
+        Raises:
+            InvalidConfig: no token is known to end a completion.
+
         Workers of one stage share the processors of a host: each uses its part of the threads that torch would use.
         `make_model` may set another number.
         """
@@ -74,6 +77,7 @@ class TorchPolicy:
             torch.set_num_threads(max(1, torch.get_num_threads() // worker.on_host))
         model = await anyio.to_thread.run_sync(call_user, self.make_model)
         model.train(False)
+        tokenizer = current().tokenizer
         stack = AsyncExitStack()
         try:
             tasks = await stack.enter_async_context(anyio.create_task_group())
@@ -81,11 +85,11 @@ class TorchPolicy:
             engine = TorchEngine(
                 model,
                 tasks,
-                self._end_ids(model),
+                self._end_ids(model, tokenizer),
                 as_seed([self.seed, worker.index, worker.restart]),  # differs after a restart too
                 self.max_rows,
                 in_flight=self.weight_updates == "in_flight",
-                tokenizer=self.tokenizer,
+                tokenizer=tokenizer,
                 autocast=self.autocast,
             )
             stack.callback(engine.close)
@@ -96,6 +100,10 @@ class TorchPolicy:
         finally:
             await stack.aclose()  # not `async with`: the task group would wrap exceptions of the body
 
-    def _end_ids(self, model: CausalModel) -> frozenset[int]:
-        states: list[object] = [self.tokenizer, model]
-        return frozenset({self.eos_id}).union(*(each.end_ids for each in states if isinstance(each, HasEndTokens)))
+    def _end_ids(self, model: CausalModel, tokenizer: Any) -> frozenset[int]:
+        eos_id = self.eos_id if tokenizer is None or self.eos_id is not None else tokenizer.eos_id
+        if eos_id is None:
+            raise InvalidConfig("TorchPolicy.eos_id: expected one, because no stage states a tokenizer, got none")
+        return frozenset({eos_id}).union(
+            *(each.end_ids for each in (tokenizer, model) if isinstance(each, HasEndTokens))
+        )

@@ -25,7 +25,7 @@ from ..._pipeline.channels.chunks import MAX_CHUNK, receive_chunks, send_all
 from ..._pipeline.durability.run_changes import StageFacts
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.context import current, drop
-from ..._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from ..._pipeline.graph.stage_info import StageInfo
 from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.util.user_code import await_user, call_user, open_user
 from ..._schemas import TrajectoryGroup, TrajectoryId
@@ -61,24 +61,19 @@ class RewardBridge:
 
     Args:
         config: the shaping.
-        tokenizer: decodes completions; needed if a marker, a bounty by character or a function reads text.
         functions: further components, in Python, after those that the configuration names.
 
     Raises:
-        InvalidConfig: a component reads text and there is no tokenizer, two components have the same name, or the
-            configuration names a function that does not exist.
+        InvalidConfig: two components have the same name, or the configuration names a function that does not exist.
     """
 
     config: RewardConfig = field(default_factory=RewardConfig)
-    tokenizer: Tokenizer | None = None
     functions: Sequence[RewardComponent] = ()
     components: tuple[RewardComponent, ...] = field(init=False, repr=False, compare=False)
     """The functions that the configuration names, and `functions`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "components", (*configured_functions(self.config), *self.functions))
-        if self._reads_text and self.tokenizer is None:
-            raise InvalidConfig("tokenizer: expected one, because format markers, characters or functions read text")
         names = [component.name for component in self.components]
         if taken := sorted(OWN_PARTS.intersection(names) or {name for name in names if names.count(name) > 1}):
             raise InvalidConfig(
@@ -87,31 +82,23 @@ class RewardBridge:
             )
 
     @classmethod
-    def from_yaml(
-        cls, path: str | Path, *, tokenizer: Tokenizer | None = None, functions: Sequence[RewardComponent] = ()
-    ) -> Self:
+    def from_yaml(cls, path: str | Path, *, functions: Sequence[RewardComponent] = ()) -> Self:
         """Return the bridge that a YAML file describes; `reward_shaping` shows one.
 
         Raises:
             InvalidConfig: the file does not fit; the message has the path of the value, the expected and the actual
                 value. Or see the class.
         """
-        return cls(load_config(RewardConfig, path, root="reward"), tokenizer, functions)
+        return cls(load_config(RewardConfig, path, root="reward"), functions)
 
     @classmethod
-    def from_config(
-        cls,
-        values: Mapping[str, Any],
-        *,
-        tokenizer: Tokenizer | None = None,
-        functions: Sequence[RewardComponent] = (),
-    ) -> Self:
+    def from_config(cls, values: Mapping[str, Any], *, functions: Sequence[RewardComponent] = ()) -> Self:
         """Return the bridge that a mapping describes, as YAML or JSON would give it. Raises what `from_yaml` does."""
-        return cls(parse_config(RewardConfig, values, root="reward"), tokenizer, functions)
+        return cls(parse_config(RewardConfig, values, root="reward"), functions)
 
     def stage_info(self) -> StageInfo:
-        """State the tokenizer."""
-        return StageInfo(tokenizers=tokenizer_of(self), fills_columns=())
+        """State the columns, and that text is read if a marker, a bounty by character or a function reads it."""
+        return StageInfo(needs_tokenizer=self._reads_text, fills_columns=())
 
     def facts(self) -> StageFacts:
         """Return the shaping, and the weights of the functions; see `StatesFacts`."""
@@ -119,7 +106,16 @@ class RewardBridge:
         return StageFacts(options={"config": self.config, "weights": weights})
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """Run the stage; see `Stage`. Groups leave in the order of their arrival, also with functions."""
+        """Run the stage; see `Stage`. Groups leave in the order of their arrival, also with functions.
+
+        Raises:
+            InvalidConfig: a component reads text, and no stage has stated a tokenizer.
+        """
+        if self._reads_text and current().tokenizer is None:
+            raise InvalidConfig(
+                "tokenizer: expected one, because format markers, characters or functions read text, got none: have "
+                "the source state it, or give it to drive(…, tokenizer=…)"
+            )
         if self.components:
             await self._run_concurrently(inbox, outbox)
             return
@@ -179,10 +175,10 @@ class RewardBridge:
         )
 
     async def _turns(self, group: TrajectoryGroup) -> Turns:
-        assert self.tokenizer is not None  # noqa: S101 (checked when constructed)
+        tokenizer = current().tokenizer
         if len(group.tokens) < DECODE_IN_THREAD_TOKENS:
-            return turns_of(group, self.tokenizer)
-        return await anyio.to_thread.run_sync(call_user, turns_of, group, self.tokenizer)
+            return turns_of(group, tokenizer)
+        return await anyio.to_thread.run_sync(call_user, turns_of, group, tokenizer)
 
     # -- functions ---------------------------------------------------------------------------------------------------
 

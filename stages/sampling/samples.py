@@ -25,7 +25,6 @@ class Samples:
     """Choose the best and the worst trajectories of the first step, every k-th and each evaluation, by reward.
 
     Args:
-        tokenizer: of the run; decodes prompts and completions.
         every: optimizer steps between two choices.
         count: of the best, and of the worst; fewer where there are not as many, and of an evaluation 32 at most.
 
@@ -33,7 +32,6 @@ class Samples:
         InvalidConfig: a number that is not whole, or below 1.
     """
 
-    tokenizer: Tokenizer
     every: int = 10
     count: int = 5
 
@@ -44,15 +42,14 @@ class Samples:
         """Return whether samples of `step` are chosen."""
         return step == 1 or step % self.every == 0
 
-    def of(self, batch: TrainBatch, step: int) -> list[Sample]:
-        """Return samples of a batch, the best first. Decodes text: call it in a worker thread.
+    def of(self, batch: TrainBatch, step: int, tokenizer: Tokenizer) -> list[Sample]:
+        """Return samples of a batch, the best first, as the text of `tokenizer`. Call it in a worker thread.
 
         Raises:
             Exception: raised by the tokenizer.
         """
         return [
-            sample_of(self.tokenizer, batch, row, step=step, kind=kind, rank=rank)
-            for kind, rank, row in self._chosen(batch)
+            sample_of(tokenizer, batch, row, step=step, kind=kind, rank=rank) for kind, rank, row in self._chosen(batch)
         ]
 
     def of_evaluation(self, found: Sequence[Sample], step: int) -> list[Sample]:

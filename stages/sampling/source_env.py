@@ -33,7 +33,7 @@ from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.assignment import Assignment, Samplers
 from ..._pipeline.graph.context import Context, Worker, current
 from ..._pipeline.graph.schedule import UNBOUNDED, Schedule
-from ..._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from ..._pipeline.graph.stage_info import StageInfo, info_of, tokenizer_of
 from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.util.user_code import await_user, open_user
 from ..._schemas import GroupId, TrajectoryGroup
@@ -167,6 +167,9 @@ class SourceEnv:
                 f"SourceEnv.evaluation: expected groups=None, because a source that has sent its last prompt evaluates "
                 f"no later step, got groups={self.groups}: bound the run by SinkTrainer(max_steps=…)"
             )
+        rewards = None if self.evaluation is None else self.evaluation.rewards
+        if self.decodes_with is None and info_of(rewards).needs_tokenizer:
+            raise InvalidConfig("SourceEnv.tokenizer: expected one, because the rewards of the evaluation read text")
 
     @property
     def decodes_with(self) -> Tokenizer | None:

@@ -37,6 +37,7 @@ from ..._pipeline.weights.shielded import limit_once_cancelled
 from ..._schemas import GroupId, StopReason, TrainBatch
 from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts, normalize_numbers
+from ..contracts.policies import Tokenizer
 from ..sampling.evaluation import Evaluation
 from ..sampling.samples import Samples
 from ..training.learning_signal import LearningSignal
@@ -116,6 +117,15 @@ class KeepsState(Protocol):
     @property
     def state(self) -> Mapping[str, Stateful]:
         """Return those objects, by name."""
+        ...
+
+
+@runtime_checkable
+class KeepsTokenizer(Protocol):
+    """A trainer whose checkpoints contain the tokenizer."""
+
+    def keep_tokenizer(self, tokenizer: object, /) -> None:
+        """Include the tokenizer of the run, its `TokenizerIdentity` or None, in checkpoints. May block."""
         ...
 
 
@@ -204,7 +214,8 @@ class SinkTrainer:
         saved = self.trainer.state if isinstance(self.trainer, KeepsState) else {}
         return StageInfo(
             max_steps=self.max_steps,
-            tokenizers=tokenizer_of(self.trainer, self.samples),
+            tokenizers=tokenizer_of(self.trainer),
+            needs_tokenizer=self.samples is not None,
             saved=saved,
             saves_at_end=self.checkpoints is not None,
             commits=True,
@@ -265,6 +276,8 @@ class SinkTrainer:
     async def _run(self, inbox: ReceiveChannel[TrainBatch], ledger: Ledger) -> None:
         thread = anyio.CapacityLimiter(1)
         self._restore(ledger)
+        if isinstance(self.trainer, KeepsTokenizer):
+            await _in_thread(partial(self.trainer.keep_tokenizer, current().tokenizer), thread)
         resumed_at = ledger.step
         await _in_thread(partial(self._evaluated.resume_at, ledger.step), thread)
         await self._publish(ledger.step, thread)
@@ -374,7 +387,8 @@ class SinkTrainer:
         trained = batch if self.samples.due(step) else None
         if trained is None and not found:
             return
-        samples = await _in_thread(partial(_samples_of, self.samples, trained, found, step), thread)
+        tokenizer = current().tokenizer
+        samples = await _in_thread(partial(_samples_of, self.samples, trained, found, step, tokenizer), thread)
         for sink in sinks if samples else ():
             await _in_thread(partial(sink, samples, step), thread)
 
@@ -427,12 +441,14 @@ def _require(trainer: object, protocol: type, purpose: str, methods: str) -> Non
         raise InvalidConfig(f"trainer: expected {methods} for {purpose}, got {type(trainer).__name__}")
 
 
-def _samples_of(samples: Samples, batch: TrainBatch | None, found: Sequence[Sample], step: int) -> list[Sample]:
+def _samples_of(
+    samples: Samples, batch: TrainBatch | None, found: Sequence[Sample], step: int, tokenizer: Tokenizer
+) -> list[Sample]:
     """Return samples of a batch and of an evaluation. Blocks."""
     trained: list[Sample] = []
     if batch is not None:
         try:
-            trained = call_user(samples.of, batch, step)
+            trained = call_user(samples.of, batch, step, tokenizer)
         except Exception:  # a tokenizer that cannot decode what trains must not end the run
             log.exception("samples_failed", step=step)
     return [*trained, *samples.of_evaluation(found, step)]

@@ -24,12 +24,11 @@ from ..._pipeline.errors import EngineFailed, EngineTimedOut, PenstockError
 from ..._pipeline.graph.context import Worker, current, drop
 from ..._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from ..._pipeline.util.exception_groups import unwrap_single
-from ..._pipeline.util.user_code import await_user, call_user, open_user
+from ..._pipeline.util.user_code import await_user, open_user
 from ..._schemas import TrajectoryGroup
 from ..._schemas.choices import check_choice
 from ..._schemas.columns import freeze
 from ..._schemas.numbers import normalize_counts, normalize_numbers
-from ..._schemas.tokenizer import check_tokenizers
 from ..contracts.candidates import TeacherCandidates
 from ..http.retry import Backoff, jitter
 
@@ -82,7 +81,6 @@ class Teacher:
 
     Args:
         policy: the teacher.
-        tokenizer: the tokenizer that the tokens were made with, or its `TokenizerIdentity`.
         top_k: number of requested candidates; the columns are one wider, for the token itself.
         concurrency: bound on concurrent requests, one for each sequence. No more groups than that are held.
         teacher_timeout_s: bound on the time of one request, the time in a queue of the teacher included.
@@ -94,7 +92,6 @@ class Teacher:
     """
 
     policy: TeacherPolicy
-    tokenizer: Any
     top_k: int
     concurrency: int = 32
     teacher_timeout_s: float = 60.0
@@ -107,21 +104,18 @@ class Teacher:
         check_choice("on_failure", self.on_failure, OnFailure)
 
     def stage_info(self) -> StageInfo:
-        """State the tokenizers of the stage and of the teacher, and the columns."""
+        """State the tokenizer of the teacher, which must be that of the tokens, and the columns."""
         columns = ("teacher_ids", "teacher_logprobs")
-        return StageInfo(tokenizers=tokenizer_of(self, self.policy), fills_columns=columns)
+        return StageInfo(tokenizers=tokenizer_of(self.policy), needs_tokenizer=True, fills_columns=columns)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Groups leave in the order in which they are ready.
 
         Raises:
-            TokenizersDiffer: the teacher has another tokenizer.
             EngineFailed: the teacher failed in the first 8 groups, without any success; `__cause__` is the last
                 failure.
             Exception: raised by the policy when it is opened.
         """
-        parts = {"policy": self.tokenizer, "teacher": self.policy.tokenizer}
-        await anyio.to_thread.run_sync(call_user, check_tokenizers, parts)  # it may read files
         async with open_user(self.policy.open, current().worker) as engine:
             with unwrap_single(), current().watch_loop(self.teacher_timeout_s):
                 async with anyio.create_task_group() as tasks:

@@ -79,6 +79,10 @@ class RankedTrainer:
         """Return the identity of the tokenizer; see `TorchTrainer.tokenizer`."""
         return self._trainer.tokenizer
 
+    def keep_tokenizer(self, tokenizer: object) -> None:
+        """Include the tokenizer in checkpoints; see `TorchTrainer.keep_tokenizer`."""
+        self._trainer.keep_tokenizer(tokenizer)
+
     @property
     def steps(self) -> int:
         """Return the number of steps; see `TorchTrainer.steps`."""

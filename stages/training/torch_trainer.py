@@ -82,7 +82,7 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     numpy: tuple[list[int], int, int, float]
     """State of numpy's global generator: MT19937's key and position, and the cached normal deviate."""
     tokenizer: TokenizerIdentity | None = None
-    """Tokenizer of the model, if it was given."""
+    """Tokenizer of the run, where it was known."""
 
 
 class TorchTrainer:
@@ -111,13 +111,10 @@ class TorchTrainer:
             percents: have the model compute it with autocast off.
         compile: makes the function that is called in place of the model: `partial(torch.compile, dynamic=True)`.
         state: further state in checkpoints, by name: `{"normalizer": normalizer}`.
-        tokenizer: the model's, or its `TokenizerIdentity`: `pipeline.check()` compares it with those of sources and
-            teachers, and a checkpoint contains its identity.
 
     Raises:
         InvalidConfig: parameters that train are in bfloat16 or float16, another `autocast`, a number out
-            of range, a tokenizer whose vocabulary is unknown, or updates of a reference that is absent, or of a model
-            that ranks share in parts.
+            of range, or updates of a reference that is absent, or of a model that ranks share in parts.
         WeightsMismatch: the reference is to be updated, and has other tensors than the model.
     """
 
@@ -137,11 +134,10 @@ class TorchTrainer:
         autocast: torch.dtype | None = None,
         compile: Callable[[Any], Callable[..., Tensor]] | None = None,  # noqa: A002 (torch's name for it)
         state: Mapping[str, Stateful] | None = None,
-        tokenizer: Any = None,
     ) -> None:
-        self.tokenizer: TokenizerIdentity | None = None if tokenizer is None else tokenizer_identity(tokenizer)
-        """Identity of the model's tokenizer, if it was given."""
-        self._tokenizer_folder = Path(tokenizer.name_or_path) if isinstance(tokenizer, PretrainedTokenizer) else None
+        self.tokenizer: TokenizerIdentity | None = None
+        """Identity of the tokenizer of the run, or of the checkpoint from which it was resumed, where it is known."""
+        self._tokenizer_folder: Path | None = None
         """The folder of the tokenizer, whose files are in each checkpoint too."""
         self._model = model
         self.ranks: Ranks | None = Ranks() if is_shared(model) else None
@@ -382,6 +378,19 @@ class TorchTrainer:
         """Include these in checkpoints too, by name, in addition to `state`."""
         self._state |= state
 
+    def keep_tokenizer(self, tokenizer: object) -> None:
+        """Include the identity of the tokenizer of the run in checkpoints, where it has one, and its files. Blocks.
+
+        Raises:
+            TokenizersDiffer: the trainer was resumed from a checkpoint of another one.
+        """
+        if isinstance(tokenizer, TokenizerIdentity) or hasattr(tokenizer, "get_vocab"):
+            if self.tokenizer is not None:
+                check_tokenizers({"the checkpoint": self.tokenizer, "the run": tokenizer})
+            self.tokenizer = tokenizer_identity(tokenizer)
+        if isinstance(tokenizer, PretrainedTokenizer):
+            self._tokenizer_folder = Path(tokenizer.name_or_path)
+
     def save(self, folder: str | Path, committed: Mapping[GroupId, int]) -> Path:
         """Write a checkpoint into `folder` atomically, and return its path. Blocks.
 
@@ -448,7 +457,7 @@ class TorchTrainer:
         return model.weights_file if isinstance(model, SavedModel) else WEIGHTS
 
     def _write_model_files(self, folder: Path) -> None:
-        """Write the files that other programs need beside the weights; the tokenizer is the trainer's own, if given."""
+        """Write the files that other programs need beside the weights; the tokenizer is that of the run, if known."""
         model, tokenizer = bare(self._model), self._tokenizer_folder
         if isinstance(model, SavedModel):
             model.write_files(folder)
@@ -466,7 +475,6 @@ class TorchTrainer:
         Raises:
             CheckpointDamaged: a file is not as it was written; the trainer stays as it is.
             WeightsMismatch: the checkpoint is of another model; lists every difference.
-            TokenizersDiffer: it is of a model with another tokenizer.
             ValueError: it contains other state than this trainer, or a prompt twice.
             OSError: it cannot be read.
         """
@@ -482,8 +490,6 @@ class TorchTrainer:
         leads = self.ranks is None or self.ranks.index == 0
         if leads and kept.state.keys() != self._state.keys():
             raise ValueError(f"expected a checkpoint with state {sorted(self._state)}, got {sorted(kept.state)}")
-        if kept.tokenizer is not None and self.tokenizer is not None:
-            check_tokenizers({str(folder): kept.tokenizer, "the trainer": self.tokenizer})
         weights = read_weights(folder / self._weights_file, device)
         check_weights(specs_of(self.weights()), specs_of(weights), f"weights of {folder} do not fit the model")
         tensors = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
@@ -498,6 +504,7 @@ class TorchTrainer:
         for name, stateful in self._state.items():
             stateful.load_state_dict(kept.state[name])
         self._steps = kept.step
+        self.tokenizer = kept.tokenizer
         self._committed = committed
         torch.set_rng_state(tensors["torch"])
         if tensors["cuda"]:

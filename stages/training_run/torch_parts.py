@@ -93,7 +93,7 @@ class RunParts:
         self.chat = ChatFormat(self.tokenizer, arguments=config.data.template) if config.data.chat else None
         if self.chat is not None:
             check_end_of_turn(self.tokenizer)
-        self.rewards = RewardBridge(config.reward, self.tokenizer)
+        self.rewards = RewardBridge(config.reward)
         self.loss = loss_of(config.algorithm)
         self.trackers = [_tracker(name) for name in config.trackers]
 
@@ -211,15 +211,12 @@ class RunParts:
                 server=config.engine if config.engine != "torch" else "auto",
                 concurrency=CONCURRENCY,
                 versions="server",
-                tokenizer=self.tokenizer,
             )
         return TorchPolicy(
             partial(_sampled_model, config, self.folder, self._sampled_dtype),
-            eos_id=self.tokenizer.eos_id,
             weights=weights,
             seed=config.seed,
             max_rows=CONCURRENCY,
-            tokenizer=self.tokenizer if config.sampling.stop else None,
             autocast=self._autocast,
         )
 
@@ -337,7 +334,6 @@ class RunParts:
             else None,
             autocast=self._autocast,
             compile=partial(torch.compile, dynamic=True) if config.model.compile else None,
-            tokenizer=self.tokenizer,
         )
 
     # -- the pipeline --------------------------------------------------------------------------------------------------
@@ -396,7 +392,7 @@ class RunParts:
             max_steps=algorithm.steps,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
-            samples=Samples(self.tokenizer, every=config.samples.every, count=config.samples.count),
+            samples=Samples(every=config.samples.every, count=config.samples.count),
         )
         try:
             normalizer = AdvantageNormalizer(algorithm.advantages, batch_groups=gathered, preset=algorithm.preset)

@@ -19,7 +19,16 @@ from typing import Any
 import anyio
 from tests.words import Words
 
-from penstock import AdvantageNormalizer, Batcher, SendChannel, SinkTrainer, TrainBatch, TrajectoryGroup, source
+from penstock import (
+    AdvantageNormalizer,
+    Batcher,
+    SendChannel,
+    SinkTrainer,
+    StageInfo,
+    TrainBatch,
+    TrajectoryGroup,
+    source,
+)
 from penstock.testing import group
 from penstock.trackers import Samples
 from penstock.training import ResumePoint, write_checkpoint
@@ -37,6 +46,9 @@ class Prompts:
 
     def resume_from(self, point: ResumePoint) -> Prompts:
         return replace(self, first=point.step)
+
+    def stage_info(self) -> StageInfo:
+        return StageInfo(tokenizers=(Words(),))
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         for number in range(self.first, LAST + 1):
@@ -76,9 +88,7 @@ class Trainer:
 
 
 async def main(folder: Path, wait_after: int) -> None:
-    sink = SinkTrainer(
-        Trainer(wait_after), max_steps=LAST, checkpoint_every=CHECKPOINT_EVERY, samples=Samples(Words(), every=2)
-    )
+    sink = SinkTrainer(Trainer(wait_after), max_steps=LAST, checkpoint_every=CHECKPOINT_EVERY, samples=Samples(every=2))
     await (
         source(Prompts())
         .then(AdvantageNormalizer("grpo"))

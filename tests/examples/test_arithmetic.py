@@ -209,7 +209,7 @@ def test_the_learning_rate_rises_then_falls_to_its_floor() -> None:
 
 
 def test_the_configured_reward_reads() -> None:
-    bridge = RewardBridge.from_yaml(ARITHMETIC / "reward.yaml", tokenizer=TOKENIZER)
+    bridge = RewardBridge.from_yaml(ARITHMETIC / "reward.yaml")
 
     assert [marker.marker for marker in bridge.config.format_markers] == ["+", "="]
 

@@ -17,7 +17,7 @@ import transformers
 from numpy.typing import NDArray
 from tests.models_hf.chat_families import CHATML, FAMILIES, TEXT, Family, write_family, write_tokenizer
 
-from penstock import RewardBridge, SourceEnv, StopReason, Worker
+from penstock import Context, RewardBridge, SourceEnv, StopReason, Worker
 from penstock._stages.tokenizers.pretrained_tokenizer import end_texts_of
 from penstock.chat import ChatFormat
 from penstock.errors import InvalidConfig
@@ -25,7 +25,7 @@ from penstock.models import HFModel
 from penstock.policies import Completion, NoOpEngine, PretrainedTokenizer, SamplingParams
 from penstock.rewards import RewardFunction, RewardInput
 from penstock.runs import describe_run, load_run_config
-from penstock.testing import drive, drive_source
+from penstock.testing import drive, drive_source, entered
 from penstock.torch import TorchPolicy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,11 +68,12 @@ def test_every_completion_ends_where_that_of_transformers_ends(
 ) -> None:
     folder, tokenizer = folders[name], tokenizers[name]
     prompts = [np.array([place, place + 7, place + 3], np.int32) for place in range(0, len(TEXT) - 8, 3)]
-    policy = TorchPolicy(partial(HFModel.from_pretrained, folder), eos_id=tokenizer.eos_id, tokenizer=tokenizer)
+    policy = TorchPolicy(partial(HFModel.from_pretrained, folder), eos_id=tokenizer.eos_id)
 
     async def completed() -> list[Completion]:
-        async with policy.open(Worker()) as engine:
-            return await engine.generate(prompts, SamplingParams(max_completion_tokens=BOUND, greedy=True))
+        with entered(Context(tokenizer=tokenizer)):
+            async with policy.open(Worker()) as engine:
+                return await engine.generate(prompts, SamplingParams(max_completion_tokens=BOUND, greedy=True))
 
     completions = anyio.run(completed)
 
@@ -186,7 +187,7 @@ async def test_an_environment_and_a_reward_read_the_answer_without_its_end(
         return 1.0
 
     (group,) = await drive_source(SourceEnv(Asks, policy, tokenizer, group_size=1, groups=1))
-    await drive(RewardBridge(tokenizer=tokenizer, functions=[RewardFunction(reads)]), [group])
+    await drive(RewardBridge(functions=[RewardFunction(reads)]), [group], tokenizer=tokenizer)
 
     assert group.rewards.tolist() == [2]
     assert read == ["72\n72"]

@@ -99,7 +99,8 @@ def test_an_averaged_reference_moves_tied_tensors_once(model_folder: ModelFolder
 def test_a_checkpoint_is_a_folder_that_transformers_loads(
     family: str, model_folder: ModelFolder, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    model, trainer = trained(model_folder(family), tokenizer=PretrainedTokenizer(tokenizer_folder))
+    model, trainer = trained(model_folder(family))
+    trainer.keep_tokenizer(PretrainedTokenizer(tokenizer_folder))
 
     checkpoint = trainer.save(tmp_path, {})
 

@@ -8,12 +8,11 @@ import anyio
 import pytest
 import torch
 import transformers
-from tests.stages.answers import Characters, answering
+from tests.stages.answers import answering, drive_text
 
 from penstock import RewardBridge, TrajectoryGroup
 from penstock.errors import InvalidConfig
 from penstock.rewards import RewardModel
-from penstock.testing import drive
 
 Folder = Callable[[str], Path]
 auto: Any = transformers.AutoModelForSequenceClassification
@@ -40,7 +39,7 @@ def scored_alone(folder: Path, text: str) -> float:
 
 
 def bridge(folder: Path, **options: Any) -> RewardBridge:
-    return RewardBridge(tokenizer=Characters(), functions=[RewardModel(folder, **options)])
+    return RewardBridge(functions=[RewardModel(folder, **options)])
 
 
 def question(*completions: str, **meta: Any) -> TrajectoryGroup:
@@ -49,7 +48,7 @@ def question(*completions: str, **meta: Any) -> TrajectoryGroup:
 
 def test_completions_of_different_lengths_score_as_each_alone(folder: Path) -> None:
     (out,) = anyio.run(
-        drive, bridge(folder, weight=10), [question("three", "three baskets of apples", prompt="how many? ")]
+        drive_text, bridge(folder, weight=10), [question("three", "three baskets of apples", prompt="how many? ")]
     )
 
     expected = [10 * scored_alone(folder, f"how many? {text}") for text in ("three", "three baskets of apples")]
@@ -60,7 +59,7 @@ def test_completions_of_different_lengths_score_as_each_alone(folder: Path) -> N
 def test_a_conversation_is_scored_by_the_template_of_the_folder(folder: Path) -> None:
     messages = [{"role": "user", "content": "how many?"}]
 
-    (out,) = anyio.run(drive, bridge(folder), [question("three", messages=messages)])
+    (out,) = anyio.run(drive_text, bridge(folder), [question("three", messages=messages)])
 
     text = "<|user|>how many?<|end|><|assistant|>three<|end|>"
     assert out.rewards.tolist() == pytest.approx([scored_alone(folder, text)], abs=1e-5)
@@ -68,12 +67,12 @@ def test_a_conversation_is_scored_by_the_template_of_the_folder(folder: Path) ->
 
 def test_a_folder_without_a_reward_model_is_refused(folder: Path, model_folder: Folder) -> None:
     with pytest.raises(InvalidConfig, match=r"expected a folder with a reward model, got no config\.json in it"):
-        anyio.run(drive, bridge(folder.parent), [question("three")])
+        anyio.run(drive_text, bridge(folder.parent), [question("three")])
     with pytest.raises(InvalidConfig, match="expected a reward model with one label, got 2"):
-        anyio.run(drive, bridge(model_folder("qwen2")), [question("three")])
+        anyio.run(drive_text, bridge(model_folder("qwen2")), [question("three")])
 
     config = transformers.AutoConfig.from_pretrained(model_folder("qwen2"), num_labels=1)
     language_model: Any = transformers.AutoModelForCausalLM
     language_model.from_config(config).save_pretrained(folder)
     with pytest.raises(InvalidConfig, match=r"expected the weights of a reward model, got none for score\.weight"):
-        anyio.run(drive, bridge(folder), [question("three")])
+        anyio.run(drive_text, bridge(folder), [question("three")])

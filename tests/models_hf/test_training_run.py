@@ -117,7 +117,7 @@ def test_a_script_with_the_same_stages_and_no_evaluation_trains_to_the_same_weig
     tokenizer = PretrainedTokenizer(path)
     prompts = PromptDataset("train.jsonl", prompt="question", evaluation=4, chat=ChatFormat(tokenizer))
     model = HFModel.from_pretrained(path)
-    trainer = TorchTrainer(model, optimizer=partial(adamw, lr=1e-2), tokenizer=tokenizer)
+    trainer = TorchTrainer(model, optimizer=partial(adamw, lr=1e-2))
 
     async def run() -> None:
         async with WeightPublisher(model) as publisher:
@@ -132,7 +132,7 @@ def test_a_script_with_the_same_stages_and_no_evaluation_trains_to_the_same_weig
             )
             pipeline: Pipeline = (
                 source(env, on=processes(2), max_lag=0)
-                .then(RewardBridge(tokenizer=tokenizer, functions=[trl_reward(function)]))
+                .then(RewardBridge(functions=[trl_reward(function)]))
                 .then(AdvantageNormalizer("grpo"))
                 .then(Batcher(max_tokens=8192, sequences=8))
                 .sink(SinkTrainer(trainer, publisher, max_steps=4))

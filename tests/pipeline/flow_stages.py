@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import msgspec
 
-from penstock import ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup, current, drop
+from penstock import ReceiveChannel, SendChannel, StageInfo, TrainBatch, TrajectoryGroup, current, drop
 from penstock.testing import group
 
 
@@ -61,6 +62,10 @@ class Groups:
 
     count: int
     lengths: Sequence[int] = (4, 6)
+    tokenizer: Any = None
+
+    def stage_info(self) -> StageInfo:
+        return StageInfo(tokenizers=None if self.tokenizer is None else (self.tokenizer,))
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         for number in range(self.count):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fake_policy import Letters
 from tests.stages.sampling.runs import SAMPLED, Counts, Sums, evaluation, pipeline, ran
 
 from penstock import processes
@@ -51,7 +50,7 @@ async def test_the_parts_of_two_workers_are_merged_to_what_one_process_finds_and
 async def test_a_worker_that_dies_in_an_evaluation_repeats_its_part(tmp_path: Path) -> None:
     deadly = partial(Deadly, 100, 5, str(tmp_path / "died"))
 
-    run = pipeline(evaluation(deadly), on=processes(2, restarts=1), samples=Samples(Letters(), every=100))
+    run = pipeline(evaluation(deadly), on=processes(2, restarts=1), samples=Samples(every=100))
 
     lines, _ = await ran(run, trackers=[Jsonl(tmp_path)])
 

@@ -17,9 +17,10 @@ from tests.moments import moment
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
-from penstock import Worker
+from penstock import Context, Worker
 from penstock.errors import EngineRefused, PeerLost, WeightsMismatch
 from penstock.policies import Completion, Engine, SamplingParams
+from penstock.testing import entered
 from penstock.torch import Attention, KVCache, TorchPolicy, WeightFolder
 from penstock.weights import WeightPublisher, WeightSubscriber
 
@@ -370,10 +371,11 @@ async def test_a_row_that_is_sampled_anew_searches_for_its_stop_strings_anew() -
     async with WeightPublisher(TinyModel().state_dict(), release_timeout_s=0) as publisher:
         await publisher.publish(TinyModel(seed=1).state_dict(), version=1)
         model.before = {2: published(publisher, 2, 2), 3: published(publisher, 3, 3)}
-        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url, tokenizer=Letters())
-        async with policy.open(Worker()) as engine:
-            sampling = SamplingParams(max_completion_tokens=8, greedy=True, stop=(across,))
-            (sampled,) = await engine.generate([PROMPT], sampling)
+        policy = TorchPolicy(lambda: model, EOS, weights=publisher.url)
+        with entered(Context(tokenizer=Letters())):
+            async with policy.open(Worker()) as engine:
+                sampling = SamplingParams(max_completion_tokens=8, greedy=True, stop=(across,))
+                (sampled,) = await engine.generate([PROMPT], sampling)
 
     assert model.passes == 4 + 8
     assert sampled.tokens.tolist() == new

@@ -7,13 +7,25 @@ from dataclasses import dataclass
 
 import anyio
 import pytest
+from tests.fake_policy import Letters
 from tests.moments import moment
-from tests.pipeline.flow_stages import Pack, Train
+from tests.pipeline.flow_stages import Groups, Pack, Train
 from tests.processes import worker_stages as stages
 from tests.processes.worker_sinks import Commit
 
-from penstock import GroupAssembler, ReceiveChannel, SendChannel, Source, TrajectoryGroup, current, processes, source
+from penstock import (
+    GroupAssembler,
+    ReceiveChannel,
+    RewardBridge,
+    SendChannel,
+    Source,
+    TrajectoryGroup,
+    current,
+    processes,
+    source,
+)
 from penstock.accounting import Metrics
+from penstock.rewards import RewardFunction, RewardInput
 
 # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -172,6 +184,25 @@ async def test_a_middle_stage_in_processes_loses_and_duplicates_nothing() -> Non
     assert report.balance.reasons["filtered"] == {"every fifth": 20}
     assert report.balance.ended["trained"] == 80
     assert metrics.emit(1)["judged"] == 50
+
+
+def mark(answer: RewardInput) -> float:
+    return float(len(answer.text))
+
+
+async def test_a_reward_in_processes_reads_text_by_the_tokenizer_that_the_source_states() -> None:
+    rewards: list[list[float]] = []
+
+    class Collect(Commit):
+        async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
+            async for group in inbox:
+                rewards.append(group.rewards.tolist())
+                current().ledger.end(group, "trained")
+
+    bridge = RewardBridge(functions=[RewardFunction(mark)])
+    await source(Groups(4, tokenizer=Letters())).then(bridge, on=processes(1)).sink(Collect()).run()
+
+    assert rewards == [[5.0, 7.0]] * 4
 
 
 async def test_records_of_killed_middle_workers_are_lost_and_the_run_continues() -> None:

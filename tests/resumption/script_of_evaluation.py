@@ -86,7 +86,7 @@ async def run(folder: Path, kill_point: KillPoint, *, kill_at: int | None = None
             max_steps=STEPS,
             checkpoint_every=EVERY,
             keep_checkpoints=1,
-            samples=Samples(Tokens(), every=STEPS),
+            samples=Samples(every=STEPS),
         )
         pipeline = (
             source(env, max_lag=0)

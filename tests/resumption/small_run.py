@@ -64,7 +64,7 @@ async def _run(folder: Path, steps: int, *, skip_damaged: bool) -> None:
             max_steps=steps,
             checkpoint_every=EVERY,
             keep_checkpoints=2,
-            samples=Samples(Tokens(), every=1, count=1),
+            samples=Samples(every=1, count=1),
         )
         pipeline = (
             source(env, max_lag=0)

@@ -43,7 +43,7 @@ def history(*replies: str, rewards: tuple[float, ...]) -> list[dict[str, Any]]:
 def test_the_correction_is_added_to_the_last_turn() -> None:
     episode = history("abc", "de", rewards=(0.5, 1.0))
 
-    shape(episode, "sums", RewardBridge.from_config({"length_bounty": {"reward": -0.125, "cap": 1}}))
+    shape(episode, "sums", RewardBridge.from_config({"length_bounty": {"reward": -0.125, "cap": 1}}), Letters())
 
     assert [turn["reward"] for turn in episode[:-1]] == [0.5, 1.0 - 5 * 0.125]
     assert episode[1]["metrics"] == {"rewards/length_bounty": -0.625, "rewards/score": 1.5}
@@ -52,11 +52,11 @@ def test_the_correction_is_added_to_the_last_turn() -> None:
 
 def test_a_function_reads_the_row_and_the_messages_of_the_prompt() -> None:
     config = {"functions": [{"function": "tests.roll.environments:right"}]}
-    bridge = RewardBridge.from_config(config, tokenizer=Letters())
+    bridge = RewardBridge.from_config(config)
 
     for reply, reward in (("42", 1.0), ("43", 0.0)):
         episode = history(reply, rewards=(0.0,))
-        shape(episode, "sums", bridge)
+        shape(episode, "sums", bridge, Letters())
         assert episode[0]["reward"] == reward
 
     assert group_of(history("42", rewards=(0.0,))[:1], "sums").meta["messages"] == [{"role": "user", "content": "q"}]
@@ -65,7 +65,7 @@ def test_a_function_reads_the_row_and_the_messages_of_the_prompt() -> None:
 def test_an_empty_configuration_changes_no_reward() -> None:
     episode = history("abc", rewards=(0.75,))
 
-    shape(episode, "sums", RewardBridge())
+    shape(episode, "sums", RewardBridge(), Letters())
 
     assert episode[0]["reward"] == 0.75
 
@@ -73,7 +73,7 @@ def test_an_empty_configuration_changes_no_reward() -> None:
 def test_an_episode_without_a_response_stays_as_it_is() -> None:
     episode: list[dict[str, Any]] = [{"observation": "too long", "messages": []}]
 
-    shape(episode, "sums", RewardBridge())
+    shape(episode, "sums", RewardBridge(), Letters())
 
     assert episode == [{"observation": "too long", "messages": []}]
 
@@ -82,4 +82,4 @@ def test_a_function_that_fails_is_an_error_with_its_reason() -> None:
     config = {"functions": [{"function": "tests.roll.environments:broken"}]}
 
     with pytest.raises(RewardFunctionFailed, match=r"ROLL, sums: expected a reward, got none.*no reward for 1"):
-        shape(history("a", rewards=(0.0,)), "sums", RewardBridge.from_config(config, tokenizer=Letters()))
+        shape(history("a", rewards=(0.0,)), "sums", RewardBridge.from_config(config), Letters())

@@ -83,7 +83,7 @@ def flow_of(
     options = {"sampling": SamplingParams(seed=0)} | options
     env = SourceEnv(SkyRLPrompts, policy, tokenizer, **options)
     placed = processes(workers, restarts=restarts) if workers else here()
-    rewards = RewardBridge(tokenizer=tokenizer, functions=[trl_reward(shares)])
+    rewards = RewardBridge(functions=[trl_reward(shares)])
     return source(requests).then(SampleRequests(env), on=placed).then(rewards)
 
 

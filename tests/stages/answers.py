@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock import TrajectoryGroup
+from penstock import Stage, TrajectoryGroup
+from penstock.testing import Driven, drive
 
 
 class Characters:
@@ -45,3 +46,10 @@ def answering(
         rewards=[0.0] * len(completions) if rewards is None else rewards,
         meta=meta,
     )
+
+
+async def drive_text(
+    stage: Stage[TrajectoryGroup, TrajectoryGroup], groups: Iterable[TrajectoryGroup]
+) -> Driven[TrajectoryGroup]:
+    """Run `stage` alone on groups of `answering`."""
+    return await drive(stage, groups, tokenizer=Characters())

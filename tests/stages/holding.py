@@ -3,6 +3,7 @@
 import weakref
 
 import anyio
+from tests.stages.answers import Characters
 
 from penstock import Context, Stage, TrajectoryGroup
 from penstock.channels import memory_channel
@@ -19,7 +20,7 @@ async def lets_go_of_what_it_sent(stage: Stage[TrajectoryGroup, TrajectoryGroup]
     tokens = [weakref.ref(one.tokens) for one in given]
 
     async with feed, inbox, outbox, collected, anyio.create_task_group() as tasks:
-        with entered(Context()):
+        with entered(Context(tokenizer=Characters())):
             tasks.start_soon(stage.run, inbox, outbox)
             while given:
                 await feed.send(given.pop(0))

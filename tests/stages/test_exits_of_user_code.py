@@ -277,8 +277,8 @@ class Opens(RewardComponent):
         yield None
 
 
-def trained(trainer: Any, **options: Any) -> Pipeline:
-    return source(Groups(8)).then(Pack()).sink(SinkTrainer(trainer, **options))
+def trained(trainer: Any, tokenizer: Any = None, **options: Any) -> Pipeline:
+    return source(Groups(8, tokenizer=tokenizer)).then(Pack()).sink(SinkTrainer(trainer, **options))
 
 
 def training(methods: Callable[[Raises], Mapping[str, Any]], **options: Any) -> Any:
@@ -299,8 +299,8 @@ def updating(methods: Callable[[Raises], Mapping[str, Any]]) -> Any:
 
 def taught(methods: Callable[[Raises], Mapping[str, Any]]) -> Any:
     def run(raises: Raises) -> Pipeline:
-        teacher = Teacher(with_method(Likeliest(), **methods(raises)), Vocabulary(), top_k=2)
-        return source(Groups(8)).then(teacher).sink(Commit())
+        teacher = Teacher(with_method(Likeliest(), **methods(raises)), top_k=2)
+        return source(Groups(8, tokenizer=Vocabulary())).then(teacher).sink(Commit())
 
     return run
 
@@ -448,7 +448,7 @@ PLACES: dict[str, Callable[[Raises], Pipeline | Run]] = {
     "engine.pause": updating(lambda raises: {"pause": raises.later}),
     "engine.resume": updating(lambda raises: {"resume": raises.later}),
     "samples.tokenizer": lambda raises: Run(
-        {"trackers": [Tracker()]}, trained(Trainer(), samples=Samples(with_method(Letters(), decode=raises)))
+        {"trackers": [Tracker()]}, trained(Trainer(), with_method(Letters(), decode=raises), samples=Samples())
     ),
     "tracker.start": tracked(lambda raises: {"start": raises}),
     "tracker.log": tracked(lambda raises: {"log": raises}),

@@ -144,7 +144,7 @@ class FlowEnvManager:
         check_fit(resources, _node(), f"{root}.resources")
         function = flow_function(env, root)
         reward = env.get("reward")
-        bridge = None if reward is None else RewardBridge.from_config(plain(reward), tokenizer=job.tokenizer)
+        bridge = None if reward is None else RewardBridge.from_config(plain(reward))
 
         def make_flow() -> Groups:
             made: Groups = source(function(job), max_lag=int(ratio))

@@ -57,12 +57,12 @@ def _shaped_class() -> Any:
                 self.env.ends = (*end_texts_of(tokenizer), tokenizer.pad_token)
             self._bridge: RewardBridge | None = None
             if (reward := env_config.get("reward")) is not None:
-                read = PretrainedTokenizer(worker_config.model_args.model_name_or_path)
-                self._bridge = RewardBridge.from_config(plain(reward), tokenizer=read)
+                self._bridge = RewardBridge.from_config(plain(reward))
+                self._read = PretrainedTokenizer(worker_config.model_args.model_name_or_path)
 
         def formulate_rollouts(self, rollout_cache: Any) -> Any:
             if self._bridge is not None:
-                shape(rollout_cache.history, rollout_cache.tag, self._bridge)
+                shape(rollout_cache.history, rollout_cache.tag, self._bridge, self._read)
             return super().formulate_rollouts(rollout_cache)
 
     return Shaped

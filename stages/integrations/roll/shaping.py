@@ -7,6 +7,7 @@ stays the score of the episode. Knows no ROLL.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -14,11 +15,12 @@ import anyio
 from ...._pipeline.errors import RewardFunctionFailed
 from ...._pipeline.testing.drive import drive
 from ...._schemas import TrajectoryGroup
+from ...contracts.policies import Tokenizer
 from ...rewards.reward_bridge import RewardBridge
 from .gem_environment import META
 
 
-def shape(history: Sequence[dict[str, Any]], tag: str, bridge: RewardBridge) -> None:
+def shape(history: Sequence[dict[str, Any]], tag: str, bridge: RewardBridge, tokenizer: Tokenizer) -> None:
     """Shape the reward of an episode, and add its parts to the metrics of the last turn.
 
     Functions get the messages that ROLL sent first, and the row of a data set; they are opened for each episode.
@@ -27,6 +29,7 @@ def shape(history: Sequence[dict[str, Any]], tag: str, bridge: RewardBridge) -> 
         history: of ROLL's RolloutCache. One without a response stays as it is.
         tag: the key in `custom_envs`, the name of the environment.
         bridge: shapes the reward.
+        tokenizer: makes text of the responses.
 
     Raises:
         RewardFunctionFailed: a function failed, and has no value for that.
@@ -35,7 +38,7 @@ def shape(history: Sequence[dict[str, Any]], tag: str, bridge: RewardBridge) -> 
     if not turns:
         return
     group = group_of(turns, tag)
-    driven = anyio.run(drive, bridge, [group])
+    driven = anyio.run(partial(drive, bridge, [group], tokenizer=tokenizer))
     if not driven:
         reasons = driven.ledger.balance().reasons
         raise RewardFunctionFailed(f"ROLL, {tag}: expected a reward, got none: {reasons}")

@@ -10,9 +10,27 @@ import structlog
 from tests.pipeline.flow_stages import Groups, Pack, Train
 
 from arithmetic.tokenizer import TOKENIZER
-from penstock import Pipeline, ReceiveChannel, SendChannel, SourceChannel, StageInfo, TrajectoryGroup, processes, source
+from penstock import (
+    Pipeline,
+    ReceiveChannel,
+    RewardBridge,
+    SendChannel,
+    SinkTrainer,
+    SourceChannel,
+    Stage,
+    StageInfo,
+    Teacher,
+    TrainBatch,
+    TrajectoryGroup,
+    here,
+    joining,
+    processes,
+    source,
+)
 from penstock.errors import InvalidPipeline
-from penstock.policies import HttpPolicy, NoOpPolicy, tokenizer_identity
+from penstock.policies import NoOpPolicy, tokenizer_identity
+from penstock.teachers import HttpTeacher
+from penstock.trackers import Samples
 
 
 @dataclass(frozen=True)
@@ -37,7 +55,6 @@ def tokens_of(*owners: Any) -> tuple[Any, ...]:
 @dataclass(frozen=True)
 class Says(Groups):
     count: int = 1
-    tokenizer: Any = field(default=None, kw_only=True)
     policy: Any = field(default=None, kw_only=True)
 
     def stage_info(self) -> StageInfo:
@@ -89,12 +106,6 @@ def test_equal_and_unknown_tokenizers_are_accepted() -> None:
         (Says(tokenizer=Words()), Reads(OTHER), Trains(), "Says and Reads"),
         (Says(tokenizer=Words()), Reads(), Trains(trainer=Has(OTHER)), "Says and Trains"),
         (Says(policy=Has(OTHER)), Reads(Words()), Trains(), "Says and Reads"),
-        (
-            Says(policy=HttpPolicy(url="http://x", model="m", tokenizer=OTHER)),
-            Reads(Words()),
-            Trains(),
-            "Says and Reads",
-        ),
         (Says(tokenizer=OTHER, policy=Has(Words())), Reads(), Trains(), "Says and Says"),
         (Says(tokenizer=TOKENIZER), Reads(Words()), Trains(), "Says and Reads"),
         (Says(tokenizer=Words()), Reads(tokenizer_identity(OTHER)), Trains(), "Says and Reads"),
@@ -109,6 +120,46 @@ def test_two_that_differ_are_refused_with_both_identities(
     assert (
         str(refused.value).count("Words: 2 tokens #") + str(refused.value).count("CharacterTokenizer: 14 tokens") == 2
     )
+
+
+def teacher_with(tokenizer: Words) -> HttpTeacher:
+    return HttpTeacher(url="http://127.0.0.1:1", model="large", tokenizer=tokenizer)
+
+
+class Steps:
+    def step(self, _: TrainBatch) -> dict[str, float]:
+        return {}
+
+
+NEEDS = {
+    "a reward that reads text": (RewardBridge.from_config({"format_markers": [{"marker": "a", "reward": 1}]}), ()),
+    "a teacher": (Teacher(teacher_with(Words()), top_k=2), ()),
+    "samples": (Reads(), (Samples(),)),
+}
+"""A stage, and the samples of the sink: one of them needs the tokenizer of the tokens."""
+
+
+@pytest.mark.parametrize(("stage", "samples"), NEEDS.values(), ids=NEEDS)
+def test_a_stage_that_needs_the_tokenizer_is_refused_unless_a_stage_before_it_states_one(
+    stage: Stage[TrajectoryGroup, TrajectoryGroup], samples: tuple[Samples, ...]
+) -> None:
+    def run(first: Says, on: Any = None) -> Pipeline:
+        sink = SinkTrainer(Steps(), samples=next(iter(samples), None))
+        return source(first).then(stage, on=on or here()).then(Pack()).sink(sink)
+
+    run(Says(tokenizer=Words())).check()
+    run(Says(policy=Has(Words()))).check()
+    source(source(Says(tokenizer=Words())).then(stage)).then(Pack()).sink(Train()).check()
+    with pytest.raises(InvalidPipeline, match=r"expected the tokenizer of the tokens that it receives, and no stage"):
+        run(Says()).check()
+    if not samples:
+        with pytest.raises(InvalidPipeline, match="and a worker that joins is not sent one"):
+            run(Says(tokenizer=Words()), joining(expected=1, url="tcp://127.0.0.1:0")).check()
+
+
+def test_a_teacher_with_another_tokenizer_than_the_source_is_refused() -> None:
+    with pytest.raises(InvalidPipeline, match="Says and Teacher have tokenizers of different vocabulary"):
+        source(Says(tokenizer=Words())).then(Teacher(teacher_with(OTHER), top_k=2)).then(Pack()).sink(Train()).check()
 
 
 def test_a_source_in_processes_and_a_stage_within_a_fragment_are_looked_at_too() -> None:

@@ -120,7 +120,7 @@ def complaint(pipeline: Pipeline) -> str:
 
 
 REFERENCE = TorchReference(Bigram)
-TEACHER = Teacher(policy=None, tokenizer=Letters(), top_k=2)  # type: ignore[arg-type]
+TEACHER = Teacher(policy=None, top_k=2)  # type: ignore[arg-type]
 TEACHER_COLUMNS = "it needs the columns teacher_ids and teacher_logprobs, which no stage before it fills: put a Teacher"
 
 

@@ -59,8 +59,8 @@ def small_run(at_step_3: Literal["", "print", "fail"] = "") -> Pipeline:
     """Return a pipeline that ends after `STEPS` steps, with groups left over."""
     trainer = Trainer(at_step_3)
     return (
-        source(Groups(8 * STEPS))
+        source(Groups(8 * STEPS, tokenizer=Words()))
         .then(DropOdd())
         .then(Pack())
-        .sink(SinkTrainer(trainer, max_steps=STEPS, samples=Samples(Words(), every=STEPS)))
+        .sink(SinkTrainer(trainer, max_steps=STEPS, samples=Samples(every=STEPS)))
     )

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from tests.bigram import EOS, Alphabet, Bigram
 
-from penstock import StopReason, Worker
+from penstock import Context, StopReason, Worker
 from penstock.errors import InvalidConfig, LogitsNotFinite
 from penstock.policies import Completion, SamplingParams
+from penstock.testing import entered
 from penstock.torch import TorchPolicy
 
 PROMPT = np.array([3], np.int32)
@@ -71,8 +72,9 @@ async def test_rows_of_one_batch_keep_their_own_restrictions_when_others_end() -
 
 async def text_until(*stop: str) -> list[tuple[str, StopReason]]:
     sampling = SamplingParams(max_completion_tokens=30, stop=stop, seed=1)
-    async with TorchPolicy(Bigram, EOS, tokenizer=Alphabet()).open(Worker()) as engine:
-        sampled = await engine.generate([PROMPT] * 8, sampling)
+    with entered(Context(tokenizer=Alphabet())):
+        async with TorchPolicy(Bigram, EOS).open(Worker()) as engine:
+            sampled = await engine.generate([PROMPT] * 8, sampling)
     return [(Alphabet().decode(completion.tokens.tolist()), completion.stop_reason) for completion in sampled]
 
 
@@ -92,9 +94,7 @@ async def test_a_completion_ends_after_the_token_that_completes_a_stop_string() 
 
 async def test_stop_strings_without_a_tokenizer_are_refused() -> None:
     async with TorchPolicy(Bigram, EOS).open(Worker()) as engine:
-        with pytest.raises(
-            InvalidConfig, match=r"expected a TorchPolicy with a tokenizer.* got none for \['ab'\]: use"
-        ):
+        with pytest.raises(InvalidConfig, match=r"expected a source with a tokenizer.* got none for \['ab'\]: use"):
             await engine.generate([PROMPT], SamplingParams(stop=("ab",)))
 
 

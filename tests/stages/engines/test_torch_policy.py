@@ -12,10 +12,12 @@ import torch
 from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from tests.failsafe import FAILSAFE_S
+from tests.fake_policy import Letters
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
 from penstock import Context, StopReason, Worker
+from penstock.errors import InvalidConfig
 from penstock.policies import Completion, Engine, SamplingParams
 from penstock.testing import entered
 from penstock.torch import Attention, KVCache, TorchPolicy
@@ -96,6 +98,16 @@ async def test_a_completion_ends_with_the_end_token_or_at_the_allowance() -> Non
         assert completion.stop_reason == (StopReason.STOP if ends[-1] else StopReason.LENGTH)
         assert len(ends) == 6 or ends[-1]
     assert {completion.stop_reason for completion in sampled} == {StopReason.STOP, StopReason.LENGTH}
+
+
+async def test_the_end_token_is_by_default_that_of_the_pipeline_s_tokenizer() -> None:
+    with entered(Context(tokenizer=Letters(eos_id=EOS))):
+        by_tokenizer = await completions(TorchPolicy(TinyModel), PROMPTS, max_completion_tokens=6)
+
+    given = await completions(TorchPolicy(TinyModel, EOS), PROMPTS, max_completion_tokens=6)
+    assert [each.tokens.tolist() for each in by_tokenizer] == [each.tokens.tolist() for each in given]
+    with pytest.raises(InvalidConfig, match=r"TorchPolicy\.eos_id: expected one, because no stage states a tokenizer"):
+        await completions(TorchPolicy(TinyModel), PROMPTS)
 
 
 async def test_greedy_sampling_takes_the_most_probable_token_with_its_log_probability() -> None:

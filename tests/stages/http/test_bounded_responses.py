@@ -69,7 +69,7 @@ async def serving() -> AsyncGenerator[HostileServer]:
 
 
 async def sample(url: str) -> None:
-    policy = HttpPolicy(url=url, model="model", tokenizer=Letters(), server="openai", backoff=Backoff(attempts=1))
+    policy = HttpPolicy(url=url, model="model", server="openai", backoff=Backoff(attempts=1))
     async with policy.open(Worker()) as engine:
         await engine.generate([np.array([1], np.int32)], SamplingParams(max_completion_tokens=8))
 

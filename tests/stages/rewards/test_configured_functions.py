@@ -7,11 +7,10 @@ from typing import Any
 
 import anyio
 import pytest
-from tests.stages.answers import Characters, answering
+from tests.stages.answers import answering, drive_text
 
 from penstock import RewardBridge
 from penstock.errors import InvalidConfig
-from penstock.testing import drive
 
 REWARDS = """
 from penstock.rewards import RewardFunction
@@ -41,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def bridge(*functions: dict[str, Any]) -> RewardBridge:
-    return RewardBridge.from_config({"functions": functions}, tokenizer=Characters())
+    return RewardBridge.from_config({"functions": functions})
 
 
 def test_a_yaml_file_names_functions_of_every_kind_with_weights(folder: Path) -> None:
@@ -55,9 +54,9 @@ def test_a_yaml_file_names_functions_of_every_kind_with_weights(folder: Path) ->
           - {function: "my_reward:short"}
         """
     )
-    stage = RewardBridge.from_yaml("reward.yaml", tokenizer=Characters())
+    stage = RewardBridge.from_yaml("reward.yaml")
 
-    (out,) = anyio.run(drive, stage, [answering("4", "five", meta={"prompt": "2+2?", "row": {"answer": "4"}})])
+    (out,) = anyio.run(drive_text, stage, [answering("4", "five", meta={"prompt": "2+2?", "row": {"answer": "4"}})])
 
     parts = {name: [round(x, 6) for x in part.tolist()] for name, part in out.reward_parts.items()}
     assert parts == {

@@ -11,13 +11,13 @@ from typing import Any
 import anyio
 import pytest
 from aiohttp import web
-from tests.stages.answers import Characters, answering
+from tests.stages.answers import Characters, answering, drive_text
 
 from penstock import Context, RewardBridge, TrajectoryGroup
 from penstock.errors import InvalidConfig, MissingColumn
 from penstock.policies import Backoff
 from penstock.rewards import Judge, RewardInput
-from penstock.testing import drive, entered
+from penstock.testing import entered
 
 
 class JudgeServer:
@@ -68,7 +68,7 @@ async def serving() -> AsyncGenerator[JudgeServer]:
 def bridge(server: JudgeServer, prompt: Any = "{completion}", **options: Any) -> RewardBridge:
     arguments: dict[str, Any] = {"backoff": Backoff(attempts=1)} | options
     judge = Judge(server.url, "judge-7b", prompt, **arguments)
-    return RewardBridge(tokenizer=Characters(), functions=[judge])
+    return RewardBridge(functions=[judge])
 
 
 def question(*completions: str, instance_id: str = "0") -> TrajectoryGroup:
@@ -81,7 +81,7 @@ async def test_the_last_number_of_the_response_is_the_score() -> None:
     async with serving() as server:
         stage = bridge(server, "Rate {completion} to {prompt}, right is {answer}:", weight=0.1, api_key="secret")
 
-        (out,) = await drive(stage, [question("four")])
+        (out,) = await drive_text(stage, [question("four")])
 
         assert server.asked == [
             {
@@ -102,7 +102,7 @@ async def test_prompt_request_and_parse_can_be_code() -> None:
         server.answer = lambda content: "yes" if content == "4" else "no"
         stage = bridge(server, messages, parse=lambda text: float(text == "yes"), request={"max_tokens": 1})
 
-        (out,) = await drive(stage, [question("4", "5")])
+        (out,) = await drive_text(stage, [question("4", "5")])
 
         assert out.rewards.tolist() == [1, 0]
         assert server.asked[0]["messages"][0] == {"role": "system", "content": "Be strict."}
@@ -113,14 +113,14 @@ async def test_a_pattern_with_a_group_reads_its_last_match() -> None:
     async with serving() as server:
         server.answer = lambda _content: "Score: 3/10? No. Score: 7/10"
 
-        (out,) = await drive(bridge(server, parse=r"Score: (\d+)"), [question("a")])
+        (out,) = await drive_text(bridge(server, parse=r"Score: (\d+)"), [question("a")])
 
         assert out.rewards.tolist() == [7]
 
 
 async def test_equal_requests_are_sent_once_also_at_the_same_time() -> None:
     async with serving() as server:
-        out = await drive(bridge(server), [question("a", "a", "bb"), question("bb", "a", instance_id="1")])
+        out = await drive_text(bridge(server), [question("a", "a", "bb"), question("bb", "a", instance_id="1")])
 
         assert sorted(asked["messages"][0]["content"] for asked in server.asked) == ["a", "bb"]
         assert [group.rewards.tolist() for group in out] == [[1, 1, 2], [2, 1]]
@@ -130,14 +130,14 @@ async def test_equal_requests_are_sent_once_also_at_the_same_time() -> None:
 async def test_the_cache_forgets_what_was_not_used_for_longest() -> None:
     async with serving() as server:
         groups = [question(text, instance_id=str(i)) for i, text in enumerate(["a", "b", "a", "c", "a", "b"])]
-        await drive(bridge(server, cached=2, concurrency=1), groups)
+        await drive_text(bridge(server, cached=2, concurrency=1), groups)
 
         assert [asked["messages"][0]["content"] for asked in server.asked] == ["a", "b", "c", "b"]
 
 
 async def test_no_more_requests_run_at_a_time_than_were_allowed() -> None:
     async with serving() as server:
-        await drive(bridge(server, concurrency=2), [question("a", "bb", "ccc", "dddd")])
+        await drive_text(bridge(server, concurrency=2), [question("a", "bb", "ccc", "dddd")])
 
         assert server.most_running == 2
 
@@ -146,7 +146,7 @@ async def test_a_response_without_a_number_costs_the_completion_and_is_not_cache
     async with serving() as server:
         server.answer = lambda content: "no idea" if content == "?" else "1"
 
-        out = await drive(bridge(server), [question("?", "4", "?")])
+        out = await drive_text(bridge(server), [question("?", "4", "?")])
 
         assert out[0].rewards.tolist() == [1]
         (reason,) = out.ledger.balance().reasons["failed"]
@@ -158,11 +158,11 @@ async def test_a_response_without_a_number_costs_the_completion_and_is_not_cache
 async def test_a_temporary_failure_is_retried_and_a_lasting_one_costs_the_completion() -> None:
     async with serving() as server:
         server.busy = 2
-        (out,) = await drive(bridge(server, backoff=Backoff(attempts=3, first_s=0, longest_s=0)), [question("a")])
+        (out,) = await drive_text(bridge(server, backoff=Backoff(attempts=3, first_s=0, longest_s=0)), [question("a")])
         assert out.rewards.tolist() == [1]
 
         server.busy = 1
-        failed = await drive(bridge(server), [question("a")])
+        failed = await drive_text(bridge(server), [question("a")])
         (reason,) = failed.ledger.balance().reasons["failed"]
         assert "EngineFailed" in reason
         assert "503: overloaded" in reason
@@ -172,7 +172,7 @@ async def test_a_judge_that_does_not_respond_costs_the_completion() -> None:
     async with serving() as server:
         server.may_answer = anyio.Event()
 
-        out = await drive(bridge(server, reward_timeout_s=0.05), [question("a")])
+        out = await drive_text(bridge(server, reward_timeout_s=0.05), [question("a")])
 
         (reason,) = out.ledger.balance().reasons["failed"]
         assert re.match(r"judge: (TimeoutError|EngineTimedOut): .* within 0\.05 s, got none", reason)
@@ -183,7 +183,7 @@ async def test_a_column_that_the_data_lacks_ends_the_run() -> None:
         with pytest.raises(
             MissingColumn, match=r"a column 'anser', which the template names, .* did you mean 'answer'"
         ):
-            await drive(bridge(server, "{completion} {anser}"), [question("a")])
+            await drive_text(bridge(server, "{completion} {anser}"), [question("a")])
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ async def test_a_match_that_takes_without_end_ends_with_its_call_and_costs_no_ot
         server.answer = lambda content: "a" * 40 if content == "slow" else "aa: 7"
         judge = Judge(server.url, "judge-7b", "{completion}", parse=r"(?:a+)+: (\d)")
 
-        with entered(Context()):
+        with entered(Context(tokenizer=Characters())):
             async with judge.open() as score:
                 with anyio.move_on_after(0.5) as given_up:
                     await score(completion("slow"))
@@ -239,7 +239,7 @@ async def test_numbers_by_the_megabyte_do_not_hold_the_event_loop() -> None:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(count)
-            (out,) = await drive(stage, [question("much")])
+            (out,) = await drive_text(stage, [question("much")])
             assert out.rewards.tolist() == [8.0]
             tasks.cancel_scope.cancel()
 

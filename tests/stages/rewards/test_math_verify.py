@@ -10,21 +10,20 @@ from typing import Any
 
 import anyio
 import pytest
-from tests.stages.answers import Characters, answering
+from tests.stages.answers import answering, drive_text
 
 from penstock import RewardBridge, TrajectoryGroup
 from penstock._pipeline.workers import call_process
 from penstock._stages.rewards import math_process
 from penstock.errors import MissingColumn, MissingExtra, RewardProcessDied
 from penstock.rewards import MathVerify, RewardInput
-from penstock.testing import drive
 
 ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
 """It takes more than any bound."""
 
 
 def bridge(**options: Any) -> RewardBridge:
-    return RewardBridge(tokenizer=Characters(), functions=[MathVerify(**options)])
+    return RewardBridge(functions=[MathVerify(**options)])
 
 
 def question(*completions: str, answer: object = "0.5", instance_id: str = "0") -> TrajectoryGroup:
@@ -45,7 +44,7 @@ async def test_an_answer_counts_in_any_notation_and_unreadable_ones_are_left_out
         question("0", answer="", instance_id="3"),
     ]
 
-    out = await drive(bridge(weight=2), groups)
+    out = await drive_text(bridge(weight=2), groups)
 
     assert [group.rewards.tolist() for group in out] == [[2, 2, 0, 0], [2, 0], [2]]
     assert out.metrics.emit(0)["rewards/math_verify/mean"] == pytest.approx(4 / 7)
@@ -96,7 +95,7 @@ def test_a_verdict_depends_on_processor_time_and_on_no_clock(monkeypatch: pytest
 
 async def test_a_column_that_the_data_lacks_ends_the_run() -> None:
     with pytest.raises(MissingColumn, match=r"expected the data to have a column 'anser', .*; did you mean 'answer'\?"):
-        await drive(bridge(answer="anser"), [question("4")])
+        await drive_text(bridge(answer="anser"), [question("4")])
 
 
 async def test_a_process_that_is_not_ready_in_time_is_killed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,4 +111,4 @@ async def test_without_the_extra_the_error_has_the_command(monkeypatch: pytest.M
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
 
     with pytest.raises(MissingExtra, match=r"pip install .*\[math\]'"):
-        await drive(bridge(), [question("4")])
+        await drive_text(bridge(), [question("4")])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.stages.answers import Characters, answering
+from tests.stages.answers import Characters, answering, drive_text
 from tests.stages.holding import lets_go_of_what_it_sent
 
 from penstock import Context, RewardBridge, TrajectoryGroup
@@ -25,7 +25,7 @@ fewer = settings(max_examples=50)
 
 
 def bridge(*functions: RewardFunction, **config: Any) -> RewardBridge:
-    return RewardBridge.from_config(config, tokenizer=Characters(), functions=functions)
+    return RewardBridge.from_config(config, functions=functions)
 
 
 def parts(shaped: TrajectoryGroup) -> dict[str, list[float]]:
@@ -41,7 +41,7 @@ MARK = {"marker": "<a>", "reward": 0.5}
 async def test_with_nothing_configured_groups_pass_as_they_are() -> None:
     given = [group(), group(instance_id="1")]
 
-    out = await drive(RewardBridge(), given)
+    out = await drive_text(RewardBridge(), given)
 
     assert out[0] is given[0]
     assert out[1] is given[1]
@@ -61,8 +61,8 @@ def test_a_yaml_file_without_code_shapes_the_reward(tmp_path: Path) -> None:
         """
     )
 
-    stage = RewardBridge.from_yaml(path, tokenizer=Characters())
-    (out,) = anyio.run(drive, stage, [answering("<think>2+2</think><answer>4</answer>", "4", rewards=[1, 1])])
+    stage = RewardBridge.from_yaml(path)
+    (out,) = anyio.run(drive_text, stage, [answering("<think>2+2</think><answer>4</answer>", "4", rewards=[1, 1])])
 
     assert parts(out) == {
         "score": [1, 1],
@@ -83,12 +83,11 @@ def test_a_mistake_in_the_file_is_reported_with_its_path(tmp_path: Path) -> None
         RewardBridge.from_yaml(path)
 
 
-def test_text_without_a_tokenizer_is_refused_at_once() -> None:
-    for config in ({"format_markers": [MARK]}, {"length_bounty": {"reward": 1, "cap": 1, "unit": "character"}}):
-        with pytest.raises(ValueError, match="tokenizer: expected one"):
-            RewardBridge.from_config(config)
-    with pytest.raises(ValueError, match="tokenizer: expected one"):
-        RewardBridge(functions=[RewardFunction(length)])
+async def test_text_without_a_tokenizer_is_refused_at_once() -> None:
+    by_character = {"length_bounty": {"reward": 1, "cap": 1, "unit": "character"}}
+    for stage in (bridge(format_markers=[MARK]), bridge(**by_character), bridge(RewardFunction(length))):
+        with pytest.raises(InvalidConfig, match="tokenizer: expected one"):
+            await drive(stage, [answering("a")])
 
 
 def test_components_of_one_name_are_refused() -> None:
@@ -116,31 +115,31 @@ def test_a_bridge_can_be_sent_to_its_process() -> None:
     ids=["in the prompt", "in an observation", "around an observation"],
 )
 async def test_a_marker_outside_the_policys_tokens_pays_nothing(given: TrajectoryGroup, rewards: list[float]) -> None:
-    (out,) = await drive(bridge(format_markers=[MARK]), [given])
+    (out,) = await drive_text(bridge(format_markers=[MARK]), [given])
 
     assert out.rewards.tolist() == rewards
 
 
 async def test_only_sampled_tokens_are_decoded_and_no_end_of_sequence() -> None:
-    stage = bridge(format_markers=[MARK])
+    tokenizer = Characters()
 
-    await drive(stage, [answering(["one\0", "two", "three\0"], "", prompt="zero")])
+    given = [answering(["one\0", "two", "three\0"], "", prompt="zero")]
+    await drive(bridge(format_markers=[MARK]), given, tokenizer=tokenizer)
 
-    assert isinstance(stage.tokenizer, Characters)
-    assert stage.tokenizer.decoded == ["one", "three"]
+    assert tokenizer.decoded == ["one", "three"]
 
 
 async def test_nothing_is_decoded_where_nothing_reads_text() -> None:
+    tokenizer = Characters()
     stage = bridge(
         RewardFunction(lambda answer: len(answer.text), name="blind", reads_text=False),
         length_bounty={"reward": 0.1, "cap": 1},
         clip=[-1, 1],
     )
 
-    (out,) = await drive(stage, [answering("abc")])
+    (out,) = await drive(stage, [answering("abc")], tokenizer=tokenizer)
 
-    assert isinstance(stage.tokenizer, Characters)
-    assert stage.tokenizer.decoded == []
+    assert tokenizer.decoded == []
     assert parts(out)["blind"] == [0]
 
 
@@ -152,8 +151,8 @@ async def test_a_large_group_is_decoded_off_the_event_loop() -> None:
             where.append(threading.current_thread().name)
             return super().decode(ids)
 
-    stage = RewardBridge.from_config({"format_markers": [MARK]}, tokenizer=Watched())
-    await drive(stage, [answering("<a>" * 2000), answering("<a>", instance_id="1")])
+    given = [answering("<a>" * 2000), answering("<a>", instance_id="1")]
+    await drive(bridge(format_markers=[MARK]), given, tokenizer=Watched())
 
     assert where[0] != threading.main_thread().name
     assert where[1] == threading.main_thread().name
@@ -172,7 +171,7 @@ def test_the_prompt_and_observations_never_change_a_reward(turns: list[tuple[str
     plain = answering(*([first, ".", second] for first, second in turns), prompt=".")
     noisy = answering(*([first, noise + ".", second] for first, second in turns), prompt=noise + ".")
 
-    one, other = (anyio.run(drive, bridge(**config), [g])[0] for g in (plain, noisy))
+    one, other = (anyio.run(drive_text, bridge(**config), [g])[0] for g in (plain, noisy))
 
     assert one.rewards.tolist() == other.rewards.tolist()
 
@@ -198,7 +197,7 @@ def test_parts_always_sum_to_the_reward(
     config |= {"clip": [-1, 1]} if clipped else {}
 
     given = answering(*("<a>" if i % 2 else "no" for i in range(len(scores))), rewards=scores)
-    (out,) = anyio.run(drive, bridge(**config), [given])
+    (out,) = anyio.run(drive_text, bridge(**config), [given])
 
     if config != {"combine": "add"}:
         assert np.sum(list(out.reward_parts.values()), axis=0) == pytest.approx(out.rewards, abs=1e-5)
@@ -211,8 +210,8 @@ async def test_a_second_bridge_adds_to_the_parts_of_the_first() -> None:
     first = bridge(format_markers=[MARK])
     second = bridge(format_markers=[MARK], length_bounty={"reward": 0.1, "cap": 1})
 
-    (between,) = await drive(first, [answering("<a>", rewards=[1])])
-    (out,) = await drive(second, [between])
+    (between,) = await drive_text(first, [answering("<a>", rewards=[1])])
+    (out,) = await drive_text(second, [between])
 
     assert parts(out) == {"score": [1], "format_markers": [1], "length_bounty": [0.3]}
     assert out.rewards.tolist() == pytest.approx([2.3])
@@ -223,14 +222,14 @@ async def test_groups_that_come_together_are_treated_as_if_each_had_come_alone()
         group(completion_lengths=lengths, rewards=[0.1 * n for n in lengths], instance_id=str(i))
         for i, lengths in enumerate([[1, 3], [0], [9], [2, 5, 1]])
     ]
-    (given[3],) = await drive(bridge(clip=[0.15, 10]), [given[3]])  # brings parts of its own
+    (given[3],) = await drive_text(bridge(clip=[0.15, 10]), [given[3]])  # brings parts of its own
     stage = bridge(length_bounty={"reward": 0.07, "cap": 0.5}, combine="fallback", right_from=0.3, clip=[-1, 0.8])
 
-    out = await drive(stage, given)
+    out = await drive_text(stage, given)
 
     assert [one.id for one in out] == [one.id for one in given]
     for shaped, one in zip(out, given, strict=True):
-        (alone,) = await drive(stage, [one])
+        (alone,) = await drive_text(stage, [one])
         assert shaped.rewards.tobytes() == alone.rewards.tobytes()
         assert list(shaped.reward_parts) == list(alone.reward_parts)
         assert [p.tobytes() for p in shaped.reward_parts.values()] == [p.tobytes() for p in alone.reward_parts.values()]
@@ -244,7 +243,7 @@ async def test_sent_records_are_not_held_while_the_stage_waits_for_the_next(conf
 async def test_everything_else_of_a_group_stays_as_it_is() -> None:
     given = answering("<a>", "no")
 
-    (out,) = await drive(bridge(format_markers=[MARK]), [given])
+    (out,) = await drive_text(bridge(format_markers=[MARK]), [given])
 
     assert out.tokens is given.tokens
     assert out.loss_mask is given.loss_mask
@@ -255,7 +254,7 @@ async def test_a_group_of_empty_sequences_passes() -> None:
     empty = TrajectoryGroup.build(env="e", instance_id="0", sequences=[[]], loss_mask=[[]], rewards=[0.0])
 
     for stage in (bridge(format_markers=[MARK]), bridge(RewardFunction(length))):
-        (out,) = await drive(stage, [empty])
+        (out,) = await drive_text(stage, [empty])
         assert out.completion_lengths().tolist() == [0]
 
 
@@ -274,7 +273,7 @@ async def test_a_plain_function_runs_in_a_thread() -> None:
         names.append(threading.current_thread().name)
         return 0.25
 
-    (out,) = await drive(bridge(RewardFunction(where)), [answering("abc", rewards=[1])])
+    (out,) = await drive_text(bridge(RewardFunction(where)), [answering("abc", rewards=[1])])
 
     assert names != [threading.main_thread().name]
     assert parts(out) == {"score": [1], "where": [0.25]}
@@ -294,7 +293,7 @@ async def test_an_async_function_runs_on_the_event_loop() -> None:
         async def __call__(self, answer: RewardInput) -> float:
             return await where(answer)
 
-    (out,) = await drive(bridge(RewardFunction(where), RewardFunction(Judge())), [answering("abc", rewards=[1])])
+    (out,) = await drive_text(bridge(RewardFunction(where), RewardFunction(Judge())), [answering("abc", rewards=[1])])
 
     assert names == [threading.main_thread().name] * 2
     assert out.rewards.tolist() == [1.5]
@@ -308,7 +307,7 @@ async def test_a_function_sees_text_score_trajectory_and_meta() -> None:
         return 0.0
 
     given = answering(["one", "?", "two"], rewards=[0.5], prompt="Question")
-    await drive(bridge(RewardFunction(look)), [given])
+    await drive_text(bridge(RewardFunction(look)), [given])
 
     assert seen[0].text == "one\ntwo"
     assert seen[0].score == 0.5
@@ -328,7 +327,7 @@ async def test_no_more_calls_run_at_a_time_than_were_allowed() -> None:
         running -= 1
         return 0.0
 
-    await drive(
+    await drive_text(
         bridge(RewardFunction(count, concurrency=3)), [answering(*"abcdefgh", instance_id=str(i)) for i in range(3)]
     )
 
@@ -346,7 +345,7 @@ async def test_several_groups_are_judged_at_a_time_and_leave_in_order() -> None:
         return 0.0
 
     given = [answering(text, instance_id=text) for text in ("first", "middle", "last")]
-    out = await drive(bridge(RewardFunction(first_waits_for_last)), given)
+    out = await drive_text(bridge(RewardFunction(first_waits_for_last)), given)
 
     assert [g.instance_id for g in out] == ["first", "middle", "last"]
 
@@ -360,7 +359,7 @@ async def test_groups_are_taken_in_only_while_there_is_room_for_calls() -> None:
         return 0.0
 
     async with feed, inbox, outbox, shaped, anyio.create_task_group() as tasks:
-        with entered(Context()):
+        with entered(Context(tokenizer=Characters())):
             tasks.start_soon(bridge(RewardFunction(never, concurrency=4)).run, inbox, outbox)
             for i in range(5):
                 await feed.send(answering("a", "b", instance_id=str(i)))
@@ -382,7 +381,7 @@ async def test_groups_that_functions_judge_are_held_as_copies() -> None:
     given = answering("abc")
     expected = given.tokens.tolist()
     async with feed, inbox, outbox, shaped, anyio.create_task_group() as tasks:
-        with entered(Context()):
+        with entered(Context(tokenizer=Characters())):
             tasks.start_soon(bridge(RewardFunction(wait)).run, inbox, outbox)
             await feed.send(given)
             await began.wait()
@@ -400,7 +399,9 @@ async def test_a_fallback_asks_functions_about_failed_answers_only() -> None:
         asked.append(answer.text)
         return 5.0
 
-    (out,) = await drive(bridge(RewardFunction(ask), combine="fallback"), [answering("right", "wrong", rewards=[1, 0])])
+    (out,) = await drive_text(
+        bridge(RewardFunction(ask), combine="fallback"), [answering("right", "wrong", rewards=[1, 0])]
+    )
 
     assert asked == ["wrong"]
     assert out.rewards.tolist() == [1, 1]
@@ -423,13 +424,13 @@ async def test_rewards_that_float32_would_make_equal_end_the_run_with_their_grou
     timed = RewardFunction(lambda answer: nanoseconds[answer.text], name="timed")
 
     with pytest.raises(InvalidRecord, match=r"test/0: rewards: expected differences .* from 2000000000\.0 to"):
-        await drive(bridge(timed), [answering("first", "second", rewards=[0, 0])])
+        await drive_text(bridge(timed), [answering("first", "second", rewards=[0, 0])])
 
 
 def test_a_failure_costs_the_trajectory_and_is_accounted_with_its_reason() -> None:
     given = [answering("fine", "raise", "nan", "hang", "good", rewards=[1, 2, 3, 4, 5])]
 
-    out = VirtualClock().run(lambda: drive(bridge(RewardFunction(fragile)), given))
+    out = VirtualClock().run(lambda: drive_text(bridge(RewardFunction(fragile)), given))
 
     assert out[0].repetition_ids.tolist() == [0, 4]
     assert out[0].rewards.tolist() == [1.5, 5.5]
@@ -447,14 +448,16 @@ def test_a_failure_costs_the_trajectory_and_is_accounted_with_its_reason() -> No
 
 
 async def test_a_group_of_which_nothing_is_left_is_not_sent() -> None:
-    out = await drive(bridge(RewardFunction(fragile)), [answering("raise", "nan"), answering("fine", instance_id="1")])
+    out = await drive_text(
+        bridge(RewardFunction(fragile)), [answering("raise", "nan"), answering("fine", instance_id="1")]
+    )
 
     assert [g.instance_id for g in out] == ["1"]
     assert out.ledger.balance().ended["failed"] == 2
 
 
 async def test_a_failure_can_count_as_a_value_and_is_still_counted() -> None:
-    out = await drive(bridge(RewardFunction(fragile, on_failure=-1.0)), [answering("fine", "raise")])
+    out = await drive_text(bridge(RewardFunction(fragile, on_failure=-1.0)), [answering("fine", "raise")])
 
     assert out[0].rewards.tolist() == [0.5, -1]
     assert out.ledger.balance().ended["failed"] == 0
@@ -468,7 +471,7 @@ async def test_a_function_that_fails_64_times_in_a_row_ends_the_pipeline(on_fail
     with pytest.raises(
         RewardFunctionFailed, match=r"64 completions in a row.*the last one KeyError: 'raise'"
     ) as raised:
-        await drive(bridge(RewardFunction(fragile, on_failure=on_failure)), groups)
+        await drive_text(bridge(RewardFunction(fragile, on_failure=on_failure)), groups)
 
     assert isinstance(raised.value.__cause__, KeyError)
 
@@ -476,21 +479,21 @@ async def test_a_function_that_fails_64_times_in_a_row_ends_the_pipeline(on_fail
 async def test_one_success_ends_a_row_of_failures_of_a_function() -> None:
     groups = [answering(*["raise"] * 7, "fine", instance_id=str(number)) for number in range(20)]
 
-    out = await drive(bridge(RewardFunction(fragile)), groups)
+    out = await drive_text(bridge(RewardFunction(fragile)), groups)
 
     assert out.ledger.balance().ended["failed"] == 140
 
 
 async def test_a_failure_can_end_the_pipeline() -> None:
     with pytest.raises(KeyError, match="raise"):
-        await drive(bridge(RewardFunction(fragile, on_failure="raise")), [answering("fine", "raise")])
+        await drive_text(bridge(RewardFunction(fragile, on_failure="raise")), [answering("fine", "raise")])
 
 
 def test_a_timeout_that_ends_the_pipeline_names_function_and_bound() -> None:
     stage = bridge(RewardFunction(fragile, reward_timeout_s=7, on_failure="raise"))
 
     with pytest.raises(TimeoutError, match="fragile: expected a value within 7 s, got none"):
-        VirtualClock().run(lambda: drive(stage, [answering("hang")]))
+        VirtualClock().run(lambda: drive_text(stage, [answering("hang")]))
 
 
 def test_waiting_for_a_turn_is_not_held_against_a_call() -> None:
@@ -500,7 +503,7 @@ def test_waiting_for_a_turn_is_not_held_against_a_call() -> None:
 
     clock = VirtualClock()
     out = clock.run(
-        lambda: drive(bridge(RewardFunction(slow, concurrency=1, reward_timeout_s=30)), [answering(*"abcd")])
+        lambda: drive_text(bridge(RewardFunction(slow, concurrency=1, reward_timeout_s=30)), [answering(*"abcd")])
     )
 
     assert out[0].rewards.tolist() == [1, 1, 1, 1]
@@ -516,7 +519,7 @@ async def test_a_plain_function_that_hangs_is_left_behind_and_accounted() -> Non
 
     stage = bridge(RewardFunction(hang, reward_timeout_s=0.01, concurrency=1))
     try:
-        out = await drive(stage, [answering("a", "b")])
+        out = await drive_text(stage, [answering("a", "b")])
     finally:
         done.set()
 
@@ -527,7 +530,7 @@ async def test_a_plain_function_that_hangs_is_left_behind_and_accounted() -> Non
 async def test_a_trajectory_that_several_functions_fail_is_dropped_once() -> None:
     stage = bridge(RewardFunction(fragile), RewardFunction(fragile, name="again"))
 
-    out = await drive(stage, [answering("raise", "fine")])
+    out = await drive_text(stage, [answering("raise", "fine")])
 
     assert out.ledger.balance().reasons["failed"] == {"fragile: KeyError: 'raise'": 1}
     assert out[0].rewards.tolist() == [1.0]

@@ -11,7 +11,7 @@ import anyio
 import numpy as np
 import pytest
 from tests.fake_policy import FakePolicy, Letters
-from tests.stages.answers import Characters, answering
+from tests.stages.answers import answering, drive_text
 
 from penstock import RewardBridge, SourceEnv, TrajectoryGroup
 from penstock.data import PromptDataset
@@ -21,7 +21,7 @@ from penstock.testing import drive, drive_source
 
 
 def bridge(*functions: RewardComponent, **config: Any) -> RewardBridge:
-    return RewardBridge.from_config(config, tokenizer=Characters(), functions=functions)
+    return RewardBridge.from_config(config, functions=functions)
 
 
 def parts(shaped: TrajectoryGroup) -> dict[str, list[float]]:
@@ -48,7 +48,7 @@ def is_right(completion: RewardInput) -> bool:
 
 
 async def test_a_weight_scales_the_part_and_not_the_metric() -> None:
-    out = await drive(
+    out = await drive_text(
         bridge(RewardFunction(length, weight=0.5), RewardFunction(is_right, weight=2)), [question("4", "five")]
     )
 
@@ -62,7 +62,7 @@ async def test_none_adds_nothing_and_is_not_in_the_metric() -> None:
     def sometimes(completion: RewardInput) -> float | None:
         return None if completion.text == "?" else 3.0
 
-    out = await drive(bridge(RewardFunction(sometimes), RewardFunction(length)), [question("4", "?")])
+    out = await drive_text(bridge(RewardFunction(sometimes), RewardFunction(length)), [question("4", "?")])
 
     assert out[0].rewards.tolist() == [4, 1]
     assert out.metrics.emit(0)["rewards/sometimes/mean"] == 3
@@ -73,7 +73,7 @@ async def test_a_completion_to_which_no_function_applies_ends_as_filtered_if_its
         return None if completion.text == "?" else 3.0
 
     scored = answering("?", rewards=[1], instance_id="1")
-    out = await drive(bridge(RewardFunction(sometimes, weight=2)), [question("4", "?"), scored])
+    out = await drive_text(bridge(RewardFunction(sometimes, weight=2)), [question("4", "?"), scored])
 
     assert [group.rewards.tolist() for group in out] == [[6], [1]]
     assert out.ledger.balance().reasons["filtered"] == {"no reward function applies": 1}
@@ -83,7 +83,7 @@ async def test_of_a_mapping_the_score_trains_and_other_numbers_are_metrics() -> 
     def judge(completion: RewardInput) -> dict[str, Any]:
         return {"score": 1.0, "acc": completion.text == "4", "words": np.int64(2), "why": "it is right"}
 
-    out = await drive(bridge(RewardFunction(judge)), [question("4", "5")])
+    out = await drive_text(bridge(RewardFunction(judge)), [question("4", "5")])
 
     assert out[0].rewards.tolist() == [1, 1]
     assert list(out[0].reward_parts) == ["judge", "score"]
@@ -99,7 +99,7 @@ async def test_a_batched_function_judges_a_group_in_one_call() -> None:
         calls.append([each.text for each in completions])
         return np.arange(len(completions), dtype=np.float32)  # type: ignore[return-value]  # as users do
 
-    out = await drive(
+    out = await drive_text(
         bridge(RewardFunction(rank, batched=True, concurrency=1)), [question("a", "b"), question("c", instance_id="1")]
     )
 
@@ -113,7 +113,7 @@ async def test_of_a_batched_call_one_bad_value_costs_one_completion_and_an_error
             return [0.0]
         return [math.nan, 1.0]
 
-    out = await drive(
+    out = await drive_text(
         bridge(RewardFunction(judge, batched=True)), [question("a", "b"), question(*"abc", instance_id="1")]
     )
 
@@ -139,7 +139,7 @@ async def test_a_function_of_trl_is_called_with_the_arguments_that_trl_passes() 
         seen.update(kwargs, prompts=prompts, thread=threading.current_thread())
         return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
 
-    out = await drive(bridge(trl_reward(accuracy, weight=0.5)), [question("4", "5", row=ROW | {"level": 3})])
+    out = await drive_text(bridge(trl_reward(accuracy, weight=0.5)), [question("4", "5", row=ROW | {"level": 3})])
 
     assert parts(out[0]) == {"score": [0, 0], "accuracy": [0.5, 0]}
     assert seen["prompts"] == ["2+2?", "2+2?"]
@@ -158,7 +158,7 @@ async def test_where_the_prompt_is_a_conversation_trls_completions_are_messages(
         return [0.0] * len(completions)
 
     messages = [{"role": "user", "content": "2+2?"}]
-    await drive(bridge(trl_reward(look)), [question("4", ["let me see", "go on", "4"], "", messages=messages)])
+    await drive_text(bridge(trl_reward(look)), [question("4", ["let me see", "go on", "4"], "", messages=messages)])
 
     assert seen[:3] == [messages] * 3
     assert [[message["content"] for message in completion] for completion in seen[3:]] == [
@@ -173,7 +173,7 @@ async def test_trls_none_and_nan_add_nothing() -> None:
     def some(completions: list[str], **_: Any) -> list[float | None]:
         return [None, math.nan, 1.0][: len(completions)]
 
-    out = await drive(bridge(trl_reward(some, 0.5), RewardFunction(length)), [question("a", "b", "c")])
+    out = await drive_text(bridge(trl_reward(some, 0.5), RewardFunction(length)), [question("a", "b", "c")])
 
     assert out[0].rewards.tolist() == [1, 1, 1.5]
 
@@ -183,7 +183,7 @@ async def test_an_async_function_of_trl_runs_on_the_event_loop() -> None:
         await anyio.lowlevel.checkpoint()
         return [2.0] * len(completions)
 
-    (out,) = await drive(bridge(trl_reward(judge)), [question("a", "b")])
+    (out,) = await drive_text(bridge(trl_reward(judge)), [question("a", "b")])
 
     assert out.rewards.tolist() == [2, 2]
 
@@ -195,7 +195,7 @@ async def test_an_empty_completion_is_judged_like_others() -> None:
     empty = TrajectoryGroup.build(
         env="e", instance_id="0", sequences=[[]], loss_mask=[[]], rewards=[0.0], policy_versions=np.zeros(0, np.int64)
     )
-    (out,) = await drive(bridge(trl_reward(length_of)), [empty])
+    (out,) = await drive_text(bridge(trl_reward(length_of)), [empty])
 
     assert out.rewards.tolist() == [0]
 
@@ -207,7 +207,7 @@ async def test_what_a_function_of_trl_logs_becomes_metrics() -> None:
         log_extra("solution", ["x"])
         return [0.0] * len(completions)
 
-    out = await drive(bridge(trl_reward(logging)), [question("a", "b")])
+    out = await drive_text(bridge(trl_reward(logging)), [question("a", "b")])
 
     assert out.metrics.emit(0)["rewards/logging/share"] == 0.5
 
@@ -216,7 +216,7 @@ async def test_a_function_without_kwargs_is_given_what_it_names() -> None:
     def exact(completions: list[str], answer: list[str]) -> list[float]:
         return [float(one == other) for one, other in zip(completions, answer, strict=True)]
 
-    (out,) = await drive(bridge(trl_reward(exact)), [question("4", "5")])
+    (out,) = await drive_text(bridge(trl_reward(exact)), [question("4", "5")])
 
     assert out.rewards.tolist() == [1, 0]
 
@@ -229,7 +229,7 @@ async def test_a_column_that_the_data_lacks_ends_the_run_at_once() -> None:
         r"accuracy: expected the data to have a column 'answers', .* \['answer', 'prompt'\]; did you mean 'answer'"
     )
     with pytest.raises(MissingColumn, match=message):
-        await drive(bridge(trl_reward(accuracy)), [question("4")])
+        await drive_text(bridge(trl_reward(accuracy)), [question("4")])
 
 
 # -- verl --------------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ async def test_a_function_of_verl_is_called_with_the_arguments_that_verl_passes(
         assert extra_info == {"index": 7, "num_turns": 1, "rollout_reward_scores": {}}
         return float(solution_str == ground_truth)
 
-    (out,) = await drive(bridge(verl_reward(compute_score, weight=2)), [question("4", "5", row=row)])
+    (out,) = await drive_text(bridge(verl_reward(compute_score, weight=2)), [question("4", "5", row=row)])
 
     assert parts(out) == {"score": [0, 0], "compute_score": [2, 0]}
 
@@ -262,7 +262,7 @@ async def test_of_verls_dict_the_score_trains() -> None:
         await anyio.lowlevel.checkpoint()
         return {"score": -1.0 if solution_str != ground_truth else 1.0, "acc": solution_str == ground_truth}
 
-    out = await drive(bridge(verl_reward(compute_score)), [question("4", "5")])
+    out = await drive_text(bridge(verl_reward(compute_score)), [question("4", "5")])
 
     assert out[0].rewards.tolist() == [1, -1]
     assert out.metrics.emit(0)["rewards/compute_score/acc"] == 0.5
@@ -273,7 +273,7 @@ async def test_verls_function_needs_a_ground_truth() -> None:
         return float(solution_str == ground_truth)
 
     with pytest.raises(MissingColumn, match="compute_score: expected the data to have a column 'ground_truth'"):
-        await drive(bridge(verl_reward(compute_score)), [question("4", row={"question": "2+2?"})])
+        await drive_text(bridge(verl_reward(compute_score)), [question("4", row={"question": "2+2?"})])
 
 
 # -- from a data set ---------------------------------------------------------------------------------------------------
@@ -291,9 +291,8 @@ async def test_every_column_of_a_data_set_reaches_functions_of_trl_and_verl() ->
     dataset = PromptDataset(rows, prompt="question", name="sums")
     groups = await drive_source(SourceEnv(dataset, policy, Letters(), group_size=2, groups=1))
 
-    (out,) = await drive(
-        RewardBridge(tokenizer=Letters(), functions=[trl_reward(exact), verl_reward(compute_score)]), groups
-    )
+    bridge = RewardBridge(functions=[trl_reward(exact), verl_reward(compute_score)])
+    (out,) = await drive(bridge, groups, tokenizer=Letters())
 
     assert parts(out) == {"score": [0, 0], "exact": [3, 3], "compute_score": [1, 1]}
 

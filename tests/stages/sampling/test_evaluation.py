@@ -134,7 +134,7 @@ def out_of_order(completion: RewardInput) -> float:
 
 
 async def test_a_reward_function_that_always_fails_leaves_no_mean_and_ends_nothing() -> None:
-    rewards = RewardBridge(tokenizer=Letters(), functions=[RewardFunction(out_of_order)])
+    rewards = RewardBridge(functions=[RewardFunction(out_of_order)])
 
     with structlog.testing.capture_logs() as logs:
         lines, balance = await ran(pipeline(evaluation(partial(Sums, 100, 70), rewards=rewards)))

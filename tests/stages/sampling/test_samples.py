@@ -24,7 +24,7 @@ def packed(*rewards: Sequence[float]) -> TrainBatch:
 
 
 def chosen(of: TrainBatch, count: int) -> list[tuple[str, int, str, int, float]]:
-    samples = Samples(Words(), count=count).of(of, 1)
+    samples = Samples(count=count).of(of, 1, Words())
     return [(each.kind, each.rank, each.instance_id, each.repetition, each.reward) for each in samples]
 
 
@@ -68,7 +68,7 @@ def test_a_sample_has_the_text_and_the_numbers_of_its_trajectory() -> None:
         ]
     )
 
-    best, worst = Samples(Words()).of(of, 8)
+    best, worst = Samples().of(of, 8, Words())
 
     assert (best.prompt, best.completion, best.completion_tokens) == ("0 1", "2 3", 2)
     assert (worst.prompt, worst.completion, worst.completion_tokens) == ("4 5", "6", 1)
@@ -80,13 +80,13 @@ def test_answers_of_the_environment_belong_to_the_completion_and_trajectories_th
     mask = np.array([False, True, False, True, False, False])
     of = TrainBatch.pack([group(completion_lengths=[3, 1], prompt_length=1, tokens=np.arange(6), loss_mask=mask)])
 
-    (sample,) = Samples(Words()).of(of, 1)
+    (sample,) = Samples().of(of, 1, Words())
 
     assert (sample.prompt, sample.completion, sample.completion_tokens) == ("0", "1 2 3", 2)
 
 
 def test_the_first_step_and_every_k_th_have_samples() -> None:
-    assert [step for step in range(1, 13) if Samples(Words(), every=4).due(step)] == [1, 4, 8, 12]
+    assert [step for step in range(1, 13) if Samples(every=4).due(step)] == [1, 4, 8, 12]
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_the_first_step_and_every_k_th_have_samples() -> None:
 def test_a_sample_has_the_right_answer_where_the_row_has_one(row: object, answer: str | None) -> None:
     of = TrainBatch.pack([group(completion_lengths=[1], meta={"row": row} if row is not None else {})])
 
-    (sample,) = Samples(Words()).of(of, 1)
+    (sample,) = Samples().of(of, 1, Words())
 
     assert sample.answer == answer
 
 
 def completed(instance_id: str, reward: float) -> Sample:
-    (sample,) = Samples(Words()).of(
-        TrainBatch.pack([group(instance_id=instance_id, completion_lengths=[1], rewards=[reward])]), 0
+    (sample,) = Samples().of(
+        TrainBatch.pack([group(instance_id=instance_id, completion_lengths=[1], rewards=[reward])]), 0, Words()
     )
     return msgspec.structs.replace(sample, evaluated=20, set="sums")
 
@@ -124,9 +124,9 @@ def test_those_of_an_evaluation_are_the_same_for_any_number_of_workers_that_send
     shares = [every[index::workers] for index in range(workers)]
     sent = [sample for share in shares for _, _, sample in best_and_worst(share, 3, lambda each: (each.reward,))]
 
-    chosen = Samples(Words(), count=3).of_evaluation(sent, step=21)
+    chosen = Samples(count=3).of_evaluation(sent, step=21)
 
-    assert chosen == Samples(Words(), count=3).of_evaluation(every, step=21)
+    assert chosen == Samples(count=3).of_evaluation(every, step=21)
     assert [(each.kind, each.rank, each.reward) for each in chosen] == [
         ("best", 1, 2.0), ("best", 2, 2.0), ("best", 3, 2.0), ("worst", 1, 0.0), ("worst", 2, 0.0), ("worst", 3, 0.0)
     ]  # fmt: skip
@@ -144,8 +144,8 @@ class Broken(Words):
 
 
 async def test_a_tokenizer_that_cannot_decode_ends_no_run() -> None:
-    sink = SinkTrainer(Trainer(), samples=Samples(Broken()), max_steps=2)
-    pipeline = source(Groups(4)).then(Pack()).sink(sink)
+    sink = SinkTrainer(Trainer(), samples=Samples(), max_steps=2)
+    pipeline = source(Groups(4, tokenizer=Broken())).then(Pack()).sink(sink)
 
     with capture_logs() as logs:
         await pipeline.run(view="lines")
@@ -156,6 +156,6 @@ async def test_a_tokenizer_that_cannot_decode_ends_no_run() -> None:
 
 
 async def test_samples_that_nothing_takes_are_not_made() -> None:
-    driven = await drive_sink(SinkTrainer(Trainer(), samples=Samples(Broken())), [batch()])
+    driven = await drive_sink(SinkTrainer(Trainer(), samples=Samples()), [batch()])
 
     assert driven.ledger.balance().ended["trained"] == 4

@@ -65,7 +65,7 @@ async def taught(url: str, *, model: str = "large", groups: int = 1) -> Driven[T
         for number in range(groups)
     ]
     teacher = HttpTeacher(url=url, model=model, tokenizer=Letters(), api_key="secret")
-    return await drive(Teacher(teacher, Letters(), top_k=1, backoff=Backoff(attempts=2, first_s=0.001)), given)
+    return await drive(Teacher(teacher, top_k=1, backoff=Backoff(attempts=2, first_s=0.001)), given)
 
 
 async def test_the_servers_prompt_logprobs_become_candidates() -> None:

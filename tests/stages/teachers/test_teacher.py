@@ -14,7 +14,7 @@ from tests.failsafe import FAILSAFE_S
 
 from penstock import Teacher, TrainBatch, TrajectoryGroup, Worker
 from penstock.channels import memory_channel
-from penstock.errors import EngineFailed, EngineRefused, NobodyListens, TokenizersDiffer
+from penstock.errors import EngineFailed, EngineRefused, NobodyListens
 from penstock.policies import Backoff
 from penstock.teachers import TeacherCandidates
 from penstock.testing import Driven, VirtualClock, drive, group
@@ -71,7 +71,7 @@ class Scripted:
 
 
 def asked(teacher: Scripted, groups: Sequence[TrajectoryGroup], **options: Any) -> Driven[TrajectoryGroup]:
-    stage = Teacher(teacher, Letters(), top_k=2, **options)
+    stage = Teacher(teacher, top_k=2, **options)
     return VirtualClock().run(lambda: drive(stage, groups))
 
 
@@ -158,7 +158,7 @@ async def test_while_answers_are_not_received_no_more_requests_are_made() -> Non
         sender.send_nowait(group(instance_id=str(number), completion_lengths=[1]))
 
     async with sender, inbox, outbox, answered, anyio.create_task_group() as tasks:
-        tasks.start_soon(Teacher(teacher, Letters(), top_k=2, concurrency=2).run, inbox, outbox)
+        tasks.start_soon(Teacher(teacher, top_k=2, concurrency=2).run, inbox, outbox)
         with anyio.fail_after(FAILSAFE_S):
             while len(teacher.questions) < 3:
                 await anyio.lowlevel.checkpoint()
@@ -181,7 +181,7 @@ def test_temporary_failures_are_retried(passing: Exception | float) -> None:
 
 def test_pauses_between_attempts_grow() -> None:
     clock, teacher = VirtualClock(), Scripted([EngineFailed("busy")])
-    stage = Teacher(teacher, Letters(), top_k=2, backoff=Backoff(attempts=8, first_s=100, longest_s=10_000))
+    stage = Teacher(teacher, top_k=2, backoff=Backoff(attempts=8, first_s=100, longest_s=10_000))
 
     clock.run(lambda: drive(stage, [group(completion_lengths=[2])]))
 
@@ -290,19 +290,6 @@ def test_a_mistake_of_the_teacher_s_code_is_no_failure_but_ends_the_stage() -> N
         asked(Scripted([ZeroDivisionError("a mistake")]), [two()], concurrency=1)
 
 
-# -- at the start ------------------------------------------------------------------------------------------------------
-
-
-async def test_a_teacher_of_another_vocabulary_is_refused_at_the_start_with_both_identities() -> None:
-    teacher = Scripted(tokenizer=Letters("abd"))
-
-    with pytest.raises(TokenizersDiffer, match=r"policy and teacher have tokenizers of different vocabulary") as raised:
-        await drive(Teacher(teacher, Letters(), top_k=2), [two()])
-
-    assert str(raised.value).count("Letters: 3 tokens #") == 2
-    assert teacher.questions == []
-
-
 @pytest.mark.parametrize(
     "options",
     [{"top_k": 0}, {"concurrency": 0}, {"teacher_timeout_s": 0}, {"on_failure": "skip"}],
@@ -312,4 +299,4 @@ def test_invalid_arguments_are_refused(options: dict[str, Any]) -> None:
     given: dict[str, Any] = {"top_k": 2} | options
 
     with pytest.raises(ValueError, match="expected"):
-        Teacher(Scripted(), Letters(), **given)
+        Teacher(Scripted(), **given)

@@ -32,7 +32,7 @@ async def test_candidates_are_those_of_every_sequence_scored_alone(top_k: int, m
     groups = [made("0", [9, 2, 3]), made("1", [1, 5])]
     recipe = TorchTeacher(partial(TinyModel, seed=1), TOKENIZER, micro_batch_tokens)
 
-    out = await drive(Teacher(recipe, TOKENIZER, top_k=top_k), groups)
+    out = await drive(Teacher(recipe, top_k=top_k), groups)
 
     batch = TrainBatch.pack(sorted(out, key=lambda each: each.instance_id))
     expected = expected_by(TinyModel(seed=1), batch)
@@ -53,7 +53,7 @@ def step(batch: TrainBatch, loss: Distillation = Distillation()) -> dict[str, fl
 async def test_a_teacher_s_one_likeliest_token_renormalised_is_refused_with_the_reason() -> None:
     """Its columns are two wide, and a token that is not the likeliest has two candidates: the loss would not be 0."""
     recipe = TorchTeacher(partial(TinyModel, seed=1), TOKENIZER)
-    out = {top_k: await drive(Teacher(recipe, TOKENIZER, top_k=top_k), [made("0", [9, 2, 3])]) for top_k in (1, 2)}
+    out = {top_k: await drive(Teacher(recipe, top_k=top_k), [made("0", [9, 2, 3])]) for top_k in (1, 2)}
 
     with pytest.raises(InvalidRecord, match=r"divergence is always 0.* or a higher top_k"):
         await anyio.to_thread.run_sync(step, TrainBatch.pack(out[1]), Distillation(mode="renormalised"))
@@ -66,7 +66,7 @@ async def test_a_teacher_s_one_likeliest_token_renormalised_is_refused_with_the_
 async def test_a_teacher_of_the_same_weights_has_nothing_to_teach() -> None:
     recipe = TorchTeacher(TinyModel, TOKENIZER)
 
-    out = await drive(Teacher(recipe, TOKENIZER, top_k=4), [made("0", [9, 2, 3])])
+    out = await drive(Teacher(recipe, top_k=4), [made("0", [9, 2, 3])])
 
     metrics = await anyio.to_thread.run_sync(step, TrainBatch.pack(out))
     assert metrics["loss"] == pytest.approx(0, abs=1e-6)

@@ -22,6 +22,7 @@ from penstock import AdvantageNormalizer, GroupId, TrainBatch
 from penstock._pipeline.util.manifest import write_manifest
 from penstock.errors import InvalidConfig, InvalidRecord, TokenizersDiffer, WeightsMismatch
 from penstock.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, Loss, Mean, PPOClip, Scored
+from penstock.policies import tokenizer_identity
 from penstock.testing import batch, drive, group
 from penstock.torch import Attention, KVCache, TorchTrainer
 from penstock.training import Checkpointed, WeightedTrainer
@@ -651,17 +652,18 @@ class Words:
         return {word: index for index, word in enumerate(self.words)}
 
 
-def test_a_checkpoint_of_a_model_with_another_tokenizer_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    checkpoint = trainer(tokenizer=Words((".", "yes", "no"))).save(tmp_path, {})
-    other = trainer(TinyModel(vocabulary=VOCABULARY, seed=7), tokenizer=Words((".", "no", "yes")))
-    before = {name: tensor.clone() for name, tensor in other.weights().items()}
+def test_a_run_with_another_tokenizer_than_that_of_its_checkpoint_is_refused(tmp_path: Path) -> None:
+    words = Words((".", "yes", "no"))
+    before, resumed = trainer(), trainer()
+    before.keep_tokenizer(words)
+    resumed.resume(before.save(tmp_path, {}))
 
-    with pytest.raises(TokenizersDiffer, match=f"{checkpoint} and the trainer have tokenizers of different vocabulary"):
-        other.resume(checkpoint)
-
-    assert all(torch.equal(tensor, before[name]) for name, tensor in other.weights().items())
-    trainer(tokenizer=Words((".", "yes", "no"))).resume(checkpoint)
-    trainer().resume(checkpoint)  # one without an identity is accepted
+    assert resumed.tokenizer == tokenizer_identity(words)
+    with pytest.raises(TokenizersDiffer, match="the checkpoint and the run have tokenizers of different vocabulary"):
+        resumed.keep_tokenizer(Words((".", "no", "yes")))
+    for same_or_unknown in (words, tokenizer_identity(words), object(), None):
+        resumed.keep_tokenizer(same_or_unknown)
+        assert resumed.tokenizer == tokenizer_identity(words)
 
 
 def test_every_random_generator_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.fake_policy import Letters
 
 from penstock import RewardBridge
 from penstock.errors import InvalidConfig
@@ -37,7 +36,7 @@ def weighted(weight: float) -> Callable[..., list[float]]:
 
 
 def called(config: RunConfig) -> Any:
-    (component,) = RewardBridge(config.reward, Letters()).components
+    (component,) = RewardBridge(config.reward).components
     return component
 
 
