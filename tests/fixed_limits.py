@@ -20,6 +20,7 @@ MODULES = {
     "CLOSE_TIMEOUT_S": ["_pipeline.channels.remote_sender"],
     "HANDSHAKE_S": ["_pipeline.channels.pending_handshakes"],
     "LARGEST_MESSAGE": ["_pipeline.channels.remote_receiver", "_pipeline.channels.tcp"],
+    "LEAST_WARNED_AT": ["_pipeline.accounting.progress_guard"],
     "MAX_HANDSHAKES": ["_pipeline.channels.pending_handshakes"],
     "MOST_REQUESTS": ["_pipeline.weights.weight_server"],
     "MOST_UNREAD_BYTES": ["_pipeline.weights.weight_server"],

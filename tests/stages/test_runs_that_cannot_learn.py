@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import structlog
 from tests.fake_policy import FakePolicy, Letters
+from tests.fixed_limits import set_limits
 from tests.stages.sampling import failing_environments as environments
 
 from penstock import (
@@ -30,6 +31,14 @@ SHORT, LONG = {"prompt": "ok"}, {"prompt": "much longer"}
 """Prompts of 2 and of 11 tokens."""
 
 HERE = here()
+
+LEAST = 256
+"""Trajectories at which a run warns, and ends at ten times as many: a quarter of those of a user."""
+
+
+@pytest.fixture(autouse=True)
+def _runs_end_after_fewer_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, LEAST_WARNED_AT=LEAST)
 
 
 class Counting:
@@ -80,14 +89,14 @@ def balance_of(pipeline: Pipeline) -> Any:
 async def test_a_run_whose_groups_are_all_filtered_warns_and_ends(
     make_env: Callable[[], Any], reason: str, on: Any
 ) -> None:
-    pipeline = run_of(make_env, on=on, drop_zero_variance=True, sequences=64)
+    pipeline = run_of(make_env, on=on, drop_zero_variance=True, sequences=8)
 
     with structlog.testing.capture_logs() as events, pytest.raises(NothingTrained, match=rf"filtered \(.*{reason}"):
         await pipeline.run()
 
     (warning,) = [event for event in events if event["event"] == "nothing_trained"]
-    assert warning["in_a_row"] < 2048
-    assert 10_240 <= balance_of(pipeline).ended["filtered"] < 11_000
+    assert warning["in_a_row"] < 4 * LEAST
+    assert 10 * LEAST <= balance_of(pipeline).ended["filtered"] < 14 * LEAST
 
 
 IN_PROCESSES = pytest.param(processes(2), marks=pytest.mark.long)
@@ -95,22 +104,22 @@ IN_PROCESSES = pytest.param(processes(2), marks=pytest.mark.long)
 
 @pytest.mark.parametrize("on", [HERE, IN_PROCESSES], ids=["here", "processes"])
 async def test_a_run_whose_samplers_never_get_the_weights_ends_when_all_groups_are_stale(on: Any) -> None:
-    pipeline = run_of(environments.all_different, on=on, max_lag=2, sequences=64)  # all rollouts have version 0
+    pipeline = run_of(environments.all_different, on=on, max_lag=2, sequences=8)  # all rollouts have version 0
 
     with structlog.testing.capture_logs(), pytest.raises(NothingTrained, match=r"stale \(.*lag over 2.*max_lag"):
         await pipeline.run()
 
-    assert balance_of(pipeline).ended["trained"] >= 3 * 64
+    assert balance_of(pipeline).ended["trained"] >= 3 * 8
 
 
-async def test_one_trained_group_of_500_goes_on() -> None:
-    pipeline = run_of(environments.one_in_500, drop_zero_variance=True, sequences=24, max_steps=1)
+async def test_one_trained_group_of_120_goes_on() -> None:
+    pipeline = run_of(environments.one_in_120, drop_zero_variance=True, sequences=24, max_steps=1)
 
     with structlog.testing.capture_logs():
         report = await pipeline.run()
 
     assert report.steps == 1
-    assert report.balance.ended["filtered"] > 10_240
+    assert report.balance.ended["filtered"] > 10 * LEAST
 
 
 @pytest.mark.parametrize("on", [here(), processes(2)], ids=["here", "processes"])

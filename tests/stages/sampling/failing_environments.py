@@ -58,6 +58,6 @@ def all_different() -> LearnsFrom:
     return LearnsFrom(1)
 
 
-def one_in_500() -> LearnsFrom:
-    """Return an environment in which one group of 500 differs in reward."""
-    return LearnsFrom(500)
+def one_in_120() -> LearnsFrom:
+    """Return an environment in which one group of 120 differs in reward."""
+    return LearnsFrom(120)
