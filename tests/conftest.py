@@ -18,6 +18,7 @@ import zmq
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 from tests.failsafe import FAILSAFE_S
+from tests.forks import Forks
 from tests.installation import Installed, build_distributions, install_editable
 from tests.processes.children import children_of
 from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
@@ -81,6 +82,23 @@ def _logging_is_as_a_script_finds_it() -> Iterator[None]:
     """Reset structlog, which counts as configured after `capture_logs`, so that caplog would receive nothing."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Start the process that forks in place of interpreters."""
+    with Forks() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreters_are_forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork where most of a test's time would be the start of interpreters."""
+    if not {"processes"} & set(request.path.parts):
+        yield
+        return
+    with request.getfixturevalue("forks").in_place_of_interpreters():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,58 @@
+"""A fork in place of an interpreter has what `Popen` gives a new process, and ends as one does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.forks import Forks
+
+SHOW = """
+import os, sys
+print(os.getppid(), os.getcwd(), os.environ["GIVEN"], sys.argv, __name__, sys.stdin.read(), "penstock" in sys.modules)
+sys.exit(3)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forked(forks: Forks) -> Iterator[None]:
+    with forks.in_place_of_interpreters():
+        yield
+
+
+def ran(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def test_a_fork_is_a_child_with_the_variables_the_folder_and_the_streams_of_a_new_process(tmp_path: Path) -> None:
+    shown = ran(SHOW, "one", cwd=tmp_path, env={"GIVEN": "7"}, input="read")
+
+    assert shown.stdout == f"{os.getpid()} {tmp_path} 7 ['-c', 'one'] __main__ read True\n"
+    assert shown.returncode == 3
+
+
+def test_an_exception_is_printed_and_a_signal_is_the_status() -> None:
+    raised = ran("raise ValueError('sand')")
+    killed = ran("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+
+    assert raised.returncode == 1
+    assert raised.stderr.endswith("ValueError: sand\n")
+    assert killed.returncode == -signal.SIGKILL
+
+
+def test_a_fork_has_only_the_descriptors_that_it_was_given() -> None:
+    listed = "import os; print(*os.listdir('/proc/self/fd'))"
+    reader, writer = os.pipe()
+
+    with open(writer, "wb"), open(reader, "rb"):  # noqa: PTH123 (descriptors)
+        given = ran(listed, pass_fds=(reader,))
+
+    found = set(map(int, given.stdout.split()))
+    assert {0, 1, 2, reader} < found
+    assert len(found) == 5  # one is that of the listing
