@@ -1,4 +1,4 @@
-"""Stages and their parts, in folders of which each imports only those before it.
+"""Stages and their parts, in folders. Each imports only those before it.
 
 contracts/     protocols and values that the others share
 tokenizers/    texts to tokens and back, chat templates
@@ -9,7 +9,7 @@ advantages/    AdvantageNormalizer, KLReward, TruncationMask; formulas and prese
 models/        models in folders as transformers saves them; micro-batches and scoring
 rewards/       RewardBridge: shaping, and reward functions of the user
 engines/       engines that generate for policies: in torch, or at an inference server
-teachers/      Teacher, and where its log-probabilities come from
+teachers/      Teacher, and the sources of its log-probabilities
 sampling/      SourceEnv and GroupAssembler: environments, bounds on lag, evaluation, samples
 batching/      Batcher
 senders/       groups that other processes send, and their journal

@@ -21,7 +21,7 @@ than their noise, give exactly 0; elsewhere the result is (R − 0) / (1 + ε), 
 by more, all rewards are taken as they are. `presets` contains the rules of the libraries.
 
 Two values differ by more than their noise if the least possible value of one is above the greatest of the other. So all
-are equal if, and only if, the highest of the least values is not above the lowest of the greatest.
+are equal if, and only if, the highest of the least values is at most the lowest of the greatest.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Groups:
 
 
 def _differ(values: Floats, noise: Floats, live: Flags, sizes: Counts) -> Flags:
-    """Return [G] true on groups in which two live values [B] differ by more than the noise [B] of these two."""
+    """Return [G] true on groups with two live values [B] that differ by more than the noise [B] of these two."""
     filled = sizes > 0
     starts = (sizes.cumsum() - sizes)[filled]
     differ = np.zeros(len(sizes), np.bool_)
@@ -108,7 +108,7 @@ def dr_grpo(groups: Groups) -> Floats:
 
 
 def rloo(groups: Groups) -> Floats:
-    """Return [B] R − the mean of the others in the group, which is n / (n − 1) · (R − μ)."""
+    """Return [B] R − the mean of the others in the group, equal to n / (n − 1) · (R − μ)."""
     return groups.centred * (groups.counts / np.maximum(groups.counts - 1, 1))[groups.owners]
 
 
@@ -172,7 +172,7 @@ class RunningStatistics:
     """Maximum over the values of the least that each may have been."""
 
     def including(self, values: Rewards, noise: Floats) -> RunningStatistics:
-        """Return the statistics with `values` [n] added, each of which rounding may have moved by its `noise` [n]."""
+        """Return the statistics with `values` [n] added. Rounding may have moved each by its `noise` [n]."""
         if not len(values):
             return self
         new = values.astype(np.float64)

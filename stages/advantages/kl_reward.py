@@ -1,7 +1,7 @@
 """KLReward: the divergence from a reference policy, subtracted from the reward.
 
 With `KL` in a loss every token has a gradient of its own towards the reference. Here the divergence is part of the
-reward, which later stages normalise and discount. Knows no model: the log-probabilities come with the data.
+reward, and later stages normalise and discount it. Knows no model: the log-probabilities come with the data.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class KLReward:
         estimator: of a token's divergence. As a reward, k1 is right: its mean is the divergence, and its
             policy gradient is that of the divergence.
         level: `sequence` subtracts the sum over a sequence's tokens from its reward; `token` subtracts each token's
-            from `token_rewards`, which AdvantageNormalizer must then use: `rewards="both"`, or `"token"` where these
-            contain the rewards of turns; the level `sequence` leaves those unchanged.
+            from `token_rewards`. AdvantageNormalizer must then use these: `rewards="both"`, or `"token"` if they
+            contain the rewards of turns. The level `sequence` leaves them unchanged.
 
     Raises:
         InvalidConfig: a factor that is not positive, or an unknown estimator or level.

@@ -37,9 +37,9 @@ class Preset:
     """With a σ up to this value, the advantages are 0."""
     masked_count: bool = True
     """True if sequences without a token that trains enter the statistics, and tokens that do not train the reward of
-    their sequence; and whether groups in which nothing differs enter those of reinforce++-baseline."""
+    their sequence; and whether groups of equal rewards enter those of reinforce++-baseline."""
     modes_keeping_lone_rewards: tuple[Mode, ...] = ()
-    """Modes in which a group of one has μ = 0 and σ = 1, so that its advantage is its reward."""
+    """Modes that give a group of one μ = 0 and σ = 1, so that its advantage is its reward."""
     returns: Observations
     """Treatment of tokens that do not train, in reinforce++."""
     gae: Observations

@@ -1,8 +1,8 @@
 """Returns and advantages of tokens: discounted sums over packed sequences, in float64, without loops over tokens.
 
-Axes: B sequences lying one after another, N tokens in all, of which M are *steps*: tokens at which a reward may fall
-and between which time passes. Steps form chains; nothing is carried from one chain to another. For a discount γ and a
-step t with the next step t' of its chain:
+Axes: B sequences lying one after another, N tokens in all, and M of these are *steps*: a reward may fall at a step, and
+time passes between two. Steps form chains, each computed by itself. For a discount γ and a step t with the next step t'
+of its chain:
 
     return     G(t) = r(t) + γ · G(t')
     error      δ(t) = r(t) + γ · V(t') − V(t)
@@ -25,7 +25,7 @@ Flags: TypeAlias = NDArray[np.bool_]
 Places: TypeAlias = NDArray[np.int64]
 
 Observations: TypeAlias = Literal["skipped", "severing", "blank", "valued", "counted"]
-"""Treatment of a token that does not train, between two that do or behind them (an observation, for example).
+"""Treatment of a token that does not train (an observation, for example), between two that do or behind them.
 
 skipped   no step: the tokens around it follow each other, as if it were not there
 severing  no step, and what comes after it does not reach what came before
@@ -45,7 +45,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, loss_mask: Flags, lengths: Places, observations: Observations) -> Steps:
-        """Return the steps of sequences of `lengths` [B] tokens, which train where `loss_mask` [N] is true."""
+        """Return the steps of sequences of `lengths` [B] tokens. Those with a true `loss_mask` [N] train."""
         ends = lengths.cumsum()
         trained = np.flatnonzero(loss_mask)
         if observations in ("skipped", "severing"):

@@ -23,8 +23,8 @@ class TruncationMask:
 
     Overlong filtering of DAPO (arXiv:2503.14476); in TRL `mask_truncated_completions`, in SkyRL
     `apply_overlong_filtering`. After an AdvantageNormalizer, the rewards of cut completions count in the statistics of
-    their group, as in both. Before it, they do not, and a group is compared without them. The Batcher drops a group in
-    which nothing trains, and losses with `counted="all"` still count its sequences.
+    their group, as in both. Before it, they do not, and a group is compared without them. The Batcher drops a group
+    without tokens that train, and losses with `counted="all"` still count its sequences.
 
     >>> TruncationMask()
     TruncationMask()

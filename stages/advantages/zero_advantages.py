@@ -18,7 +18,7 @@ from ..._schemas.columns import freeze
 
 
 def zero_advantages(group: TrajectoryGroup) -> TrajectoryGroup:
-    """Return `group` with the overrides of its sender applied; itself where they change nothing."""
+    """Return `group` with the overrides of its sender applied; the same object if all are in effect already."""
     overrides = group.meta.get("overrides")
     if not isinstance(overrides, list):
         return group
@@ -28,7 +28,7 @@ def zero_advantages(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 def masked(group: TrajectoryGroup, rows: NDArray[np.bool_]) -> TrajectoryGroup:
-    """Return `group` with `rows` [S] that do not train, and have advantage 0; itself where that changes nothing."""
+    """Return `group` with `rows` [S] not trained, and advantage 0; the same object if they are so already."""
     kept = ~rows.repeat(group.lengths())
     columns: dict[str, NDArray[Any]] = {"loss_mask": group.loss_mask & kept}
     if group.advantages is not None:

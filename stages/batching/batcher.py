@@ -48,8 +48,8 @@ class Batcher:
 
     Args:
         max_tokens: maximum number of tokens of a batch, prompts included.
-        drop_zero_variance: drop groups with advantages that are all 0, or without any whose rewards, two or more, are
-            all equal. A group with a teacher's candidates is kept, whatever its rewards.
+        drop_zero_variance: drop groups whose advantages are all 0, or that have none and two or more rewards, all
+            equal. A group with a teacher's candidates is kept, whatever its rewards.
         sequences: trajectories after which a batch ships. As groups stay whole, the last one may bring it beyond.
 
     Raises:
@@ -64,7 +64,7 @@ class Batcher:
         normalize_counts(self, "max_tokens", "sequences")
 
     def stage_info(self) -> StageInfo:
-        """State the largest group that fits, and the trajectories without which no batch ships."""
+        """State the largest group that fits, and the trajectories that a batch waits for."""
         return StageInfo(
             takes_at_most_tokens=self.max_tokens,
             waits_for=self.sequences,
@@ -140,7 +140,7 @@ class _Filling:
         return displaced
 
     def ship(self) -> TrainBatch | None:
-        """Return the batch as it is sent, less what became stale meanwhile; None if nothing is left."""
+        """Return the batch as it is sent, without sequences that became stale meanwhile; None if all did."""
         if not self._packer.groups:
             return None
         batch = self._fresh(self._packer.pack())
@@ -154,7 +154,7 @@ class _Filling:
         return batch
 
     def _drop_reason(self, group: TrajectoryGroup) -> str:
-        """Return the reason for which the group trains nothing; empty if there is none."""
+        """Return the reason to drop the group; empty if it trains."""
         mask = group.loss_mask
         ends_in_training = len(mask) and mask[-1]  # almost always true, and cheap
         if not ends_in_training and not mask.any():

@@ -29,7 +29,7 @@ class Attention(NamedTuple):
     """
 
     sequences: Tensor
-    """[B, C] int64, the sequence of each key; −1 on padding, which sees padding alone: without any key its softmax
+    """[B, C] int64, the sequence of each key; −1 on padding. Padding sees padding alone: without any key its softmax
     would be NaN, and spread to the others."""
     tokens: int
     """T; the tokens of this call are the last ones."""

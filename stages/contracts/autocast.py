@@ -1,4 +1,4 @@
-"""Autocast: the dtype in which a model computes where that is safe, the same for a trainer and for its samplers."""
+"""Autocast: the dtype of a model's safe operations, the same for a trainer and for its samplers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def check_autocast(owner: str, dtype: torch.dtype | None) -> None:
     """Check that a model of float32 can compute in `dtype`.
 
     Raises:
-        InvalidConfig: it is another one than `torch.bfloat16`, `torch.float16` or None.
+        InvalidConfig: it is not `torch.bfloat16`, `torch.float16` or None.
     """
     if dtype not in {None, torch.bfloat16, torch.float16}:
         raise InvalidConfig(
@@ -20,7 +20,7 @@ def check_autocast(owner: str, dtype: torch.dtype | None) -> None:
 
 
 def computing_in(dtype: torch.dtype | None, device: torch.device) -> torch.autocast:
-    """Return the context in which models on `device` compute in `dtype`; None for that of their parameters.
+    """Return the context that makes models on `device` compute in `dtype`; None for that of their parameters.
 
     Enter it for each call: torch keeps cast weights until its end, and a sampler's change between two calls.
     """

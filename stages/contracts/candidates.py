@@ -32,7 +32,7 @@ class TeacherCandidates(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[int, float] | None]) -> Self:
-        """Make candidates of one mapping from ids to log-probabilities for each token, or None for a token without any.
+        """Make candidates of a mapping from ids to log-probabilities for each token; None for a token without any.
 
         >>> TeacherCandidates.of([None, {7: -0.5, 3: -1.0}]).ids.tolist()
         [7, 3]

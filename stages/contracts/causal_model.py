@@ -1,8 +1,8 @@
 """CausalModel: the protocol of a language model for sampling and training, with a cache of keys and values.
 
-The caller passes which keys each token sees (`attend`), so that left padding while sampling, packing while training and
-a plain causal pass are the same code in the model, and packed sequences never attend to each other. Knows no policy, no
-versions of weights, no stage.
+The caller passes the keys that each token sees (`attend`), so that left padding while sampling, packing while training
+and a plain causal pass are the same code in the model, and packed sequences never attend to each other. Knows no
+policy, no versions of weights, no stage.
 
 Axes: B rows, T tokens of this call, C visible keys (T, and those in a cache), V vocabulary, H heads,
 D width of a head.
@@ -152,7 +152,7 @@ def positions_in(model: object) -> int | None:
 
 @runtime_checkable
 class JoinableCache(Cache, Protocol):
-    """A cache to which rows can be added while others are being sampled, as those of `KVCache` and `HFModel`.
+    """A cache that takes more rows while others are being sampled, as those of `KVCache` and `HFModel`.
 
     A sampler adds rows to other caches only when all their rows have ended.
     """
@@ -160,13 +160,13 @@ class JoinableCache(Cache, Protocol):
     def join(self, other: Any) -> None:
         """Add the rows of `other`, a cache of the same model, behind these.
 
-        The last tokens of all rows are side by side: the shorter of both gets padding on the left, which is finite and
-        which no token sees.
+        The last tokens of all rows are side by side: the shorter of both gets padding on the left, finite and invisible
+        to every token.
         """
         ...
 
     def cut(self, tokens: int) -> None:
-        """Remove the first `tokens` of every row, which are padding in all of them."""
+        """Remove the first `tokens` of every row: padding in all of them."""
         ...
 
 
@@ -180,7 +180,7 @@ class Read(Protocol):
         bias: Tensor | None = None,
         finish: Callable[[Tensor], Tensor] | None = None,
     ) -> Any:
-        """Return a result of hidden states, whose logits are `finish(hidden @ weight.T + bias)`.
+        """Return a result of hidden states. Their logits are `finish(hidden @ weight.T + bias)`.
 
         Args:
             hidden: [B, T, D]; or logits [B, T, V], without a `weight`.
@@ -196,7 +196,7 @@ class CausalModel(Protocol):
     """A decoder-only transformer: any `torch.nn.Module` with this `forward` and a `new_cache`.
 
     Logits [B, T, V] of a whole micro-batch are the largest tensor of a step. A model whose `forward` has one more
-    argument, `read: Read | None = None`, never makes them: given `read`, which is without a cache, it returns
+    argument, `read: Read | None = None`, never makes them: given `read`, without a cache, it returns
     `read(hidden, self.head.weight)` in place of `self.head(hidden)`, and the caller computes the logits of the tokens
     that train, by chunks.
     """
@@ -208,8 +208,8 @@ class CausalModel(Protocol):
             tokens: [B, T] int64.
             positions: [B, T] int64, position of each token within its own sequence.
             attend: the keys that each token sees; `attend.mask` is [B, T, C] bool. Every token sees at least itself.
-            cache: one of `new_cache`, which contains the keys before these tokens and stores theirs; then
-                C = cache.length + T. None where C = T, and nothing is kept.
+            cache: one of `new_cache`, with the keys before these tokens; it stores theirs, and C = cache.length + T.
+                Without a cache C = T.
         """
         ...
 
@@ -258,7 +258,7 @@ class PackingModel(Protocol):
     def check_packing(self) -> None:
         """Check that no sequence sees another one of its row, on the model's device and under the autocast around it.
 
-        All ranks that share a model call it together. What was found once is not computed again.
+        All ranks that share a model call it together. The result is kept.
 
         Raises:
             InvalidConfig: a sequence sees another one.
@@ -277,7 +277,7 @@ class IdentifiedModel(Protocol):
     """A model that a continued run can compare with the one that it began with."""
 
     def identity(self) -> dict[str, Any]:
-        """Return what the tensors of a checkpoint belong to, as JSON values. Blocks."""
+        """Return the identity of the model, as JSON values: tensors of a checkpoint belong to it. Blocks."""
         ...
 
     def compare(self, checkpoint: Path) -> None:

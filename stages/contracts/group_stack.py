@@ -1,7 +1,7 @@
 """Several groups side by side, processed in one pass: a numpy call costs about 1 µs however small its arrays.
 
 Axes: G groups, B sequences and N tokens in all, one group behind the other. Results are checked against the rules of
-their column and cut back into the groups, which therefore need no further check.
+their column and cut back into the groups, without a further check.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GroupStack:
         return np.concatenate(parts, dtype=np.float64)
 
     def column(self, name: str, used: NDArray[np.bool_]) -> Floats:
-        """Return [N] the column `name` over tokens; 0 where `used` [N] is false, whatever its value.
+        """Return [N] the column `name` over tokens; 0 where `used` [N] is false, also in place of NaN.
 
         Raises:
             InvalidRecord: a group lacks it, or a used value is not finite; the message names the group.
@@ -141,7 +141,7 @@ class GroupStack:
     def with_advantages(self, advantages: Floats) -> list[TrajectoryGroup]:
         """Return the groups with `advantages` [B]: the value of each sequence on its tokens that train, 0 elsewhere.
 
-        Their columns share one buffer, which is free when the last of the groups is; `owned` copies a column out of it.
+        Their columns share one buffer, free when the last of the groups is; `owned` copies a column out of it.
 
         Raises:
             InvalidRecord: see `with_rewards`.

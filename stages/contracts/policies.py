@@ -23,7 +23,7 @@ from .sampling_params import SamplingParams
 
 
 class GenerationIsOutside(PenstockError):
-    """A completion was requested of a NoOpPolicy, in whose runs an external system samples."""
+    """A completion was requested of a NoOpPolicy: in its runs an external system samples."""
 
 
 class Tokenizer(Protocol):
@@ -49,8 +49,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tokens: NDArray[np.int32]
     """[C] sampled ids, the token that ends it included where it was sampled."""
     logprobs: NDArray[np.float32] | None
-    """[C] log-probability of each at the temperature of the sampling, before truncation and repetition penalty; None
-    where unknown."""
+    """[C] log-probability of each at the temperature of the sampling, before truncation and repetition penalty; None if
+    unknown."""
     stop_reason: StopReason
     """STOP after a token that ends a completion or a stop string, LENGTH at `max_completion_tokens`."""
     policy_versions: NDArray[np.int64]
@@ -96,7 +96,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class FollowsWeights(Protocol):
-    """An engine that samples with the newest published weights, which may arrive later than the news of them."""
+    """An engine that samples with the newest published weights. These may arrive later than the news of them."""
 
     async def arrived(self, version: int) -> None:
         """Wait until later completions are sampled with weights of `version` or newer."""
@@ -123,7 +123,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoOpPolicy:
-    """A policy without weights, for runs in which an external system samples.
+    """A policy without weights, for an external system that samples.
 
     Its environments return finished rollouts (`environments.OutsideEnvironment`); requesting a completion raises
     `GenerationIsOutside`.
@@ -136,7 +136,7 @@ class NoOpPolicy:
 
 
 class NoOpEngine:
-    """An engine without weights, for runs in which an external system samples.
+    """An engine without weights, for an external system that samples.
 
     To write an engine whose weights never change, subclass it and define `generate`.
     """

@@ -1,7 +1,7 @@
-"""Prompts without a score of their own: what a data set gives to `SourceEnv`.
+"""Prompts without a score of their own, from a data set to `SourceEnv`.
 
 A `PromptSource` returns the prompt of any number at any time. So the order is a function of the number alone, and a
-resumed run, which skips the numbers that were trained, needs no other state.
+resumed run skips the numbers that were trained, without other state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, and the facts about it that the reward reads."""
 
     content: str | Sequence[int]
-    """Text, which the tokenizer of the source encodes, or token ids."""
+    """Text for the tokenizer of the source to encode, or token ids."""
     meta: Mapping[str, Any] = {}
     """Added to the `meta` of the group; values that JSON can hold."""
     max_tokens: int | None = None
@@ -45,7 +45,7 @@ class Identified(Protocol):
     """Prompts that a continued run can compare with those that it began with."""
 
     def identity(self) -> dict[str, Any]:
-        """Return what the row of a number depends on, as JSON values: the rows and their order. Reads them; blocks."""
+        """Return the identity of the rows and of their order, as JSON values. Reads the rows; blocks."""
         ...
 
 

@@ -1,8 +1,8 @@
 """`SamplingParams`: how the tokens of a completion are drawn, and where it ends.
 
-Truncation (`top_k`, `top_p`, `min_p`) and `repetition_penalty` change which tokens are drawn. Log-probabilities are
-always those of the tempered distribution without them, because the trainer computes its own of that distribution: on
-policy every ratio is 1. Knows no engine.
+Truncation (`top_k`, `top_p`, `min_p`) and `repetition_penalty` change the draw only. Log-probabilities are always those
+of the tempered distribution without them, because the trainer computes its own of that distribution: on policy every
+ratio is 1. Knows no engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SamplingParams(Config, frozen=True):
     repetition_penalty: float = 1.0
     """Divides positive logits, and multiplies negative ones, of tokens that the prompt or the completion contains."""
     stop: tuple[str, ...] = ()
-    """A completion ends after the token with which its text contains one of these."""
+    """A completion ends after the token that completes one of these in its text."""
     stop_ids: tuple[int, ...] = ()
     """A completion ends after one of these tokens too. `SourceEnv` adds the `end_ids` of its tokenizer; a token that is
     none of these stays in the text that rewards read, as a stop string does."""
@@ -92,7 +92,7 @@ class SamplingParams(Config, frozen=True):
 
     @property
     def logprob_temperature(self) -> float:
-        """Return the temperature of the distribution whose log-probabilities are returned: 1 for greedy."""
+        """Return the temperature of the returned log-probabilities: 1 for greedy."""
         return 1.0 if self.greedy else self.temperature
 
     def ending_at(self, ids: Iterable[int]) -> SamplingParams:

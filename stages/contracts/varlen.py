@@ -59,7 +59,7 @@ def varlen(
 
 
 def any_length(device: torch.device) -> AbstractContextManager[object]:
-    """Leave out cuDNN within the body, whose attention makes a plan for each new number of keys.
+    """Leave out cuDNN within the body. Its attention makes a plan for each new number of keys.
 
     A sampler has another one with every token: on an H100 a pass of a model of 0.5 billion parameters took 104 ms with
     it, and 28 ms without. Enter it in each layer, because activations may be computed again outside a call.

@@ -1,7 +1,7 @@
 """Rows of Parquet files, of a data frame, or of a folder that `datasets` saved: a row of an Arrow table is converted.
 
 A folder of `datasets` is mapped into memory. Parquet files are decoded by row group, and the groups that were used last
-are kept as Arrow tables. Needs the extra `train`, which brings both libraries.
+are kept as Arrow tables. Needs both libraries, from the extra `train`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ParquetRows:
             import pyarrow.parquet as pq  # noqa: PLC0415 (needs an extra)
         self._open = pq.ParquetFile
         self._errors = (pa.ArrowException, OSError)
-        """OSError: what Arrow raises where a page is damaged."""
+        """OSError: a page is damaged (raised by Arrow)."""
         self._files = [_ParquetFile(path, version_of(path), self._metadata(path)) for path in paths]
         for file in self._files:
             _check_names(str(file.path), _names_of(file))
@@ -111,7 +111,7 @@ class _ParquetFile(NamedTuple):
 
     path: Path
     version: FileVersion
-    """When its metadata was read."""
+    """Version of the file when its metadata was read."""
     metadata: Any
 
 
@@ -178,7 +178,7 @@ class FrameRows:
 
 
 def _columns_of(frame: Any) -> Sequence[Any]:
-    """Return the names of the columns of a frame of pandas or polars, or of a Table, which has `column_names`."""
+    """Return the names of the columns of a frame of pandas or polars, or of a Table (`column_names`)."""
     names = getattr(frame, "column_names", None)
     return getattr(frame, "columns", ()) if names is None else names
 
@@ -217,7 +217,7 @@ class FolderRows:
 
 
 def _advice(folder: Path) -> str:
-    """Return what to do about a folder without a set: the folders and files in it that have one."""
+    """Return the advice for a folder without a set: the folders and files in it that have one."""
     within = [*folder.glob("*/*.parquet"), *folder.glob("*/*/*.parquet")]
     found = {str(path.parent) for path in within} | {str(path) for path in folder.glob("*.jsonl")}
     return f": take one of {', '.join(sorted(found)[:LISTED])}" if found else "; for a file in it, give its path"

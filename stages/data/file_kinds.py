@@ -1,6 +1,6 @@
-"""The kind of a file by its first bytes: JSON lines, Parquet, or a kind that is refused by its name, with what to do.
+"""The kind of a file by its first bytes: JSON lines, Parquet, or a kind refused by its name, with a remedy.
 
-The content decides, and the name of the file only where the content says nothing. Opens no file.
+The content decides; the name of the file only if the content leaves the kind open. Opens no file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 HEAD_BYTES = 4096
-"""Bytes at the beginning of a file by which its kind is known."""
+"""Bytes at the beginning of a file that tell its kind."""
 
 PARQUET = b"PAR1"
 
@@ -47,7 +47,7 @@ SIGNATURES = {
     b"\x80": OtherKind("a pickled object", "write its rows as JSON lines or Parquet"),
     b"\x93NUMPY": OtherKind("an array of numpy", "write its rows as JSON lines or Parquet"),
 }
-"""Kinds by the bytes with which their files begin."""
+"""Kinds by the first bytes of their files."""
 
 UTF_16 = OtherKind("text in UTF-16 or UTF-32", "write it as UTF-8: iconv -f UTF-16 -t UTF-8 {path} > {stem}.utf8.jsonl")
 WEB_PAGE = OtherKind("a web page or XML", "download the file itself")

@@ -1,4 +1,4 @@
-"""The version of a file, by which a reader notices that it was changed since the run began."""
+"""The version of a file: a reader notices by it that the file was changed since the run began."""
 
 from __future__ import annotations
 

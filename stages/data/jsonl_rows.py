@@ -1,7 +1,6 @@
-"""Rows of a JSONL file, read one at a time: only where each begins is kept, 8 bytes a row.
+"""Rows of a JSONL file, read one at a time: only the offset of each is kept, 8 bytes a row.
 
-The file is opened for every read, so that there is nothing to close, and a file that was changed since is noticed.
-Blank lines are no rows.
+The file is opened and closed for every read, and a file that was changed since is noticed. Blank lines are no rows.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class JsonlRows:
         with FileIO(path) as file:
             self._version = version_of(file.fileno())
             self._begins = _row_begins(file)
-            """[rows + 1] the offset at which each row begins, and the end of the file."""
+            """[rows + 1] the offset of each row's beginning, and the end of the file."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -76,7 +75,7 @@ class JsonlRows:
 
 
 class _KeyTwice(Exception):
-    """An object has a key twice, of which a decoder takes one."""
+    """An object has a key twice: a decoder would take one of them."""
 
 
 def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> None:
@@ -88,7 +87,7 @@ def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> None:
 
 
 def _row_begins(file: FileIO) -> NDArray[np.int64]:
-    """Return the offset at which each row begins, and the end of the file.
+    """Return the offset of each row's beginning, and the end of the file.
 
     A blank line becomes the end of the row before it: JSON allows white space there.
     """

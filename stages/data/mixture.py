@@ -1,8 +1,8 @@
 """`Mixture`: several sets of prompts by weight, as one.
 
-Number i belongs to a set by its place in a block, in which every set has a fixed number of places, spread evenly; so
-any stretch of prompts has each set in about its share. Within a set, prompts are counted on their own: a small set
-begins its next epoch while a large one is in its first.
+Number i belongs to a set by its place in a block. There every set has a fixed number of places, spread evenly; so any
+stretch of prompts has each set in about its share. Within a set, prompts are counted on their own: a small set begins
+its next epoch while a large one is in its first.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class Mixture:
         return next((each.tokenizer for each in self.sets if each.tokenizer is not None), None)
 
     def identity(self) -> dict[str, Any]:
-        """Return what the prompt of a number depends on: the sets, and their places in a block.
+        """Return the identity of the sets and of their places in a block.
 
-        Raises what `PromptDataset.identity` does.
+        Raises the errors of `PromptDataset.identity`.
         """
         return {"kind": "mixture", "sets": [each.identity() for each in self.sets], "places": self.places}
 
     def __call__(self) -> MixedPrompts:
-        """Open every set. Raises what opening one does."""
+        """Open every set. Raises the errors of opening one."""
         return MixedPrompts([each() for each in self.sets], self.places)
 
 
@@ -104,7 +104,7 @@ class MixedPrompts:
         return f"<MixedPrompts: {', '.join(map(repr, self._sets))}>"
 
     def prompt(self, number: int) -> Prompt:
-        """Return prompt `number`. Raises what `PromptSet.prompt` does."""
+        """Return prompt `number`. Raises the errors of `PromptSet.prompt`."""
         block, place = divmod(number, len(self._block))
         which = self._block[place]
         return self._sets[which].prompt(block * self._places[which] + self._before[place])

@@ -2,7 +2,7 @@
 
     train-00000-of-00002.parquet   train-00001-of-00002.parquet   -> the set `train`
     0000.parquet   0001.parquet                                   -> a set without a name
-    part-00000-<uuid>.snappy.parquet                              -> the set `part`, whose numbers may have gaps
+    part-00000-<uuid>.snappy.parquet                              -> the set `part`; numbers may have gaps
 
 Opens no file.
 """

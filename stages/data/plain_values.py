@@ -26,7 +26,7 @@ def plain_row(row: Mapping[str, Any], place: Callable[[], str]) -> dict[str, Any
 
     Args:
         row: values by column.
-        place: returns where the row is, for a message.
+        place: returns the row's place, for a message.
 
     Raises:
         InvalidData: JSON, or msgpack, has no such value; the message has the place of the row, and the column.

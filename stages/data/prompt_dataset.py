@@ -105,7 +105,7 @@ class PromptDataset:
         return getattr(self.chat, "tokenizer", None)
 
     def identity(self) -> dict[str, Any]:
-        """Return what the prompt of a number depends on: the rows, their order, and the fields that make it of a row.
+        """Return the identity of the rows, of their order, and of the fields that make a prompt of a row.
 
         Raises:
             InvalidData: the rows cannot be read.
@@ -146,7 +146,7 @@ class PromptSet:
         return len(self._rows) if self._chosen is None else len(self._chosen)
 
     def prompt(self, number: int) -> Prompt:
-        """Return prompt `number`, which counts on from epoch to epoch.
+        """Return prompt `number`; numbers go on from epoch to epoch.
 
         Raises:
             InvalidData: the row cannot be read, or its prompt is neither text nor messages.
@@ -179,7 +179,7 @@ class PromptSet:
             raise first
 
     def _problem(self, place: int) -> InvalidData | None:
-        """Return why a row has no prompt; None if it has one."""
+        """Return the reason that a row has no prompt; None if it has one."""
         try:
             self._content(self.row(place))
         except InvalidData as error:
@@ -191,7 +191,7 @@ class PromptSet:
         content = self._content(row)
         meta: dict[str, Any] = {"data_source": dataset.data_source, "row": row}
         if isinstance(content, str):
-            meta["prompt"] = content  # functions get the form of the row, whatever the format makes of it
+            meta["prompt"] = content  # functions get the form of the row, not that of the format
         if dataset.chat is not None:
             messages = self._messages(content, index)
             meta |= {} if isinstance(content, str) else {"messages": messages}

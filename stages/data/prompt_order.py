@@ -1,7 +1,7 @@
-"""The order of rows: a function of seed, epoch and place, and which rows are for evaluation.
+"""The order of rows: a function of seed, epoch and place; and the choice of rows for evaluation.
 
-Both are computed from the bits of PCG64 that numpy keeps the same in every version, not by numpy's own shuffling, which
-may change: a run that is resumed after an update of numpy has the same order. Knows no row.
+Both are computed from the bits of PCG64 that numpy keeps the same in every version, not by numpy's own shuffling (it
+may change): a run that is resumed after an update of numpy has the same order. Knows no row.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Shuffled:
         self._permutation = lru_cache(EPOCHS_KEPT)(self._permuted)
 
     def place(self, number: int) -> int:
-        """Return the place of `number`, which counts on from epoch to epoch."""
+        """Return the place of `number`; numbers go on from epoch to epoch."""
         epoch, step = divmod(number, self._count)
         return int(self._permutation(epoch)[step])
 

@@ -1,7 +1,7 @@
-"""Digests of the rows of a source, by which a continued run knows whether it has the rows that it began with.
+"""Digests of the rows of a source: a continued run checks by them that it has the rows that it began with.
 
-Files, those of a folder of Parquet files or of `datasets` too, are compared by their bytes, which are read in chunks;
-other rows by their values. docs/resuming.md has the speed. Knows no order and no prompt.
+Files, those of a folder of Parquet files or of `datasets` too, are compared by their bytes, read in chunks; other rows
+by their values. docs/resuming.md has the speed. Knows no order and no prompt.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _batches(rows: Any) -> Iterator[Any]:
 
 
 def _is_of_datasets(rows: object) -> bool:
-    """Return whether rows are a `Dataset`, without the import, which takes seconds."""
+    """Return whether rows are a `Dataset`, without the import: it takes seconds."""
     module = sys.modules.get("datasets")
     return module is not None and isinstance(rows, module.Dataset)
 

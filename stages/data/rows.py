@@ -32,7 +32,7 @@ Source: TypeAlias = str | Path | Rows | Frame
 """A JSONL file, a Parquet file, a folder of Parquet files or of `datasets`, rows, or a data frame."""
 
 SAVED = ("state.json", "dataset_dict.json")
-"""Files of which one is in a folder that `datasets` saved."""
+"""Files of a folder that `datasets` saved: one of them is always there."""
 
 
 class PlainRows:
@@ -66,7 +66,7 @@ def open_rows(source: Source) -> Rows:
     """Return the rows of a source. The content of a file decides whether it is read as JSON lines or as Parquet.
 
     Raises:
-        InvalidData: there is none at the path, or it is of another kind.
+        InvalidData: no such source is at the path, or it is of another kind.
         MissingExtra: the kind needs a library that is not installed.
         OSError: the file cannot be read.
     """
@@ -91,7 +91,7 @@ def files_of(path: Path) -> list[Path]:
     `folder/train` is the set `train` of a folder with several sets.
 
     Raises:
-        InvalidData: there is nothing at the path, a shard is absent, or the folder has several sets.
+        InvalidData: the path does not exist, a shard is absent, or the folder has several sets.
     """
     if not path.is_dir():
         shards = [] if path.exists() or not path.parent.is_dir() else parquet_sets(path.parent).get(path.name, [])

@@ -1,1 +1,1 @@
-"""Policies and their engines, whose weights can be updated: in torch, or at an inference server."""
+"""Policies and their engines with weights that can be updated: in torch, or at an inference server."""

@@ -45,10 +45,10 @@ CANCELLED_RESUME_TIMEOUT_S = 2.0
 """The same bound where the caller was cancelled, so that Ctrl-C is not delayed."""
 
 RETRYABLE_LOADING = RETRYABLE - {HTTPStatus.INTERNAL_SERVER_ERROR}
-"""Temporary failures of requests whose status 500 is final: files that cannot be loaded, unknown paths."""
+"""Temporary failures of a request that fails for good with 500: files that cannot be loaded, unknown paths."""
 
 SETTINGS_TIMEOUT_S = 5.0
-"""Bound on reading a server's settings, which only a warning needs."""
+"""Bound on reading a server's settings: they serve a warning only."""
 
 UNKNOWN_PATH = {HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED}
 
@@ -111,7 +111,7 @@ class HttpEngine:
         self._warned_of_logprobs = False
         self._warned_of_memory = False
         self._update_error: str | None = None
-        """Error after which the server's weights are unknown; None while they are those of a version."""
+        """Error that left the server's weights unknown; None while they are those of a version."""
 
     def __repr__(self) -> str:
         state = " and ".join(sorted(self._gate.closed_for)) or ("no_weights" if self._update_error else "awake")
@@ -360,7 +360,7 @@ class HttpEngine:
             await self._confirm(call.path, *call.confirmed_by)
 
     async def _confirm(self, request: str, path: str, field: str) -> None:
-        """Check that the server did what `request` asked for."""
+        """Check that the server carried out `request`."""
         response = await self._client.retry(path, partial(self._client.request_json, "GET", path))
         if response.get(field) is not True:
             raise EngineRefused(

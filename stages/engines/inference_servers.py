@@ -71,17 +71,17 @@ class ServerRequests:
     pause: ServerCall | None = None
     resume: ServerCall | None = None
     untouched: frozenset[int] = frozenset({400, 401, 403, 404, 405, 422})
-    """Statuses with which `update` is refused before any weights are loaded."""
+    """Statuses of an `update` that is refused before any weights are loaded."""
     sleep: ServerCall | None = None
     wake_up: ServerCall | None = None
     settings: str | None = None
-    """Path of the settings with vLLM's `enable_sleep_mode`, without which a sleeping server keeps its memory."""
+    """Path of the settings with vLLM's `enable_sleep_mode`; a server that lacks it keeps its memory while it sleeps."""
     keeps_weights_asleep: bool = True
     """True if a server keeps its weights while it sleeps."""
     version: str | None = None
     """Path of the version of its weights, in the field `weight_version`."""
     set_version: Callable[[int], ServerCall] | None = None
-    """Sets the version of its weights; None where `update` does."""
+    """Sets the version of its weights; None if `update` does."""
     needs: str = ""
     """Options that the server must be started with to support these requests."""
 

@@ -1,7 +1,7 @@
 """Draws of tokens from scores, by device: the inverse of the cumulative distribution on a CPU, noise on others.
 
 The inverse takes one random number a row, and one pass of exponentials; noise takes one random number for each token of
-the vocabulary, which a CPU makes slowly and other devices in parallel. Both draw from the same distribution.
+the vocabulary: slow on a CPU, parallel on other devices. Both draw from the same distribution.
 
 Axes: b rows, V vocabulary, C chunks of `CHUNK` tokens.
 """
@@ -58,7 +58,7 @@ class InverseDraw:
 
 
 def _first_above(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [b, 1] the first place whose cumulative sum is above `target`, and the part of `target` within it.
+    """Return [b, 1] the first place with a cumulative sum above `target`, and the part of `target` within it.
 
     That place has a weight above 0, also where rounding makes `target` the whole sum.
     """

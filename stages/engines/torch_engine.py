@@ -1,10 +1,10 @@
 """`TorchEngine`: samples a torch model in this process.
 
 Requests are admitted and returned continuously: a row that is done is returned at once, and rows that wait join those
-that are being sampled, while neither newer weights nor a pause wait for these to end. Which rows are sampled together
-depends on the requests and not on a clock, as far as tasks request by themselves: rows are admitted when every task
-that a result woke waits again. Sampling runs in a worker thread, each row with the weights that it began with; or, with
-updates in flight, every token with the newest. If the model can map the publisher's memory, its tensors are views of
+that are being sampled, while neither newer weights nor a pause wait for these to end. Requests decide which rows are
+sampled together, not a clock, as far as tasks request by themselves: rows are admitted when every task that a result
+woke waits again. Sampling runs in a worker thread, each row with the weights that it began with; or, with updates in
+flight, every token with the newest. If the model can map the publisher's memory, its tensors are views of
 it: there is no second copy. Knows the model only by `CausalModel`, and no environment.
 """
 
@@ -87,13 +87,13 @@ class TorchEngine:
         self._end_ids = end_ids
         self._seed = seed
         self._drawn = (NO_VERSION, 0)
-        """A version, and the number of rows without a seed that were admitted with it, by which such a row draws."""
+        """A version, and the number of rows without a seed that were admitted with it: such a row draws by both."""
         self._max_rows = max_rows
         self._in_flight = in_flight
         self._tokenizer = tokenizer
         """Finds stop strings."""
         self._autocast = autocast
-        """The dtype in which the model computes; None for that of its parameters."""
+        """The dtype of the model's computations; None for that of its parameters."""
         self._pending: deque[_Row] = deque()
         """Rows that are not being sampled yet, in the order of the requests."""
         self._batch: SamplingBatch | None = None
@@ -196,7 +196,7 @@ class TorchEngine:
         except _WeightsOverwritten:
             self._sample_again()
             return False
-        except Exception as error:  # noqa: BLE001 (raised by every call whose rows were sampled)
+        except Exception as error:  # noqa: BLE001 (raised by every call with rows that were sampled)
             self._fail_running(error)
             return False
         self._return_done()
@@ -246,7 +246,7 @@ class TorchEngine:
         self._running, self._joining, self._batch = {}, [], None
 
     def _sample_again(self) -> None:
-        """Let the rows whose weights were overwritten wait again, before the others; fail them after `ATTEMPTS`."""
+        """Let rows with overwritten weights wait again, before the others; fail them after `ATTEMPTS`."""
         rows = list(self._running.values())
         self._running, self._batch = {}, None
         for row in rows:
@@ -273,7 +273,7 @@ class TorchEngine:
 
     @property
     def _device(self) -> torch.device:
-        """Return the device of the model, which has one since its weights were loaded."""
+        """Return the device of the model, known since its weights were loaded."""
         device = next(self._model.parameters()).device
         if device.type == "meta" and self._weights is not None:
             return torch.device(self._weights.device)
@@ -412,9 +412,9 @@ class TorchEngine:
             await anyio.sleep_forever()
 
     def _attach(self, weights: WeightSubscriber) -> None:
-        """Attach the model: as views if it follows versions that it can map; else as copies, which stay unchanged.
+        """Attach the model: as views if it follows versions that it can map; else as copies: they stay unchanged.
 
-        A model of which only a part is published, such as adapters, has that part copied.
+        If only a part of the model is published, such as adapters, that part is copied.
         """
         model = self._model
         devices = {str(parameter.device) for parameter in model.parameters()}
@@ -480,7 +480,7 @@ def _storages(model: CausalModel) -> list[torch.UntypedStorage]:
 
 
 class _WeightsOverwritten(Exception):
-    """The publisher overwrote the weights of rows that were being sampled, whose tokens are invalid."""
+    """The publisher overwrote the weights of rows that were being sampled: their tokens are invalid."""
 
 
 class _PromptsFailed(Exception):

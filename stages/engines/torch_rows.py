@@ -76,7 +76,7 @@ class SampledRow:
 
     @property
     def cached(self) -> int:
-        """Return the number of tokens whose keys are in the cache: all but the one drawn last."""
+        """Return the number of tokens with keys in the cache: all but the one drawn last."""
         return len(self.request.prompt) + len(self.tokens) - 1
 
     @property

@@ -1,9 +1,8 @@
-"""Completions sampled from a torch model: many rows as one batch, which rows join and leave between two tokens.
+"""Completions sampled from a torch model: many rows as one batch; rows join and leave between two tokens.
 
-Equal prompts, as those of a group, are read once. Each row draws with random numbers of its own, which its neighbours
-do not change. Rows that are done leave the cache together, because leaving copies it. The weights may change between
-two tokens; the caller passes their version. Knows the model only by `CausalModel`, and nothing about the source of the
-weights.
+Equal prompts, as those of a group, are read once. Each row draws with random numbers of its own, unchanged by its
+neighbours. Rows that are done leave the cache together, because leaving copies it. The weights may change between two
+tokens; the caller passes their version. Knows the model only by `CausalModel`, and not the source of the weights.
 
 Axes: b rows of the cache, U different prompts, P tokens of the longest one, V vocabulary.
 """
@@ -28,7 +27,7 @@ from .torch_rows import SampledRow
 from .torch_truncation import Restrictions
 
 DONE_SHARE = 0.25
-"""Share of rows that are done above which they leave the cache: leaving copies it, staying computes for nothing."""
+"""Rows that are done leave the cache above this share: leaving copies it, staying wastes computation."""
 
 
 class SampledRows(NamedTuple):
@@ -38,7 +37,7 @@ class SampledRows(NamedTuple):
     """[b] in the order of the cache."""
     cache: Any
     chosen: Tensor
-    """[b] int64, the tokens drawn last, which are not in the cache yet."""
+    """[b] int64, the tokens drawn last, not in the cache yet."""
 
     def live(self) -> SampledRows:
         """Return those that are not done; the cache keeps no others."""
@@ -68,7 +67,7 @@ class SamplingBatch:
             model: on `device`, in evaluation mode.
             end_ids: the tokens that end a completion, beside those of a request.
             device: where it computes.
-            autocast: the dtype in which the model computes where that is safe; None for that of its parameters.
+            autocast: the dtype of the model's safe operations; None for that of its parameters.
         """
         self._model = model
         self._end_ids = end_ids
@@ -98,7 +97,7 @@ class SamplingBatch:
         return bool(self._done)
 
     def take_done(self) -> list[SampledRow]:
-        """Return the rows that are done, each once, in the order in which they ended."""
+        """Return the rows that are done, each once, in the order of their ends."""
         done, self._done = self._done, []
         return done
 
@@ -152,7 +151,7 @@ class SamplingBatch:
             return self._model(tokens, positions=positions, attend=attend, cache=cache)[:, -1]
 
     def _align(self, live: SampledRows) -> None:
-        """Sample `live` from now on; cut what is padding in each of them."""
+        """Sample `live` from now on; cut the padding that all of them share."""
         self._sampled = live
         if not live.rows:
             return
@@ -222,7 +221,7 @@ class _Columns:
         self.inverse_temperature = 1.0 / temperature[:, None]
         """[b, 1]."""
         self.restrictions = Restrictions.of(samplings, device)
-        """None where every row draws from the whole distribution."""
+        """None if every row draws from the whole distribution."""
         self.position = torch.tensor([[row.cached] for row in rows], device=device)
         """[b, 1] int64 position of the next token."""
         self.padding = length - self.position
@@ -245,7 +244,8 @@ def _left_padded(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
     """Return tokens and mask [U, P] of the different prompts, left-padded, and the index of each prompt in them [b].
 
-    A prompt is padded with its own first token: token 0 may be the model's padding, whose states need not be finite.
+    A prompt is padded with its own first token: token 0 may be the model's padding, with states that need not be
+    finite.
     """
     first: dict[bytes, int] = {}
     owner = [first.setdefault(prompt.tobytes(), len(first)) for prompt in prompts]

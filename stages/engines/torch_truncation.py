@@ -21,7 +21,7 @@ from ..contracts.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Restrictions:
-    """The restrictions of each row; None where no row has any."""
+    """The restrictions of each row; None if no row has any."""
 
     top_k: Tensor | None
     """[b, 1] int64, V or more for all tokens."""
@@ -32,11 +32,11 @@ class Restrictions:
     penalty: Tensor | None
     """[b, 1]."""
     seen: Tensor | None = None
-    """[b, V] bool: tokens of the prompt and of the completion so far; None where there is no penalty."""
+    """[b, V] bool: tokens of the prompt and of the completion so far; None without a penalty."""
 
     @classmethod
     def of(cls, samplings: Sequence[SamplingParams], device: torch.device) -> Restrictions | None:
-        """Return the restrictions of rows with these parameters; None if there are none."""
+        """Return the restrictions of rows with these parameters; None without any."""
         every = torch.iinfo(torch.int64).max
         top_k = _column([every if s.greedy or s.top_k is None else s.top_k for s in samplings], every, device)
         top_p = _column([1.0 if s.greedy else s.top_p for s in samplings], 1.0, device)

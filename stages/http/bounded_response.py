@@ -1,4 +1,4 @@
-"""Bounds on what a server may answer: bytes by what was asked for, and no other host.
+"""Bounds on a server's answer: bytes by the request, and no other host.
 
 The one place that reads the bodies of responses; see `ServerClient`.
 """
@@ -80,7 +80,7 @@ def refuse_redirect(response: aiohttp.ClientResponse) -> None:
 
 
 async def parsed(received: bytes, parse: Callable[[bytes], T]) -> T:
-    """Return what `parse` makes of a body; off the event loop, where that takes time."""
+    """Return the result of `parse` for a body; off the event loop if that takes time."""
     if len(received) <= PARSED_HERE:
         return parse(received)
     return await anyio.to_thread.run_sync(parse, received, abandon_on_cancel=True)

@@ -2,7 +2,7 @@
 
 The format is that of OpenAI's completions with the additions of vLLM and SGLang: `token_ids` beside the text, and an
 `error` within a stream. Text is never tokenized: the ids that a tokenizer makes of a text may differ from those that
-were sampled. Log-probabilities are those of the server, or none. docs/decisions/0015 says why no library parses events.
+were sampled. Log-probabilities are those of the server, or none. See docs/decisions/0015 for the parser.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class StreamedCompletion:
         self._stop_ids = stop_ids
         """Tokens that end the completion, also at a server that goes on after them."""
         self.cut = False
-        """True if the server went on, so that nothing that arrives belongs to the completion."""
+        """True if the server went on: tokens that still arrive are not part of the completion."""
         self.done = False
         """True if the finish_reason has arrived."""
         self._tokens: list[int] = []
@@ -164,7 +164,7 @@ class StreamedCompletion:
             self.done = True
 
     def _count_to_end(self, ids: list[int]) -> int:
-        """Return how many of `ids` belong to the completion, which ends with the first of its stop tokens."""
+        """Return how many of `ids` belong to the completion: it ends with the first of its stop tokens."""
         if self._tokens and self._tokens[-1] in self._stop_ids:
             return 0
         return next((place for place, token in enumerate(ids, 1) if token in self._stop_ids), len(ids))

@@ -1,6 +1,6 @@
 """GenerationGate: admits generation, and can be closed for several reasons at once.
 
-It is open when no reason is left. Closing it waits for the work inside to end. Knows nothing about that work.
+It is open when no reason is left. Closing it waits for the work inside to end, of whatever kind.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from ..._pipeline.util.waiting import Waiters
 
 Reason: TypeAlias = Literal["paused", "asleep", "updating", "no_weights"]
-"""A reason to sample nothing now."""
+"""A reason to stop sampling."""
 
 
 class GenerationGate:
@@ -21,11 +21,11 @@ class GenerationGate:
 
     def __init__(self) -> None:
         self.closed_for: set[Reason] = set()
-        """Reasons for which the gate is closed; empty while it is open."""
+        """Reasons that keep the gate closed; empty while it is open."""
         self._closing: Counter[Reason] = Counter()
         """Calls of `close` that wait, by reason, for the work inside to end."""
         self._completed: set[Reason] = set()
-        """Reasons of which a call of `close` has returned: only `open` ends them."""
+        """Reasons whose call of `close` has returned: only `open` ends them."""
         self._inside = 0
         self._changed = Waiters()
         """Wakes tasks that wait for the gate to open, or for the last work inside to end."""

@@ -55,7 +55,7 @@ class Backoff:
 
 def jitter(worker: Worker) -> Callable[[], float]:
     """Return a source of numbers from 0 to 1 for the pauses of `worker`: repeatable, and different in every worker."""
-    return random.Random(f"{worker.index} {worker.restart}").random  # noqa: S311 (spreads retries, hides nothing)
+    return random.Random(f"{worker.index} {worker.restart}").random  # noqa: S311 (spreads retries, protects no secret)
 
 
 @dataclass(frozen=True, slots=True)

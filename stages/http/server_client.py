@@ -1,8 +1,7 @@
 """Send HTTP requests to one server, retry temporary failures, and translate all others into penstock's errors.
 
 A response that is not read to its end is closed at once, so that the server stops its work; each has a bound on its
-bytes (`bounded_response`), and none leads to another host. Knows nothing about
-the requests.
+bytes (`bounded_response`), and redirects to another host are refused. Knows no particular request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AdaptiveKL: a KL term whose weight follows the divergence that was measured.
+"""AdaptiveKL: a KL term with a weight that follows the measured divergence.
 
 The only term with state: a trainer adapts the weight after each step, and its checkpoints contain it.
 """

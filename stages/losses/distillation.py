@@ -125,7 +125,7 @@ class Distillation(Term):
 
 @dataclass(frozen=True, slots=True)
 class SampledDistillation(PolicyTerm):
-    """−A · log π(token), with A = log π_teacher(token) − log π(token), through which no gradient flows.
+    """−A · log π(token), with A = log π_teacher(token) − log π(token); no gradient flows through A.
 
     The policy gradient of KL(policy ‖ teacher), on tokens that the policy sampled: of higher variance than
     `Distillation("reverse_kl")`, and the only choice if the teacher returns the sampled token alone. Tokens that are
@@ -208,7 +208,7 @@ class _Chunk(NamedTuple):
     """[C, V] log-probabilities of the policy."""
 
     def distributions(self, mode: Rest) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of the teacher, and of the policy, by candidate; −inf where there is none."""
+        """Return log-probabilities of the teacher, and of the policy, by candidate; −inf without a candidate."""
         teacher, policy = self.logprobs, self._mask(self.predicted.gather(-1, self.ids.clamp(min=0)))
         match mode:
             case "raw":

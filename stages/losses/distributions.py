@@ -20,7 +20,7 @@ from .products import add_product, dtype_of_products, linear, products_of
 from .tiles import ByTiles, Finish
 
 NUMBERS_AT_ONCE = 2**23
-"""Numbers of a chunk, C · V: 32 MB in float32, of which a backward pass holds about five at a time. With twice as many,
+"""Numbers of a chunk, C · V: 32 MB in float32. A backward pass holds about five of these at a time. With twice as many,
 a step on one core took a quarter longer with a vocabulary of 152,000, but its memory grew by half as much (1.1 GB)."""
 
 TIMES_ON_A_DEVICE = 8
@@ -40,8 +40,8 @@ class Distributions:
     """The distributions that tokens were drawn from."""
 
     hidden: Tensor
-    """[T, D] states from which the head predicts each token, in the dtype in which weights are multiplied with them; or
-    logits [T, V], if there is no `weight`."""
+    """[T, D] states that the head predicts each token from, in the dtype of their products with weights; or logits
+    [T, V], if there is no `weight`."""
     weight: Tensor | None = None
     """[V, D] of the head."""
     bias: Tensor | None = None
@@ -124,12 +124,12 @@ class Distributions:
 
 
 def logprobs_of(predicted: Tensor, /, *columns: Tensor) -> Tensor:
-    """Return [C] the log-probability of each token, which are the first column."""
+    """Return [C] the log-probability of each token, from the first column."""
     return predicted.gather(-1, columns[0][:, None]).squeeze(-1)
 
 
 def entropy_of(predicted: Tensor, /, *_: Tensor) -> Tensor:
-    """Return [C] entropy in nats of distributions given as log-probabilities [C, V], which may be −inf."""
+    """Return [C] entropy in nats of distributions given as log-probabilities [C, V]; these may be −inf."""
     finite = torch.where(predicted.isneginf(), 0.0, predicted)
     return -(predicted.exp() * finite).sum(-1)
 
@@ -228,7 +228,7 @@ class _Gradients:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which chunks are summed: many sums in bfloat16 would lose digits."""
+    """Return the dtype of the sums of chunks: many sums in bfloat16 would lose digits."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

@@ -125,7 +125,7 @@ def check_used(metrics: Mapping[str, Metric]) -> None:
     """Check that every term of the loss used some token; the metrics must be those of a whole batch.
 
     Raises:
-        InvalidRecord: a term used none.
+        InvalidRecord: a term used no token.
     """
     for name, metric in metrics.items():
         if isinstance(metric, TokensUsed) and not metric.value():

@@ -1,6 +1,6 @@
 """Policy terms: they make tokens likelier or less likely, according to the advantage A of each token.
 
-Every ratio is π/π_old. `old` is "behavior", the policy that sampled, whose log-probabilities came with the data, or
+Every ratio is π/π_old. `old` is "behavior", the policy that sampled (its log-probabilities come with the data), or
 "proximal", the policy when training on the batch began. With the former, the ratio both bounds the step and corrects
 for stale samples; with the latter it only bounds the step, and an `ImportanceWeight` can correct for stale samples.
 
@@ -31,7 +31,7 @@ TINY = 1e-8
 """Added to the probability of other tokens before its logarithm, as verl and SkyRL do."""
 
 LARGEST_LOG_RATIO = 80.0
-"""Bound on log-ratios where ratios have none: their products with advantages and log-probabilities stay finite."""
+"""Bound on log-ratios if ratios have none: their products with advantages and log-probabilities stay finite."""
 
 
 class PolicyTerm(Term):
@@ -75,7 +75,7 @@ class RatioTerm(PolicyTerm):
 
 @dataclass(frozen=True, slots=True)
 class AdvantageWeighted(PolicyTerm):
-    """−A · log π(token): the plain policy gradient, REINFORCE with whatever baseline is in the advantages.
+    """−A · log π(token): the plain policy gradient, REINFORCE with the baseline of the advantages.
 
     Williams, "Simple statistical gradient-following algorithms" (1992). With A = 1 it is supervised fine-tuning. It is
     correct on policy only: with stale samples, weight it (`* ImportanceWeight()`), or use a term that bounds the step.
@@ -161,8 +161,8 @@ class GSPO(RatioTerm):
 class CISPO(RatioTerm):
     """−clip(r, lowest, highest) · A · log π(token), where r = π/π_old of each token, and no gradient flows through it.
 
-    MiniMax, "MiniMax-M1" (2025). Clipped tokens keep their gradient. The bounds are on the ratio itself: what
-    verl and SkyRL call ε is `lowest` = 1 − ε, `highest` = 1 + ε; TRL's epsilon_high is `highest`.
+    MiniMax, "MiniMax-M1" (2025). Clipped tokens keep their gradient. The bounds are on the ratio itself: for the ε of
+    verl and SkyRL, `lowest` = 1 − ε, `highest` = 1 + ε; TRL's epsilon_high is `highest`.
     """
 
     lowest: float = 0.0
@@ -190,9 +190,8 @@ class DPPO(RatioTerm):
     over two outcomes, the token and any other: "tv" is |π − π_old|, "kl" is
     π_old log(π_old/π) + (1 − π_old) log((1 − π_old)/(1 − π)). A token has value 0 where A > 0, π > π_old and
     d > `high`, or A < 0, π < π_old and d > `low`; it still counts in the mean. `highest` truncates r, as in the paper
-    and verl; with `math.inf`, or where no ratio is above it, the gradient is that of SkyRL and prime-rl, whose value
-    is −r · A, up to ratios of e^80. The divergences over the K most probable tokens, which these libraries do not have
-    either, are left out.
+    and verl; with `math.inf`, or if no ratio is above it, the gradient is that of SkyRL and prime-rl (their value is
+    −r · A), up to ratios of e^80. The divergences over the K most probable tokens are left out, as in these libraries.
     """
 
     divergence: Divergence = "tv"
@@ -238,8 +237,8 @@ class SAPO(RatioTerm):
     """−σ(τ (r − 1)) · 4/τ · A, where r = π/π_old of each token, σ the sigmoid, and τ depends on the sign of A.
 
     Gao et al., "Soft Adaptive Policy Optimization" (arXiv:2511.20347): a smooth gate instead of a clip. The gradient is
-    that of −r · A times 4 σ (1 − σ), which is 1 for r = 1 and falls to 0 on both sides, the faster the larger τ.
-    τ is `tau_pos` where A > 0, and `tau_neg` elsewhere. Sequences weigh the same in the paper:
+    that of −r · A times 4 σ (1 − σ): 1 for r = 1, and falling to 0 on both sides, the faster the larger τ. τ is
+    `tau_pos` where A > 0, and `tau_neg` elsewhere. Sequences weigh the same in the paper:
     `aggregated("seq-mean-token-mean")`.
     """
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 OLDEST = 2, 11
-"""The first version of torch whose `addmm` adds products of bfloat16 to a float32 sum."""
+"""The first version of torch with an `addmm` that adds products of bfloat16 to a float32 sum."""
 
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -29,7 +29,7 @@ def sums_in_float32(kind: str) -> bool:
 
 
 def dtype_of_inputs(weight: Tensor, autocast: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which hidden states are multiplied with `weight`, by the `autocast` around the model.
+    """Return the dtype of products of hidden states and `weight`, by the `autocast` around the model.
 
     float16 is left out: its largest number is 65504, and hidden states may be larger.
     """
@@ -38,7 +38,7 @@ def dtype_of_inputs(weight: Tensor, autocast: torch.dtype | None) -> torch.dtype
 
 
 def dtype_of_products(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of the products of `hidden`, which has the dtype of the inputs, and `weight`."""
+    """Return the dtype of the products of `hidden`, in the dtype of the inputs, and `weight`."""
     narrow = hidden.dtype == torch.bfloat16
     return torch.float32 if narrow and sums_in_float32(weight.device.type) else weight.dtype
 
@@ -68,7 +68,7 @@ def products_of(
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the product of two matrices of one dtype to `total`, whose dtype is theirs, or float32."""
+    """Add the product of two matrices of one dtype to `total`, of their dtype or float32."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif sums_in_float32(left.device.type):
@@ -78,7 +78,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return [..., V] the products of `hidden` [..., D], which has the dtype of the inputs, and the head.
+    """Return [..., V] the products of `hidden` [..., D], in the dtype of the inputs, and the head.
 
     Their dtype is `dtype_of_products`. With gradient.
     """

@@ -1,6 +1,6 @@
 """The argument of a loss: the tokens of a micro-batch that train, one sequence after another.
 
-It contains no prompt, no padding and no mask, so none can leak into a loss. The trainer has aligned the logits: row t
+It contains no prompt, no padding and no mask: these cannot leak into a loss. The trainer has aligned the logits: row t
 of `distributions` is the distribution that token t was drawn from.
 
 Axes: T tokens that train, S sequences of the micro-batch, K candidates of a teacher.
@@ -53,8 +53,8 @@ class Scored:
     ref_logprobs: Tensor | None = None
     """[T] log-probability under the reference policy."""
     proximal_logprobs: Tensor | None = None
-    """[T] log-probability under the policy when training on this batch began. None in the first update on a batch,
-    where that is the policy itself."""
+    """[T] log-probability under the policy when training on this batch began. None in the first update on a batch: that
+    is the policy itself."""
     teacher_ids: Tensor | None = None
     """[T, K] candidates of the teacher, −1 where there are fewer."""
     teacher_logprobs: Tensor | None = None
@@ -78,7 +78,7 @@ class Scored:
         return self.logprobs - (self.proximal() if old == "proximal" else self.behavior())
 
     def ratio(self, old: OldPolicy) -> Tensor:
-        """Return [T] π/π_old of each token, its logarithm clamped to ±20; raises what `log_ratio` does."""
+        """Return [T] π/π_old of each token, its logarithm clamped to ±20; for errors see `log_ratio`."""
         return clamped(self.log_ratio(old)).exp()
 
     def proximal(self) -> Tensor:

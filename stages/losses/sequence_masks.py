@@ -1,6 +1,6 @@
 """Masks of sequences: a policy term without the sequences that the policy would hardly have sampled.
 
-`term * GeometricMask()`; with a weight, `term * ImportanceWeight() * GeometricMask()`. A mask corrects nothing, it
+`term * GeometricMask()`; with a weight, `term * ImportanceWeight() * GeometricMask()`. A mask does not correct, it
 leaves out: every policy term may have one or several, those against the behavior policy too. Tokens of a masked
 sequence have value 0 and still count in the denominator of a mean, so that micro-batches add up; their number is not
 known before the last.
@@ -57,8 +57,8 @@ class SequenceMask(ABC):
 class GeometricMask(SequenceMask):
     """Mask sequences whose geometric mean of π_t/π_behavior over their tokens is outside [low, high].
 
-    It does not depend on the length, as a product would. SkyRL's sequence mask "geometric", and verl's `seq_mean_k1`,
-    which bounds the inverse: its "a_b" is low = 1/b, high = 1/a.
+    It does not depend on the length, as a product would. SkyRL's sequence mask "geometric", and verl's `seq_mean_k1` of
+    the inverse: its "a_b" is low = 1/b, high = 1/a.
     """
 
     low: float = 0.99
@@ -77,10 +77,10 @@ class GeometricMask(SequenceMask):
 
 @dataclass(frozen=True, slots=True)
 class WorstTokenMask(SequenceMask):
-    """Mask sequences in which the π_t/π_behavior of any token is outside [low, high].
+    """Mask sequences with a token whose π_t/π_behavior is outside [low, high].
 
     One token that the trainer finds impossible shows that engine and trainer disagree about the sequence. SkyRL's
-    outlier mask, and verl's `seq_max_k2` c, which is low = exp(−√(2 c)), high = exp(√(2 c)).
+    outlier mask, and verl's `seq_max_k2` c: low = exp(−√(2 c)), high = exp(√(2 c)).
     """
 
     low: float = 1e-4
@@ -99,7 +99,7 @@ class WorstTokenMask(SequenceMask):
 
 @dataclass(frozen=True, slots=True)
 class OffPolicyMask(SequenceMask):
-    """Mask tokens with A < 0 in sequences in which the mean of log π_behavior/π over the tokens is above `most_kl`.
+    """Mask tokens with A < 0 in sequences whose mean of log π_behavior/π over the tokens is above `most_kl`.
 
     Off-policy sequence masking of DeepSeek-V3.2 (arXiv:2512.02556), in TRL `off_policy_mask_threshold`: the policy
     learns from mistakes that it would make itself; sequences with A >= 0 stay. π is the policy in training, so that

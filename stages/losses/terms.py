@@ -37,7 +37,7 @@ class PerToken(NamedTuple):
     values: Tensor
     """[T] value of each token."""
     metrics: Mapping[str, Metric]
-    """The same names for every micro-batch in which something trains."""
+    """The same names for every micro-batch with tokens that train."""
 
 
 class LossValue(NamedTuple):
@@ -61,7 +61,7 @@ class Loss(Protocol):
 
 
 class LossTerm(ABC):
-    """A term or a sum of terms, which can be added and scaled. As a loss, it is the mean over all tokens."""
+    """A term or a sum of terms; it can be added and scaled. As a loss, it is the mean over all tokens."""
 
     __slots__ = ()
 
@@ -100,7 +100,7 @@ class Term(LossTerm):
     __slots__ = ()
 
     name: ClassVar[str]
-    """Name under which a loss of several terms reports this one: `loss/<name>`."""
+    """Name of this term in the metrics of a loss of several: `loss/<name>`."""
 
     @property
     def needs_columns(self) -> tuple[str, ...]:

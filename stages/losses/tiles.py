@@ -20,21 +20,21 @@ from torch.autograd.function import once_differentiable
 from .products import add_product, dtype_of_products, products_of
 
 NUMBERS_OF_A_TILE = 2**21
-"""C · B: 8 MB in float32. With eight times as many, they are in no cache; with a quarter, nothing is faster."""
+"""C · B: 8 MB in float32. With eight times as many, they are in no cache; a quarter is no faster."""
 
 TOKENS_OF_A_TILE = 1024
 """C at most: a product of fewer tokens is slower, because the weights are read for each tile."""
 
 TIMES_ON_A_DEVICE = 32
-"""Factor of NUMBERS_OF_A_TILE on an accelerator, which waits for the host with small tiles. On an H100, with 8,192
-tokens, D 896 and V 152,000: 70 ms with it, 93 ms with a quarter, 196 ms with an eighth, 67 ms with four times as many,
-which take 1.7 GB more."""
+"""Factor of NUMBERS_OF_A_TILE on an accelerator: it waits for the host with small tiles. On an H100, with 8,192 tokens,
+D 896 and V 152,000: 70 ms with it, 93 ms with a quarter, 196 ms with an eighth, 67 ms with four times as many, and 1.7
+GB more."""
 
 TOKENS_ON_A_DEVICE = 4096
 """C at most on an accelerator: 4 to 7 % faster than with 1,024 there."""
 
 LOWEST = -1000.0
-"""In place of lower exponents, of which some are −inf: its exponential is 0 too, and 0 · −inf would be NaN."""
+"""In place of lower exponents (some are −inf): its exponential is 0 too, and 0 · −inf would be NaN."""
 
 Finish: TypeAlias = Callable[[Tensor], Tensor]
 """Makes logits of the products of the head, each of one number: a bound on them, or a scale."""
@@ -45,9 +45,9 @@ class Head:
     """Makes logits of hidden states, a tile after the other."""
 
     hidden: Tensor
-    """[T, D] in the dtype in which they are multiplied; or logits [T, V], if there is no `weight`."""
+    """[T, D] in the dtype of their products; or logits [T, V], if there is no `weight`."""
     weight: Tensor | None
-    """[V, D], of which each part is cast to that dtype."""
+    """[V, D], each part cast to that dtype."""
     bias: Tensor | None
     """[V]."""
     finish: Finish | None
@@ -64,7 +64,7 @@ class Head:
         return torch.promote_types((self.hidden if self.weight is None else self.weight).dtype, torch.float32)
 
     def tiles(self) -> Iterator[Tile]:
-        """Yield all tiles: those of the same part of the vocabulary together, whose weights stay in the cache."""
+        """Yield all tiles: those of the same part of the vocabulary together, so that its weights stay in the cache."""
         on_a_cpu = self.hidden.device.type == "cpu"
         numbers = NUMBERS_OF_A_TILE * (1 if on_a_cpu else TIMES_ON_A_DEVICE)
         tokens, vocabulary = len(self.hidden), self.vocabulary
@@ -267,7 +267,7 @@ class _Gradients:
 def _of_logits(
     logprobs: Tensor, of_logprobs: Tensor | None, of_entropies: Tensor | None, entropies: Tensor | None
 ) -> Tensor:
-    """Return the gradient [C, B] of logits, without what the token's own logit adds; overwrites `logprobs` [C, B].
+    """Return the gradient [C, B] of logits, without the part of the token's own logit; overwrites `logprobs` [C, B].
 
     That of a log-probability is −p, that of an entropy H is −p · (log p + H).
     """

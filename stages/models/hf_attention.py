@@ -1,13 +1,13 @@
 """The attention of an HFModel by torch's own kernels, without a mask of all tokens by all tokens.
 
-Transformers passes a mask of four dimensions to each layer as it is. Instead of a mask, `sight` makes a small tensor,
-from which each layer makes what it needs: nothing for rows of one sequence, in which causality alone hides keys; the
-starts of sequences for `varlen`, where the device has that kernel; else the masks of blocks of queries. A layer with a
-sliding window multiplies blocks of queries only with the keys in their reach. The tensor is an argument of the layers,
-so checkpointed activations, FSDP2 and torch.compile treat it as any other.
+Transformers passes a mask of four dimensions to each layer as it is. Instead of a mask, `sight` makes a small tensor
+for all layers: empty for rows of one sequence, where causality alone hides keys; the starts of sequences for `varlen`,
+if the device has that kernel; else the sequences of keys, for masks of blocks of queries. A layer with a sliding window
+multiplies blocks of queries only with the keys in their reach. The tensor is an argument of the layers, so checkpointed
+activations, FSDP2 and torch.compile treat it as any other.
 
-Axes: B rows, H heads, T tokens of this call, K keys of a layer, D width of a head. The keys are those of the cache, of
-which a layer with a sliding window may keep only the last ones, then the T of this call.
+Axes: B rows, H heads, T tokens of this call, K keys of a layer, D width of a head. The keys are those of the cache (a
+layer with a sliding window may keep only the last ones), then the T of this call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME = "penstock_sdpa"
 """Name of this attention in transformers."""
 
 PROBE = "penstock_probe"
-"""Name of an attention that records what the layers pass to it."""
+"""Name of an attention that records the arguments of the layers."""
 
 LARGEST_MASK = 1 << 24
 """Elements of the largest mask of full attention: those of a row of 4096 tokens."""
@@ -39,7 +39,7 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 128, 2048
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 Forward = Callable[..., tuple[Tensor, None]]
-"""The attention `sdpa` of transformers, which repeats the heads of keys where the kernel needs that."""
+"""The attention `sdpa` of transformers: it repeats the heads of keys if the kernel needs that."""
 
 
 class Heads(NamedTuple):
@@ -60,8 +60,8 @@ class Heads(NamedTuple):
 def install(module: Any) -> bool:
     """Replace `sdpa` in `module`, a causal model of transformers; return false if it must use transformers' own masks.
 
-    Those say more in a model with chunks, prefixes, or layers without attention, and in one whose layers do not pass
-    their sliding window.
+    Those are needed by a model with chunks, prefixes, layers without attention, or layers that do not pass their
+    sliding window.
     """
     config = module.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or KNOWN_LAYERS)
@@ -118,11 +118,11 @@ def window_of(module: Any) -> int | None:
 
 
 def sight(attend: Attention, dtype: torch.dtype, window: int | None) -> Tensor:
-    """Return what the layers need to know of `attend`, as a tensor of four dimensions.
+    """Return `attend` for the layers, as a tensor of four dimensions.
 
     One of: [B, 1, 1, 0] int64 if causality alone hides keys; [1, 1, 1, number + 1] int32, the starts of sequences where
     `varlen` computes; [B, 1, 1, K] int64, the sequence of each key; a small mask [B, 1, T, K] `dtype` to add to scores,
-    which all layers share.
+    shared by all layers.
 
     Args:
         attend: the keys that each token may see.
@@ -161,7 +161,7 @@ def attention(  # noqa: PLR0917 (transformers' own signature)
         query: see `Heads`.
         key: see `Heads`.
         value: see `Heads`.
-        attention_mask: the result of `sight`; or a mask [B, 1, T, K] bool that transformers made, which is used as is.
+        attention_mask: the result of `sight`; or a mask [B, 1, T, K] bool that transformers made, used as is.
         sliding_window: number of keys that a token sees, itself included; None for all.
         options: see transformers.
     """

@@ -1,4 +1,4 @@
-"""Caches of HFModel: the layers of transformers, whose rows can be joined, and which grow without being copied.
+"""Caches of HFModel: the layers of transformers, with rows that can be joined, and room to grow without copies.
 
 transformers' own layer of full attention is copied for every token. Here it is a view of memory with room for more.
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 JOINABLE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
-"""Layers of a cache of transformers, by their names in versions 4 and 5, whose rows can be joined."""
+"""Layers of a cache of transformers with rows that can be joined, by their names in versions 4 and 5."""
 
 ROOM = 64
-"""Tokens for which a layer has room when it is copied."""
+"""Tokens that a copied layer has room for."""
 
 
 def cache_of(states: Any, config: Any) -> HFCache:
@@ -72,7 +72,7 @@ class HFCache:
 
     def __init__(self, states: Any) -> None:
         self.states = states
-        """A `DynamicCache`: sliding windows keep only what they see."""
+        """A `DynamicCache`: sliding windows keep only the keys that they see."""
 
     def __repr__(self) -> str:
         return f"<HFCache: {self.length} tokens>"

@@ -2,7 +2,7 @@
 
 Rows without a cache are packed, those with one are padded on the left. For the kernel `sdpa` `hf_attention` hides keys;
 for others transformers finds the sequences of a row by positions that begin anew, and makes the mask. The names of the
-tensors are transformers' own, so checkpoints and published weights are what other programs load. Downloads no file.
+tensors are transformers' own, so other programs load checkpoints and published weights. Downloads no file.
 
 Axes: B rows, T tokens of this call, V vocabulary, D width of the model.
 """
@@ -53,8 +53,8 @@ ADAPTERS = "adapter_model.safetensors"
 
 
 CHECKED_KERNELS = ("eager", "sdpa")
-"""Kernels of the attention with which a model is tried on packed sequences as soon as it is loaded: others are compiled
-first, or need a device that the model may get later."""
+"""Kernels of the attention that are tried on packed sequences as soon as a model is loaded: others are compiled first,
+or need a device that the model may get later."""
 
 
 class HFModel(nn.Module):
@@ -73,14 +73,14 @@ class HFModel(nn.Module):
         self.max_positions: int | None = table_positions(module)
         """Number of positions in its table; None if it computes them."""
         self.trained_positions: int | None = trained_positions(module.config)
-        """Number of positions for which it was made; None if its configuration lacks it."""
+        """Number of positions that it was made for; None if its configuration lacks it."""
         self.module = module
         """The model itself, of transformers."""
         self._config = json_object(folder / CONFIG)
         self.end_ids: frozenset[int] = generation_ends(folder)
         """The tokens that end its completions, as for transformers' `generate`."""
         self._one_row = module.config._attn_implementation.startswith("flash")  # noqa: SLF001 (there is no public name)
-        """True if several rows are passed as one, which its kernel for packed sequences needs."""
+        """True if several rows are passed as one, as its kernel for packed sequences needs them."""
         self._masked_here = module.config._attn_implementation == "sdpa" and hf_attention.install(module)  # noqa: SLF001 (as above)
         """True if its layers make their masks of `sight`, instead of transformers."""
         self._window = hf_attention.window_of(module)
@@ -93,7 +93,7 @@ class HFModel(nn.Module):
         self._passes_hidden = _is_head_of(module, self._finish)
         """True if logits are this function of the product of hidden states and the weights of the head."""
         self._packs: set[tuple[torch.device, torch.dtype]] = set()
-        """Devices on which, and dtypes in which, packed sequences were found not to see each other."""
+        """Devices and dtypes with proof that packed sequences do not see each other."""
 
     @classmethod
     def from_pretrained(
@@ -110,8 +110,8 @@ class HFModel(nn.Module):
 
         Args:
             folder: a local path.
-            dtype: dtype of the parameters; None for float32, in which small updates are not lost. Training in bfloat16
-                is `TorchTrainer(autocast=torch.bfloat16)`.
+            dtype: dtype of the parameters; None for float32: small updates are not lost in it. Training in bfloat16 is
+                `TorchTrainer(autocast=torch.bfloat16)`.
             attention: the kernel, by transformers' name: `sdpa`, `flash_attention_2`, `flex_attention`, `eager`.
             gradient_checkpointing: compute the activations of a layer again in the backward pass instead of storing
                 them: less memory for about a third more computation.
@@ -120,8 +120,8 @@ class HFModel(nn.Module):
 
         Raises:
             CheckpointDamaged: a file of a checkpoint or of an exported model is not as it was written.
-            InvalidConfig: the folder has no model or a broken one, or one that this kernel does not compute, or one
-                whose packed sequences influence each other; or adapters name no layer of it.
+            InvalidConfig: the folder has no model or a broken one, this kernel does not compute it, its packed
+                sequences influence each other, or adapters name no layer of it.
             MissingExtra: transformers or peft is not installed.
         """
         path, saved = Path(folder).absolute(), None
@@ -157,7 +157,7 @@ class HFModel(nn.Module):
 
     @classmethod
     def empty(cls, folder: str | Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa") -> Self:
-        """Make a model without weights, on the meta device, for a sampler whose weights come from a publisher.
+        """Make a model without weights, on the meta device, for a sampler that gets weights from a publisher.
 
         Raises:
             CheckpointDamaged: a configuration of a checkpoint or of an exported model is not as it was written.
@@ -218,7 +218,7 @@ class HFModel(nn.Module):
         return logits if read is None else read(logits, None)
 
     def _mask(self, attend: Attention, *, cached: bool = False) -> Tensor | None:
-        """Return the attention mask for transformers, which finds the sequences of packed rows by itself."""
+        """Return the attention mask for transformers. It finds the sequences of packed rows by itself."""
         if not self._masked_here:
             return attend.sequences >= 0 if cached else None
         if cached and attend.tokens in {1, attend.sequences.shape[1]} and not bool((attend.sequences < 0).any()):
@@ -267,7 +267,7 @@ class HFModel(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,  # noqa: FBT001, FBT002
     ) -> Generator[tuple[str, nn.Module], None, None]:
-        """Yield this module, and those of transformers by their own names, from which those of the tensors follow."""
+        """Yield this module, and those of transformers by their own names: those of the tensors follow from them."""
         yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
@@ -350,7 +350,7 @@ class MergedWeights:
     """
 
     def __init__(self, weights: PublishedWeights, model: HFModel) -> None:
-        """Publish by `weights`, which was made of `model.merged()`."""
+        """Publish by `weights`, made of `model.merged()`."""
         self._weights = weights
         self._model = model
 
@@ -411,11 +411,11 @@ class _Unadapted:
         return self._model.parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return no tensors: none of it ever changes."""
+        """Return no tensors: it never changes."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Accept no tensors: none of it ever changes.
+        """Accept no tensors: it never changes.
 
         Raises:
             ValueError: there are some.
@@ -444,7 +444,7 @@ def _head(head: Any, hidden: Tensor, finish: Finish | None = None, read: Read | 
 
 
 def _finish_of(module: Any) -> Finish | None:
-    """Return the function of the products of the head of which `module` makes logits, by the names of transformers."""
+    """Return the function from products of the head to logits of `module`, by the names of transformers."""
     config = module.config.get_text_config()
     bound = getattr(config, "final_logit_softcapping", None)
     factor = getattr(module, "logit_scale", None)
@@ -492,7 +492,7 @@ def _is_head_of(module: Any, finish: Finish | None) -> bool:
 
 
 class _Hidden(dict[str, Any]):
-    """The output of a base model, with nothing in it but hidden states."""
+    """The output of a base model: hidden states alone."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__(last_hidden_state=hidden)
@@ -533,7 +533,7 @@ def _check(folder: Path, attention: str) -> None:
 
 @contextmanager
 def _refusals_of(folder: Path) -> Iterator[None]:
-    """Report as a mistake in `folder`, or in the arguments, what transformers and safetensors raise in the body."""
+    """Report exceptions of transformers and safetensors in the body as a mistake in `folder`, or in the arguments."""
     try:
         yield
     except (PenstockError, OSError, MemoryError):

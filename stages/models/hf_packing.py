@@ -1,9 +1,9 @@
-"""Whether the packed sequences of an HFModel see each other: decided by its layers, then proved by two calls.
+"""Independence of the packed sequences of an HFModel: decided by its layers, then proved by two calls.
 
 A layer with a state, or a convolution over tokens, reads the sequence before its own, by as little as its weights let
-it: a threshold misses it where they are small, and they grow while they train. So the types of the layers decide first.
-Of what is left, the mask of a kernel gives other sequences the weight 0, so a change of one of them changes no bit of
-the others' logits. Knows no trainer.
+it: a threshold misses it while they are small, and they grow while they train. So the types of the layers decide first.
+In all other models, the mask of a kernel gives other sequences the weight 0, so a change of one of them changes no bit
+of the others' logits. Knows no trainer.
 
 Axes: L tokens of a sequence, V vocabulary.
 """
@@ -20,7 +20,7 @@ from ..._pipeline.errors import InvalidConfig
 from ..contracts.attention import Attention
 
 ATTENTION_LAYERS = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
-"""Types of layers, by the names of transformers 4 and 5, in which the mask alone says what a token sees.
+"""Types of layers, by the names of transformers 4 and 5, with a view that the mask alone decides.
 
 Layers that choose their keys by an index, or compress them, choose among those of all sequences."""
 
@@ -83,10 +83,10 @@ def _state_of(module: Any) -> str:
 def check_calls(model: Packs, device: torch.device, dtype: torch.dtype, name: str) -> None:
     """Check that no bit of a sequence's logits depends on the sequence before, and no more than rounding on its place.
 
-    Calls `model` on `device`, which computes with its parameters, in `dtype`, which the caller's autocast may give.
+    Calls `model` on `device` with its parameters, in `dtype`: that of the caller's autocast, for one.
 
     Raises:
-        InvalidConfig: they do.
+        InvalidConfig: a bit does.
     """
     generator = torch.Generator().manual_seed(0)
     first, second = torch.randint(model.vocabulary, (2, LENGTH), generator=generator).to(device)
@@ -127,7 +127,7 @@ def _message(module: Any, name: str, leak: float, moved: float) -> str:
 
 
 class _Choices(TorchFunctionMode):
-    """Records which experts the tokens choose, and lets the tokens of the first sequence choose the same again."""
+    """Records the experts that tokens choose, and lets the tokens of the first sequence choose the same again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _Choices(TorchFunctionMode):
         self._left = list(self._recorded)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `function`, and in the second call replace what it chose for the first sequence."""
+        """Call `function`, and in the second call replace its choice for the first sequence."""
         found = function(*args, **(kwargs or {}))
         if function not in CHOICES or (axis := _tokens_of(args[0], found)) is None:
             return found

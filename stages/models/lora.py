@@ -22,7 +22,7 @@ PREFIX = "base_model.model."
 """Begins each name in peft's files."""
 
 ADAPTER = "default"
-"""The name of the adapter within the modules, which peft's files leave out."""
+"""The name of the adapter within the modules; peft's files leave it out."""
 
 
 PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -30,7 +30,7 @@ PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
 def insert(module: nn.Module, lora: LoRA) -> None:
-    """Insert adapters, which change no output yet, into `module`, and freeze all its other parameters.
+    """Insert adapters into `module`, without a change of its output yet, and freeze all its other parameters.
 
     The adapters are float32, beside a model of any dtype.
 
@@ -115,7 +115,7 @@ def load_adapters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _without_copies(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `tensors` without copies of the model's, which peft writes beside the adapters of an embedding."""
+    """Return `tensors` without copies of the model's: peft writes these beside the adapters of an embedding."""
     base = {f"{PREFIX}{name}": tensor for name, tensor in module.state_dict().items() if not _is_adapter(name)}
     copies = {name for name in tensors.keys() & base.keys() if torch.equal(tensors[name].to(base[name]), base[name])}
     return {name: tensor for name, tensor in tensors.items() if name not in copies}
@@ -137,7 +137,7 @@ def switch(module: nn.Module, *, on: bool) -> None:
 
 
 def write_config(module: nn.Module, folder: Path, base: Path) -> None:
-    """Write `adapter_config.json`, from which peft and vLLM load the adapters beside it; `base` is the model's."""
+    """Write `adapter_config.json`: peft and vLLM load the adapters beside it by that. `base` is the model's."""
     config = _config(module)
     config.base_model_name_or_path = str(base)
     config.save_pretrained(folder)

@@ -57,11 +57,11 @@ class MicroBatch(NamedTuple):
     """Some sequences of a batch, as tensors."""
 
     tokens: Tensor
-    """[R, W] int64; where there is none, the first of the row: a padding token of the model may have no gradient."""
+    """[R, W] int64; padding repeats the first of the row: a padding token of the model may have no gradient."""
     positions: Tensor
     """[R, W] int64, position of each token within its sequence; they continue over the padding behind it."""
     sequences: Tensor
-    """[R, W] int64, the sequence of each token; −1 where there is none."""
+    """[R, W] int64, the sequence of each token; −1 on padding."""
     cu_seqlens: Tensor
     """[K + 1] int32, the start in R · W of each sequence, and of the tokens behind them in a row; the last is R · W."""
     predicted_at: Tensor
@@ -99,7 +99,7 @@ def micro_batches(
 
 
 def empty_micro_batch(sequences: Sequences, device: torch.device) -> MicroBatch:
-    """Return a micro-batch of one token, of `sequences` if they have any, which does not train."""
+    """Return a micro-batch of one token that does not train, of `sequences` if they have any."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     one = torch.full_like(zero, int(sequences.tokens[0]) if len(sequences.tokens) else 1)
@@ -198,7 +198,7 @@ def _ranges(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _starts(rows: Iterable[list[int]], lengths: list[int], width: int) -> NDArray[np.int64]:
-    """Return the start of each sequence, in the order of the rows, which lie one behind the other."""
+    """Return the start of each sequence, in the order of the rows, one behind the other."""
     starts: list[int] = []
     for number, row in enumerate(rows):
         start = number * width

@@ -1,6 +1,6 @@
 """The files of a model's folder: a damaged one is named before transformers reads it.
 
-1. A checkpoint and an exported model have a manifest, with which the files of the model are compared.
+1. A checkpoint and an exported model have a manifest: the files of the model are compared with it.
 2. Files of other programs have no hash. Their weights must have the length that their headers state, and every shard
    of the index must be there.
 """

@@ -1,4 +1,4 @@
-"""The identity of a model in a folder, by which a continued run knows whether it has the model that it began with.
+"""The identity of a model in a folder: a continued run checks by it that it has the model that it began with.
 
 It covers the configuration, the tokenizer and its template, byte by byte, and of each file of weights the size, the
 header with the name, dtype, shape and place of each tensor, and 64 stretches of 4 KiB, spread evenly: two models of one

@@ -32,7 +32,7 @@ def _tables(module: nn.Module) -> Iterator[int]:
 
 
 def trained_positions(config: Any) -> int | None:
-    """Return the number of positions for which the model of `config` was made, scaled ones too; None if unknown."""
+    """Return the number of positions that the model of `config` was made for, scaled ones too; None if unknown."""
     text = config.get_text_config()
     own: int | None = getattr(text, "max_position_embeddings", None)
     if not own:

@@ -31,7 +31,7 @@ from ..losses.tiles import Finish
 from .micro_batches import MicroBatch, Packed, Sequences, micro_batches
 
 TEMPERATURE = "temperature"
-"""A column of a micro-batch: the temperature at which each token is scored."""
+"""A column of a micro-batch: the temperature of each token's score."""
 
 _Part: TypeAlias = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(gt=0)]]
 """Tokens, and their temperature."""
@@ -57,8 +57,8 @@ class Reader(Generic[R]):
         self._use = use
         self._temperature = temperature
         self._call = _uncompiled() if "torch._dynamo" in sys.modules else _call
-        """Calls a function in which torch.compile, if it was used before, traces nothing: the number of chunks differs
-        between micro-batches."""
+        """Calls a function without tracing it, if torch.compile was used before: the number of chunks differs between
+        micro-batches."""
 
     def __call__(
         self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None = None, finish: Finish | None = None
@@ -102,10 +102,10 @@ def read_distributions(
     Args:
         model: a `CausalModel`, called once.
         part: the rows.
-        use: called once: inside the model, whose tensors may be gathered there alone, if it passes hidden states.
+        use: called once; if the model passes hidden states, inside it: its tensors may be gathered there alone.
         passes_hidden: whether it does; see `reads`.
         temperature: logits are divided by it, unless `part` has a column with one for each token.
-        autocast: dtype in which the model computes where that is safe; None for the dtype of the model.
+        autocast: dtype of the model's safe operations; None for the dtype of the model.
     """
     reader = Reader(part, use, temperature)
     alone = len(part.lengths) == len(part.tokens)
@@ -172,7 +172,7 @@ def _called(use: Callable[[Distributions, Tensor], R], targets: Tensor, distribu
 def own_temperatures(
     groups: Sequence[Sampled], repetitions: Iterable[NDArray[np.int64]], lengths: NDArray[np.int64], default: float
 ) -> NDArray[np.float32] | None:
-    """Return [N] the temperature at which each token is scored; None if no group has its own.
+    """Return [N] the temperature of each token's score; None if no group has its own.
 
     Args:
         groups: one behind the other. `meta["temperatures"]` of a group is a list with an entry for each repetition id:
@@ -182,7 +182,7 @@ def own_temperatures(
         default: for sequences of groups without.
 
     Raises:
-        InvalidRecord: a group lacks an entry for a repetition, or one is none of these.
+        InvalidRecord: a group lacks an entry for a repetition, or has an invalid one.
     """
     if not any(TEMPERATURES in group.meta for group in groups):
         return None
@@ -212,7 +212,7 @@ def _own(group: Sampled, repetition: int, length: int) -> NDArray[np.float64]:
 
 
 def check_temperature(groups: Iterable[Sampled], temperature: float, scorer: str) -> None:
-    """Check that groups were sampled at the temperature at which `scorer` scores them, where they contain it.
+    """Check that groups were sampled at the temperature of `scorer`, if they contain theirs.
 
     Raises:
         InvalidRecord: a group was sampled at another; every ratio to its log-probabilities would be wrong.

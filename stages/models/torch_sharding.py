@@ -26,7 +26,7 @@ def is_shared(model: Trainable) -> bool:
 
 
 def bare(model: Trainable) -> CausalModel:
-    """Return the model itself, whose tensors have their own names."""
+    """Return the model itself: its tensors have their own names."""
     inner: CausalModel = model.module if isinstance(model, DistributedDataParallel) else model
     return inner
 

@@ -39,7 +39,7 @@ def read_weights(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of all safetensors files in `folder`, which another program has written, by name.
+    """Return the tensors of all safetensors files in `folder`, written by another program, by name.
 
     Raises:
         WeightsDamaged: a file cannot be read.

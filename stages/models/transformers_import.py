@@ -22,7 +22,7 @@ def import_transformers(needed_by: str) -> Any:
 
 @contextmanager
 def quiet_transformers(needed_by: str) -> Iterator[Any]:
-    """Yield the module, which prints no progress within the body: a run has a view of its own.
+    """Yield the module, silent about progress within the body: a run has a view of its own.
 
     Raises:
         MissingExtra: it is not installed.

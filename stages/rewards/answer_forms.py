@@ -1,8 +1,8 @@
 r"""The forms of an answer: a formula, marked or bare, a number within a sentence, or words; as math-verify reads each.
 
 math-verify reads formulas where dollar signs or `\boxed{}` mark them, and of other text the numbers only: of a bare
-`3\sqrt{13}` it reads 3. So what is a formula is marked first. It reads words as products of letters, for which `east`
-equals `seat`: words are compared as words. Knows no process and does not import math-verify.
+`3\sqrt{13}` it reads 3. So formulas are marked first. It reads words as products of letters, so that `east` equals
+`seat`: words are compared as words. Knows no process and does not import math-verify.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MARKED = re.compile(r"\\boxed|\\\(|\\\[|\$\$|(?<!\\)\$[^$]+(?<!\\)\$")
 """A formula that is marked already."""
 
 WHOLE = r"\boxed{"
-"""Begins a text that is a formula from its beginning to its end, in whose parts no answer is searched."""
+"""Begins a text that is a formula from its beginning to its end: no answer is searched in its parts."""
 
 SPACED_BOX = re.compile(r"\\boxed\s+\{")
 BOXES = (WHOLE, r"\fbox{")
@@ -33,7 +33,7 @@ FINAL = "####"
 """The answer of GSM8K follows it."""
 
 SYMBOLS = "pi|inf|infinity|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|max|min|mod|or|and|alpha|beta|gamma|theta|lambda|phi"
-"""What is part of a formula although it has several letters."""
+"""Words that are part of a formula although they have several letters."""
 
 WORD = rf"(?!(?:{SYMBOLS})\b)[^\W\d_]{{2,}}"
 """A word of prose."""
@@ -51,7 +51,7 @@ WORDS = re.compile(r"[^\W\d_][^\W\d_ ,.'’!-]*(?:[ ,.'’!-]+[^\W\d_]*)*")
 """An answer of words alone."""
 
 TIME = re.compile(r"\d{1,2}(?::\d\d)?\s*[ap]\.?\s?m\b\.?", re.IGNORECASE)
-"""A time of day, `6:00 PM`, which is no ratio."""
+"""A time of day, `6:00 PM`, not a ratio."""
 
 TEXT = re.compile(r"\\(?:text(?:bf|it|rm|tt|sf)?|math(?:rm|bf|sf|tt)|mbox)\s*\{([^{}]*)\}")
 """Words within a formula."""
@@ -65,7 +65,7 @@ DATE = re.compile(
     rf"|(?:{MONTH}) \d{{1,4}}(?:st|nd|rd|th)?(?:,? \d{{4}})?",
     re.IGNORECASE,
 )
-"""A day, which is no difference, quotient or quantity."""
+"""A day, not a difference, quotient or quantity."""
 
 CLOCK = re.compile(r"\d{1,2}:0\d|\d{1,2}:\d\d:\d\d")
 """A time that is no ratio."""
@@ -82,7 +82,7 @@ SEVERAL_UNITS = re.compile(rf"\d+(?:\.\d+)?\s*{WORD}(?:[ ,]+(?:and )?\d+(?:\.\d+
 """A quantity in several units, `2 hours 30 minutes`."""
 
 CHOICE = re.compile(r"\(?[A-Z][).]?")
-"""The letter of a choice, which is no number such as Euler's."""
+"""The letter of a choice, not a number such as Euler's."""
 
 IN_WORDS = (TIME, DATE, CLOCK, BASED, LABEL, SEVERAL_UNITS, CHOICE)
 """Answers that are compared as words although they have digits, or one letter."""
@@ -95,7 +95,7 @@ ABOUT = re.compile(r"^(?:≈|\\approx|=|about|around|approximately|roughly|nearl
 
 
 def formulas_of(answer: str) -> tuple[str, ...]:
-    """Return `answer` as texts whose last formula or number is the answer: with its unit, and without.
+    """Return `answer` as texts that end with it as their last formula or number: with its unit, and without.
 
     math-verify knows the usual units only; an answer of `3 apples` is also the number.
     """
@@ -116,7 +116,7 @@ def same_brackets(answer: str, found: str) -> bool:
 
 
 def core_of(answer: str) -> str:
-    """Return `answer` without what precedes its last mark, and without the marks around it."""
+    """Return `answer` without the text before its last mark, and without the marks around it."""
     final = TRAILING.sub("", answer.rpartition(FINAL)[2].strip())
     if (boxed := box_of(final)) is not None:
         return core_of(boxed)
@@ -125,7 +125,7 @@ def core_of(answer: str) -> str:
 
 
 def box_of(text: str) -> str | None:
-    r"""Return what is in the last `\boxed{}` of `text`; None if there is none that ends."""
+    r"""Return the content of the last `\boxed{}` of `text`; None if none ends."""
     text = SPACED_BOX.sub(WHOLE.replace("\\", "\\\\"), text)
     start = max(text.rfind(box) + len(box) if box in text else -1 for box in BOXES)
     depth = 1 if start >= 0 else 0
@@ -137,7 +137,7 @@ def box_of(text: str) -> str | None:
 
 
 def with_marks(text: str) -> str:
-    """Return `text` with its formulas as LaTeX has them, and with those in bare LaTeX marked if it marks none.
+    """Return `text` with its formulas as LaTeX has them, and with those in bare LaTeX marked if none are.
 
     The numbers of a formula are no answers of their own.
     """

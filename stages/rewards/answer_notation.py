@@ -1,7 +1,7 @@
 r"""The notation of an answer: Unicode, the text of programs and shorthands, each as the LaTeX that math-verify reads.
 
-It reads the beginning of what it does not know: of `3×10⁸` the 3, of `0.\overline{3}` the 0. So what is written in
-another way is written in LaTeX first. Knows no form of an answer.
+It reads only the beginning of other notations: of `3×10⁸` the 3, of `0.\overline{3}` the 0. So these are written in
+LaTeX first. Knows no form of an answer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def in_latex(text: str) -> str:
 
 
 def as_formula(text: str) -> str:
-    """Return `text`, which is a formula and no prose, as LaTeX has it."""
+    """Return `text`, a formula without prose, as LaTeX has it."""
     plain = text.strip()
     plain = plain.replace(" ", "") if SPACED.fullmatch(plain) else plain
     plain = CURRENCY.sub("", in_latex(plain))
@@ -95,7 +95,7 @@ def as_formula(text: str) -> str:
 
 
 def _replaced(text: str, table: Mapping[str, str]) -> str:
-    """Return `text` with what is in `table` replaced; a command is apart from a letter after it."""
+    """Return `text` with the keys of `table` replaced; a command is apart from a letter after it."""
     for old, new in table.items():
         first, *parts = text.split(old)
         text = first + "".join(_apart(new, part) for part in parts)

@@ -1,4 +1,4 @@
-"""The units of answers: two quantities with different units are different, whatever their numbers are."""
+"""The units of answers: two quantities with different units are different, also if their numbers are equal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reward functions as users have them from TRL and verl, called with the arguments that those frameworks pass.
 
-A function without `**kwargs` is given only the arguments that it names. What each argument is was read in the sources
-of TRL 1.16 (`GRPOTrainer._calculate_rewards`) and verl 0.9.1 (`NaiveRewardManager.run_single`).
+A function without `**kwargs` is given only the arguments that it names. The arguments are those in the sources of TRL
+1.16 (`GRPOTrainer._calculate_rewards`) and verl 0.9.1 (`NaiveRewardManager.run_single`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def trl_reward(
 
     It is called with all completions of a group. `prompts` and `completions` are lists of messages if the prompt is a
     conversation, else of text; every column of the row is a list; `completion_ids`, `trainer_state` (with a
-    `global_step`, the policy version), `log_metric` and `log_extra` are passed too. None, or NaN, for a completion adds
-    nothing to its reward. It may be async. Options are those of `RewardFunction`; TRL makes one call at a time.
+    `global_step`, the policy version), `log_metric` and `log_extra` are passed too. None, or NaN, for a completion
+    leaves its reward as it is. It may be async. Options are those of `RewardFunction`; TRL makes one call at a time.
 
     >>> def longest(prompts, completions, **columns):
     ...     return [float(len(completion)) for completion in completions]
@@ -108,7 +108,7 @@ class _TrlFunction(_Foreign):
         metrics: dict[str, list[float]] = defaultdict(list)
         arguments = _trl_arguments(inputs) | {
             "log_metric": lambda name, value: metrics[name].append(float(value)),
-            "log_extra": lambda _column, _values: None,  # columns of a table of completions, which is not kept
+            "log_extra": lambda _column, _values: None,  # columns of a table of completions: it is not kept
         }
         returned = self.function(**_accepted(self.function, arguments, inputs[0].row))
         return _awaited(returned, metrics) if inspect.isawaitable(returned) else _with_metrics(returned, metrics)

@@ -80,8 +80,8 @@ class Judge(RewardComponent):
     or messages."""
     parse: str | Parse = LAST_NUMBER
     """Reads the number: a regular expression whose last match counts, its first group where it has one; or a function
-    of the response. An expression of yours runs in a process of its own, which ends with `reward_timeout_s`, a function
-    in a thread. By default the last number in it."""
+    of the response. An expression of yours runs in a process of its own until `reward_timeout_s`, a function in a
+    thread. By default the last number in it."""
     api_key: str | None = field(default=None, repr=False, kw_only=True)
     """Sent as a bearer token."""
     request: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0}, kw_only=True)
@@ -210,7 +210,7 @@ class _Requests:
         """Return the number in the text of a response.
 
         Raises:
-            UnreadableScore: there is none.
+            UnreadableScore: it has no number.
         """
         parse = self._judge.parse
         if not isinstance(parse, str):

@@ -1,6 +1,6 @@
 """The main module of a process that compares mathematical answers with math-verify.
 
-Its processor time is bounded by a signal, which works in the main thread of a process only. math-verify's own bound is
+Its processor time is bounded by a signal: that works in the main thread of a process only. math-verify's own bound is
 by the clock, and on a busy machine right answers would be wrong. Requests and replies are lines of JSON: the answers
 that are right and a text in, a verdict out.
 """
@@ -22,7 +22,7 @@ from .answer_forms import WHOLE, box_of, core_of, formulas_of, letters_of, same_
 from .answer_units import same_units
 
 GIVE_UP_S = 5.0
-"""Processor time after which a formula counts as one that cannot be read."""
+"""Processor time until a formula counts as one that cannot be read."""
 
 
 class TextVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,7 +50,7 @@ def _reply(line: bytes) -> TextVerdict:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Raise in the body each time it has used GIVE_UP_S; math-verify gives up on what it reads or compares then."""
+    """Raise in the body each time it has used GIVE_UP_S; math-verify then gives up on that text."""
     from math_verify.errors import TimeoutException  # noqa: PLC0415 (an extra)
 
     def give_up(_number: int, _frame: object) -> None:
@@ -80,7 +80,7 @@ def compare(answers: str | Sequence[str], text: str) -> bool | None:
 
 
 def _equal(answer: str, text: str, box: str | None, found: Callable[[], list[list[Any]]]) -> bool:
-    """Return whether `answer` equals the last one of `text`, of which `found` returns what math-verify reads."""
+    """Return whether `answer` equals the last one of `text`; `found` returns math-verify's reading of `text`."""
     import math_verify  # noqa: PLC0415 (an extra)
 
     if (words := words_of(answer)) is not None:
@@ -97,7 +97,7 @@ def _equal(answer: str, text: str, box: str | None, found: Callable[[], list[lis
 
 
 def _parsed(formula: str) -> list[Any]:
-    """Return what math-verify reads of `formula`: of a whole one nothing but the whole."""
+    """Return math-verify's reading of `formula`: of a whole one the whole alone."""
     import math_verify  # noqa: PLC0415 (an extra)
 
     mode: Any = "first_match" if formula.startswith(WHOLE) else "any_match"
@@ -106,7 +106,7 @@ def _parsed(formula: str) -> list[Any]:
 
 
 def _one_side(expected: list[Any], found: list[Any]) -> bool:
-    """Return whether a lone value stands for an equation of several unknowns, of which math-verify takes a side."""
+    """Return whether a lone value stands for an equation of several unknowns: math-verify takes one side of it."""
     left = getattr(next(iter(expected), None), "lhs", None)
     return getattr(left, "is_Add", False) and not hasattr(next(iter(found), None), "lhs")
 

@@ -32,14 +32,14 @@ class MathVerify(RewardComponent):
 
     Both may be numbers or LaTeX: `0.5` equals `$\frac{1}{2}$`. The last answer of the completion counts, and one in
     `\boxed{}` before any other. The answer in the data may be a formula with or without dollar signs, a number within a
-    sentence or after `####`, words, or a list of right answers. Where it is empty, nothing is added to the reward.
+    sentence or after `####`, words, or a list of right answers. If it is empty, the reward stays as it is.
 
     >>> MathVerify("solution", weight=2.0).name
     'math_verify'
 
     Args:
         answer: the column with the right answer.
-        concurrency: bound on processes, each of which makes one comparison at a time.
+        concurrency: bound on processes, with one comparison at a time each.
     """
 
     answer: str = "answer"
@@ -84,7 +84,7 @@ class MathVerify(RewardComponent):
 
 
 def _answers(column: str, value: Any) -> tuple[str, ...]:
-    """Return the right answers of a row as text; none if there is no content.
+    """Return the right answers of a row as text; empty if there is no content.
 
     Raises:
         InvalidData: they are neither text nor numbers.

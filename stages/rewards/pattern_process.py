@@ -1,7 +1,7 @@
 """The main module of a process that reads numbers in texts by a regular expression.
 
-A pattern of a user meets the text of a model here: a match may take time without end, during which the interpreter
-does nothing else, and only the end of the process ends it.
+A pattern of a user meets the text of a model here: a match may take time without end and keep the interpreter to
+itself, and only the end of the process ends it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Found(msgspec.Struct, frozen=True, omit_defaults=True):
     """The last match of a pattern in a text."""
 
     number: str | None = None
-    """Its first group where it has one; None without a match."""
+    """Its first group if it has one; None without a match."""
 
 
 def main(parent: str) -> None:

@@ -31,12 +31,12 @@ from .reward_input import RewardInput
 log = get_logger("penstock.reward")
 
 Outcome: TypeAlias = "float | RewardFailure | None"
-"""The contribution to the reward; None where the function does not apply."""
+"""The contribution to the reward; None if the function does not apply."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """The reason for which a trajectory has no value and is to be dropped."""
+    """The reason that a trajectory has no value and is to be dropped."""
 
     reason: str
 

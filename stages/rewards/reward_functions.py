@@ -1,7 +1,7 @@
 """Components of a reward that are code: each judges completions one by one, or all completions of a group at once.
 
-A component is a picklable description. A running stage opens it, which loads its model or starts its process, and
-calls the function that it yields; `reward_calls` bounds, times and accounts the calls.
+A component is a picklable description. A running stage opens it (this loads its model or starts its process), and calls
+the function that it yields; `reward_calls` bounds, times and accounts the calls.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..._schemas.numbers import normalize_counts, normalize_numbers
 from .reward_input import RewardInput
 
 Verdict: TypeAlias = float | Mapping[str, Any] | None
-"""The value of one completion: a finite number; None, where the function does not apply; or a mapping with a "score",
-whose other numbers are only metrics."""
+"""The value of one completion: a finite number; None, if the function does not apply; or a mapping with a "score": its
+other numbers are only metrics."""
 
 JudgeOne: TypeAlias = Callable[[RewardInput], Verdict | Awaitable[Verdict]]
 JudgeGroup: TypeAlias = Callable[[Sequence[RewardInput]], Sequence[Verdict] | Awaitable[Sequence[Verdict]]]
@@ -45,9 +45,9 @@ class RewardComponent(ABC):
     reward_timeout_s: float = 30.0
     """Bound on the time of one call."""
     on_failure: Literal["drop", "raise"] | float = "drop"
-    """The rule for a completion for which a call raises, times out or returns no finite number. "drop": it ends as
-    failed, with the name and the error as reason; the rest of its group goes on. "raise": the pipeline fails. A number:
-    that is the value, and the failure is counted."""
+    """The rule for a completion whose call raises, times out or returns no finite number. "drop": it ends as failed,
+    with the name and the error as reason; the rest of its group goes on. "raise": the pipeline fails. A number: that is
+    the value, and the failure is counted."""
     batched: bool = False
     """True if a call judges all completions of a group: it takes a list, and returns as many values."""
     reads_text: bool = True
@@ -70,7 +70,7 @@ class RewardComponent(ABC):
 
     @abstractmethod
     def default_name(self) -> str:
-        """Return the name of a component that was given none."""
+        """Return the name of a component without a given one."""
 
     @abstractmethod
     def open(self) -> AbstractAsyncContextManager[Judging]:
@@ -84,9 +84,9 @@ class RewardFunction(RewardComponent):
     >>> RewardFunction(lambda completion: 0.1 * completion.text.count("because"), name="reasons").name
     'reasons'
 
-    It takes a `RewardInput` (with `batched`, a list of them), and returns a finite number; None, where it does not
-    apply; or a mapping with a "score", whose other numbers become metrics. An async function runs on the event loop,
-    any other in a thread. Its name is the function's own by default.
+    It takes a `RewardInput` (with `batched`, a list of them), and returns a finite number; None, if it does not apply;
+    or a mapping with a "score": its other numbers become metrics. An async function runs on the event loop, any other
+    in a thread. Its name is the function's own by default.
     """
 
     function: Judging

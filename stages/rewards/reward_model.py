@@ -23,7 +23,7 @@ class RewardModel(RewardComponent):
     tokenizer, to the GPU if there is one.
 
     Args:
-        folder: a local path; nothing is downloaded.
+        folder: a local path.
     """
 
     folder: str | Path

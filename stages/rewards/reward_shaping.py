@@ -35,13 +35,13 @@ TURN_SEPARATOR = "\0"
 """Inserted between the turns of a conversation, so that no marker is found across the end of a turn."""
 
 RIGHT_FROM = 1.0
-"""Default of the raw score from which a completion is right."""
+"""Default of the least raw score of a right completion."""
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class FormatMarker(Config, frozen=True):
-    """Text whose occurrence in a completion is rewarded."""
+    """Text that is rewarded if a completion contains it."""
 
     marker: Text
     """The text, for example `<answer>`."""
@@ -87,7 +87,7 @@ class OverlongPenalty(Config, frozen=True):
     length: Annotated[int, msgspec.Meta(ge=1)]
     """Tokens of the longest completion; `max_completion_tokens` of the sampling, or less."""
     cache: Annotated[int, msgspec.Meta(ge=1)]
-    """Tokens over which the penalty grows."""
+    """Tokens that the penalty grows over."""
     penalty: float = 1.0
     """Largest penalty."""
 
@@ -132,7 +132,7 @@ class RewardConfig(Config, frozen=True):
     """add: the components are added to every raw score. fallback: only to those of failed completions, and never
     beyond `right_from`, so that no failed completion is ranked above a right one."""
     right_from: float | None = None
-    """With fallback: the raw score from which a completion is right; 1 by default."""
+    """With fallback: the least raw score of a right completion; 1 by default."""
     clip: tuple[float, float] | None = None
     """Bounds on the reward."""
     functions: tuple[FunctionConfig, ...] = ()
@@ -207,7 +207,7 @@ class Shaped(NamedTuple):
 
 
 def combined(scores: Floats, noise: Floats, components: Mapping[str, Floats], config: RewardConfig) -> Shaped:
-    """Add `components` ([S] each) to `scores` [S], which have rounding `noise` [S], and correct the sum."""
+    """Add `components` ([S] each) to `scores` [S] with rounding `noise` [S], and correct the sum."""
     shaped, zeros = failed(scores, config), np.zeros(len(scores))
     parts = {name: np.where(shaped, component, 0.0) for name, component in components.items()}
     total = scores + sum(parts.values(), zeros)
@@ -227,5 +227,5 @@ def _bounded(shaped: Shaped, name: str, bounded: Floats) -> Shaped:
 
 
 def right_from(config: RewardConfig | None) -> float:
-    """Return the score from which a completion is right."""
+    """Return the least score of a right completion."""
     return RIGHT_FROM if config is None or config.right_from is None else config.right_from

@@ -2,9 +2,9 @@
 
 The kind follows from the methods: a scored data set (reasoning-gym's interface), prompts that a later stage scores
 (`data.prompts`), a step-wise environment (the signature of gymnasium and gem, text in, text out), or an environment
-that returns finished rollouts from outside. Any method may be a plain function, which then runs in a thread, or a
-coroutine function. Every exception of an environment becomes `EnvironmentFailed`, so that it is never taken for an
-error of the policy. Knows no channel and no ledger.
+that returns finished rollouts from outside. Any method may be a coroutine function, or a plain one: that runs in a
+thread. Every exception of an environment becomes `EnvironmentFailed`, so that it is never taken for an error of the
+policy. Knows no channel and no ledger.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ..tokenizers.chat_format import ChatFormat
 from ..tokenizers.conversations import ConversationEncoder, conversation, text_of
 
 CLOSE_TIMEOUT_S = 2.0
-"""Bound on closing the environments at the end of a run; part of the 5 s in which Ctrl-C ends everything."""
+"""Bound on closing the environments at the end of a run; part of the 5 s that Ctrl-C takes at most."""
 
 LOOK_AHEAD = 8
-"""Prompts of the epoch that are looked at for each one that is rejected, while none has fitted."""
+"""Prompts of the epoch that are looked at for each rejected one, until the first that fits."""
 
 
 class EnvironmentFailed(PenstockError):
@@ -71,8 +71,8 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     scored: bool = True
     """True if the environment gave the reward; else it is 0, and a later stage gives one."""
     meta: Mapping[str, Any] = {}
-    """Facts about the prompt, for the `meta` of the group, which takes those of its first rollout; values that JSON
-    can hold."""
+    """Facts about the prompt, for the `meta` of the group: it takes those of its first rollout. Values that JSON can
+    hold."""
 
 
 @runtime_checkable
@@ -94,10 +94,10 @@ class ScoredDataset(Protocol):
 
 @runtime_checkable
 class StepEnvironment(Protocol):
-    """A text game, turn by turn: the signature of `gymnasium` and `gem`. `close()` is called where there is one.
+    """A text game, turn by turn: the signature of `gymnasium` and `gem`. `close()` is called if there is one.
 
-    An episode in which the policy has no tokens left is given up between two steps. Where others wait for its end, as
-    in a group that is scored together, `end_cut_episode()` ends it, and returns the reward that it still gets.
+    An episode is given up between two steps if the policy has no tokens left. If others wait for its end, as in a group
+    that is scored together, `end_cut_episode()` ends it, and returns the reward that it still gets.
     """
 
     def reset(self, *, seed: int | None = None) -> Any:
@@ -121,7 +121,7 @@ class OutsideEnvironment(Protocol):
 Environment: TypeAlias = ScoredDataset | PromptSource | StepEnvironment | OutsideEnvironment
 
 GenerateFn: TypeAlias = Callable[[Sequence[NDArray[np.int32] | Completion]], Awaitable[Completion | None]]
-"""Returns the policy's completion of the turns so far; None where no token is left for one."""
+"""Returns the policy's completion of the turns so far; None if no token is left for one."""
 
 
 RolloutFn: TypeAlias = Callable[[int, GenerateFn], Coroutine[Any, Any, RolloutResult]]
@@ -148,7 +148,7 @@ async def open_tasks(
 
     Args:
         make_env: called once, and for a step-wise environment once more for each concurrent rollout.
-        tokenizer: converts text of environments to tokens; only an outside environment needs none.
+        tokenizer: converts text of environments to tokens; only an outside environment goes without.
         chat: makes messages of the text, and converts them to tokens.
         threads: number of blocking calls at once.
         seed: added to a prompt's number; the sum resets a step-wise environment.
@@ -270,7 +270,7 @@ class _PromptTasks:
         raise PromptRejected(f"prompt longer than {prompt.max_tokens} tokens", self._epoch, none_fits=none_fits)
 
     async def _look_ahead(self) -> None:
-        """Look at another prompt of the epoch, while none has fitted."""
+        """Look at another prompt of the epoch, until the first that fits."""
         if self._one_fits or self._next == self._epoch:
             return
         number, self._next = self._next, self._next + 1
@@ -355,7 +355,7 @@ class _PooledEnv:
         self.env = env
         self._threads = threads
         self._last: Future[Any] | None = None
-        """The latest call, which may still run if its rollout was cancelled."""
+        """The latest call; it may still run if its rollout was cancelled."""
 
     async def call(self, function: Callable[[], Any], take: Callable[[Any], Any]) -> Any:
         """Return `take` of the result of `function`, a method of the environment; see `_called`."""
@@ -422,7 +422,7 @@ class _EpisodeTasks:
         )
 
     async def _end_cut(self, env: _PooledEnv, rewards: list[float]) -> None:
-        """End an episode in which the policy has no tokens left; its reward is that of the last turn."""
+        """End an episode because the policy has no tokens left; its reward is that of the last turn."""
         end = getattr(env.env, "end_cut_episode", None)
         if end is not None:
             reward = await env.call(end, _reward)

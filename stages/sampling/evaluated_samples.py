@@ -27,7 +27,7 @@ MOST = 32
 """Of the best, and of the worst, that a worker sends; `Samples.count` of those of all workers are shown."""
 
 KEPT = 8 * MOST
-"""Completions from which a worker keeps those alone that it would send."""
+"""Number of completions that a worker reduces to those that it would send."""
 
 LONGEST = 2**23
 """Characters of all texts that a worker sends at once: a message holds them in any script."""
@@ -49,7 +49,7 @@ class Candidates:
 
     Args:
         step: that is evaluated.
-        tokenizer: decodes them; without one there are none.
+        tokenizer: decodes them; without one there are no candidates.
     """
 
     step: int
@@ -73,7 +73,7 @@ class Candidates:
         return best_and_worst(self._kept, MOST, lambda candidate: candidate.place)
 
     async def samples(self) -> tuple[Sample, ...]:
-        """Return them as text; none where the tokenizer cannot decode one, which is logged."""
+        """Return them as text; none, and a log entry, if the tokenizer cannot decode one."""
         if self.tokenizer is None:
             return ()
         try:
@@ -101,7 +101,7 @@ class Candidates:
 
 
 def _within_bounds(samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """Return samples whose texts a message can hold together."""
+    """Return samples whose texts fit into one message."""
     longest = LONGEST // max(1, 3 * len(samples))
     return tuple(
         replace(

@@ -1,7 +1,7 @@
-"""`Evaluation`: which prompts are completed every few optimizer steps, how, and how they are scored.
+"""`Evaluation`: the prompts to complete every few optimizer steps, their sampling and their scores.
 
-A picklable value, given to `SourceEnv`, whose workers evaluate, and to `SinkTrainer`, which keeps the best checkpoint.
-`evaluator` does it. Knows no engine.
+A picklable value, given to `SourceEnv` (its workers evaluate) and to `SinkTrainer` (it keeps the best checkpoint).
+`evaluator` carries it out. Knows no engine.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Evaluation:
     """The sets by their names in metrics: a `PromptDataset`, or a function as `SourceEnv.make_env`, of an environment
     with a length."""
     rewards: RewardBridge | None = None
-    """Scores the completions; None where the environments do."""
+    """Scores the completions; None if the environments do."""
     every: int = 20
     """Optimizer steps between two evaluations; one is also done before the first step."""
     last: int | None = None
-    """The last optimizer step of the run, which is evaluated too; None where only multiples of `every` are."""
+    """The last optimizer step of the run, evaluated too; None to evaluate only multiples of `every`."""
     samples: int = 1
     """Completions of each prompt."""
     sampling: SamplingParams = SamplingParams(greedy=True)  # noqa: RUF009 (a frozen value)
@@ -44,7 +44,7 @@ class Evaluation:
     answer: Callable[[str], Hashable | None] = str.strip
     """Returns the answer in the text of a completion, for the majority; None for none. A module-level function."""
     best: str = ""
-    """The metric whose highest value marks the best checkpoint; by default mean@n of the first set."""
+    """The metric that is highest at the best checkpoint; by default mean@n of the first set."""
     timeout_s: float = 3600.0
     """Bound on one evaluation; prompts that are not done by then are missing from it."""
 
@@ -74,7 +74,7 @@ class Evaluation:
 
     @property
     def best_metric(self) -> str:
-        """Return the name of the metric whose highest value marks the best checkpoint."""
+        """Return the name of the metric that is highest at the best checkpoint."""
         return self.best or f"eval/{next(iter(self.sets))}/mean@{self.samples}"
 
     def due(self, step: int) -> bool:

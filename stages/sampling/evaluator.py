@@ -1,8 +1,8 @@
 """The evaluation in one sampling worker: its share of every set, completed by its engine and scored in its process.
 
 The rollouts and the rewards of a set are an inner pipeline with a ledger and metrics of its own, so that an evaluation
-admits no trajectory in the run, takes no credit, and does not count for the lag; and a failure in it ends nothing else.
-The result is a part (`EvaluationPart`), which the trainer's process merges with those of the other workers.
+admits no trajectory in the run, takes no credit, and does not count for the lag; and a failure in it ends only this.
+The result is a part (`EvaluationPart`); the trainer's process merges it with those of the other workers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Evaluator:
     """The evaluations of one worker, one after the other.
 
     Args:
-        evaluation: what is evaluated.
+        evaluation: the value to carry out.
         make_source: returns the source of the completions of a set, given its `make_env` and number of prompts.
         tokenizer: decodes completions, for the majority and for samples; None for neither.
         context: of the running source.
@@ -83,7 +83,7 @@ class Evaluator:
         """The next step that is evaluated."""
         self._evaluating = anyio.Lock()
         self._reported = 0.0
-        """When the progress was last reported."""
+        """Time of the last report of progress."""
 
     async def begin(self) -> None:
         """Open every set once, and evaluate the weights that the run begins with if they are due.
@@ -182,7 +182,7 @@ class Evaluator:
 
 @dataclass(eq=False, slots=True)
 class _Scored:
-    """The sink of an evaluation: adds each prompt, all of whose completions have a reward, to the means."""
+    """The sink of an evaluation: adds each prompt with a reward for all its completions to the means."""
 
     evaluation: Evaluation
     name: str
@@ -205,7 +205,7 @@ class _Scored:
             ledger.end(group, "trained")
 
     async def _answers(self, group: TrajectoryGroup) -> list[Any]:
-        """Return the answers of the completions; none where there is no majority."""
+        """Return the answers of the completions; empty without a majority."""
         if self.tokenizer is None or len(group) == 1:
             return []
         turns = await anyio.to_thread.run_sync(call_user, turns_of, group, self.tokenizer)
@@ -230,7 +230,7 @@ class _Scored:
 
 @dataclass(frozen=True, slots=True)
 class OpenedPolicy:
-    """A policy whose engine is open already, and stays open."""
+    """A policy with an engine that is open already, and stays open."""
 
     engine: Engine
 

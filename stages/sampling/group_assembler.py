@@ -1,8 +1,8 @@
 """GroupAssembler: pieces of groups to whole groups, by id, in any order, duplicates included.
 
 An advantage compares the completions of one prompt, so they must be together before it is computed; completions that
-were sampled apart arrive apart. `pipeline.group_buffer` decides which piece belongs to which group, and which group is
-flushed; this stage waits, joins the pieces of flushed groups, and applies the rule for stragglers.
+were sampled apart arrive apart. `sampling.group_buffer` assigns pieces to groups and decides when a group is flushed;
+this stage waits, joins the pieces of flushed groups, and applies the rule for stragglers.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class GroupAssembler:
 
     Args:
         group_size: repetitions of a whole group, numbered from 0.
-        deadline_s: seconds from the first piece of a group on; none with `wait`. Time in which this stage waits for
-            credit does not count, because no piece can arrive then.
+        deadline_s: seconds from the first piece of a group on; none with `wait`. Time spent waiting for credit does not
+            count, because no piece can arrive then.
         stragglers: rule for a group that is incomplete at its deadline. `drop` ends its repetitions, `shrink` sends it
             as it is, `wait` waits until the stream ends or is flushed.
         max_groups: groups that may wait; beyond that, the one that has waited longest is treated as due.
         max_bytes: bytes of their columns, likewise.
 
     Raises:
-        InvalidConfig: a number out of range, or a deadline with `wait` or none without.
+        InvalidConfig: a number out of range, a deadline with `wait`, or no deadline without it.
     """
 
     group_size: int
@@ -114,7 +114,7 @@ class GroupAssembler:
 async def _arrived(
     pieces: AsyncIterator[list[TrajectoryGroup]], due_s: float, waits_without_end: Callable[[], bool]
 ) -> list[TrajectoryGroup] | None:
-    """Return the next pieces, none if `due_s` or a flush comes first; None at the end of the stream."""
+    """Return the next pieces, [] if `due_s` or a flush comes first; None at the end of the stream."""
     with anyio.CancelScope(deadline=due_s) as scope, flush_cancels(scope, waits_without_end):
         return await anext(pieces, None)
     return []
@@ -136,7 +136,7 @@ class _Assembling:
 
     @property
     def due_s(self) -> float:
-        """Return the time at which the next group is due."""
+        """Return the time when the next group is due."""
         return self._buffer.due_s
 
     def waits_without_end(self) -> bool:
@@ -144,7 +144,7 @@ class _Assembling:
         return bool(self._buffer.groups) and math.isinf(self.due_s)
 
     def take(self, pieces: Sequence[TrajectoryGroup], now_s: float) -> list[TrajectoryGroup]:
-        """Take in `pieces`, possibly none, and return the groups that are ready."""
+        """Take in `pieces`, if any, and return the groups that are ready."""
         flushes = [flush for piece in pieces for flush in self._buffer.take(piece, now_s)]
         return self._handle_all(flushes + self._buffer.expire(now_s))
 
@@ -176,7 +176,7 @@ class _Assembling:
         return None
 
     def _reject_duplicate(self, flush: Flush) -> None:
-        """Count copies of a piece that waits. The edges of a pipeline let none through; other channels may."""
+        """Count copies of a piece that waits. The edges of a pipeline stop them; other channels may not."""
         copies = flush.mask.bit_count()
         self._context.ledger.refuse(copies, REASONS["duplicate"])
         self._context.dropped["rejected"] += copies

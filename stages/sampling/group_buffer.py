@@ -1,12 +1,12 @@
-"""Build groups from pieces: hold the pieces of each prompt, and decide which groups leave, whole or not.
+"""Build groups from pieces: hold the pieces of each prompt, and decide when a group leaves, whole or not.
 
     piece ─▶ waits in the buffer ─▶ leaves: whole · overdue · evicted · left over
         └──▶ is refused: duplicate · late · beyond
 
 Every trajectory that is added ends in exactly one of these, once. A group that has left is closed: a piece of it that
 arrives afterwards is late, and never begins a second group of that name. The `max_closed` groups that closed last are
-remembered. A piece of an older one is taken for the first of a new group, which is hardly ever whole when it leaves. So
-`max_closed` bounds how late a piece may be and still be recognised: by the groups that closed since its own did.
+remembered. A piece of an older one is taken for the first of a new group, and that is hardly ever whole when it leaves.
+So `max_closed` bounds how late a piece may be and still be recognised: by the groups that closed since its own did.
 
 Sans-I/O. Time is an argument, in seconds of a clock that does not go back. The caller decides what to do with a group
 that leaves before it is whole.
@@ -23,7 +23,7 @@ from ..._pipeline.accounting.repetition_sets import exclude, mask_of
 from ..._schemas import GroupId, TrajectoryGroup
 
 Why: TypeAlias = Literal["whole", "overdue", "evicted", "left over", "duplicate", "late", "beyond"]
-"""The reason for which trajectories leave the buffer, or are refused.
+"""The reason that trajectories leave the buffer, or are refused.
 
 whole: every repetition has arrived · overdue: its deadline has passed · evicted: others needed its room · left over:
 the stream ended · duplicate: its group waits, and holds it already · late: its group has left · beyond: the group has
@@ -74,7 +74,7 @@ class GroupBuffer:
         """Groups that wait, in the order of their first pieces, and so of their deadlines."""
         self._nbytes = 0
         self._closed: dict[GroupId, None] = {}
-        """Closed groups that are remembered, in the order in which they closed."""
+        """Closed groups that are remembered, in the order of closing."""
 
     def __repr__(self) -> str:
         return f"<GroupBuffer: {self.groups} groups waiting, {self.nbytes} bytes, {self.closed} closed>"
@@ -96,7 +96,7 @@ class GroupBuffer:
 
     @property
     def due_s(self) -> float:
-        """The time at which `expire` next returns a group; infinity where no group has a deadline."""
+        """The time when `expire` next returns a group; infinity if no group has a deadline."""
         return next(iter(self._waiting.values())).due_s if self._waiting else math.inf
 
     def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
@@ -129,7 +129,7 @@ class GroupBuffer:
         return [self._close_oldest("left over") for _ in range(self.groups)]
 
     def _add(self, group: GroupId, mask: int, piece: TrajectoryGroup, pending: _PendingGroup) -> list[Flush]:
-        """Add `piece` to `pending`, which has none of its repetitions."""
+        """Add `piece` to `pending`; no repetition is in both."""
         pending.mask |= mask
         if pending.mask == self._whole:
             pending.pieces.append(piece)

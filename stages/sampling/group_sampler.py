@@ -1,7 +1,7 @@
 """`GroupSampler`: the rollouts of one prompt, from its beginning to the group of those that succeed.
 
 A rollout whose environment raises, or takes too long, is counted failed, with the reason, and its group goes on
-smaller; an error of the policy is raised. Knows no channel, and does not decide which prompts are sampled.
+smaller; an error of the policy is raised. Knows no channel, and chooses no prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = get_logger("penstock.source_env")
 
 
 class _NothingSampled(Exception):
-    """A rollout in which the policy sampled no token."""
+    """A rollout without a token of the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class GroupSampler:
         self._dropped = RepeatedErrors(log, "rollout_dropped")
 
     async def rolled_out(self, ids: Sequence[TrajectoryId], rollout: RolloutFn | None) -> dict[int, RolloutResult]:
-        """Return the rollouts of one prompt that succeed, by repetition; none without `rollout`."""
+        """Return the rollouts of one prompt that succeed, by repetition; {} without `rollout`."""
         rollouts: dict[int, RolloutResult] = {}
         if rollout is not None:
             async with anyio.create_task_group() as repetitions:
@@ -77,7 +77,7 @@ class GroupSampler:
         return sampled
 
     async def begun(self, ids: Sequence[TrajectoryId], number: int) -> RolloutFn | None:
-        """Begin prompt `number`, and return the function of its rollouts; None where the prompt has ended."""
+        """Begin prompt `number`, and return the function of its rollouts; None if the prompt has ended."""
         with anyio.move_on_after(self._params.timeout_s):
             try:
                 return await self._begin_task(number)
@@ -112,7 +112,7 @@ class GroupSampler:
     async def _generate(
         self, trajectory: TrajectoryId, turns: Sequence[NDArray[np.int32] | Completion]
     ) -> Completion | None:
-        """Return the policy's completion of `turns`; None where `max_length` leaves no token."""
+        """Return the policy's completion of `turns`; None if `max_length` leaves no token."""
         prompt = np.concatenate([tokens_of(turn) for turn in turns])
         sampling = self._sampling(trajectory, sum(isinstance(turn, Completion) for turn in turns))
         if self._params.max_length is not None:

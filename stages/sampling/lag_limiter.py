@@ -23,7 +23,7 @@ from ..._pipeline.graph.context import Context
 log = get_logger("penstock.pace")
 
 STALL_STEPS = 2.0
-"""Number of step times without any change after which the limit is exceeded."""
+"""Number of step times without any change until the limit is exceeded."""
 
 FIRST_STALL_TIMEOUT_S = 10.0
 """Used before any step was timed: the first one may take long, for models are compiled in it."""
@@ -43,7 +43,7 @@ class LagLimiter:
         """p, where it is known."""
         self._group_size = group_size
         self._samplers = samplers
-        """Those who sample; while they hold groups, the trainer is not assumed to wait."""
+        """Number of samplers; while they hold groups, the trainer is not assumed to wait."""
         self._step = ledger.step
         self._step_began = anyio.current_time()
         self._step_s = 0.0
@@ -51,7 +51,7 @@ class LagLimiter:
 
     @property
     def limit(self) -> float | None:
-        """Return the number of trajectories in flight below which a group may be begun; None for no limit."""
+        """Return the number of trajectories in flight that a new group must stay below; None for no limit."""
         per_step = self._ledger.trained_per_step
         if self._stated is not None and (per_step is None or per_step >= self._stated):
             per_step = -(-self._stated // self._group_size) * self._group_size  # in whole groups

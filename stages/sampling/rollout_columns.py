@@ -51,7 +51,7 @@ def _token_rewards(
     """Return [N] the reward of each turn of the policy, on one token; `ends` are the offsets behind its turns.
 
     It is the last token that the policy had sampled by then: for a turn without sampled tokens, that of an earlier
-    turn, and if there is none, the first sampled token.
+    turn, or else the first sampled token.
     """
     rewards_by_turn: list[float] = []
     for rollout in rollouts:

@@ -35,7 +35,7 @@ def pass_at_k(right: Sequence[bool], k: int) -> float:
 def maj_at_n(right: Sequence[bool], answers: Sequence[Hashable | None]) -> float:
     """Return the probability that an answer drawn among the most frequent ones is right.
 
-    It does not depend on the order of the completions. None is no answer; without any other the result is the share of
+    It does not depend on the order of the completions. None is no answer; if all are None, the result is the share of
     right completions.
 
     >>> maj_at_n([True, False, False], ["4", "5", "5"])
@@ -49,7 +49,7 @@ def maj_at_n(right: Sequence[bool], answers: Sequence[Hashable | None]) -> float
 
 
 def ks(n: int) -> list[int]:
-    """Return the k of pass@k that are reported for `n` completions: powers of two, and `n`; none below 2.
+    """Return the k of pass@k that are reported for `n` completions: powers of two, and `n`, from 2 on.
 
     >>> ks(1), ks(4), ks(6)
     ([], [2, 4], [2, 4, 6])

@@ -1,9 +1,9 @@
 """Journal: received records are on disk before they are trained, so that a run can resume after all processes died.
 
 It runs behind the source, in the trainer's process. First it replays the records that an earlier run received and no
-checkpoint contains; then it passes records on as soon as they are written. The trainer's checkpoint alone says which
-trajectories were trained, because resuming from it loses everything that was trained later. Only files of which every
-trajectory has ended are deleted: trained in a checkpoint that is on the disk, or dropped.
+checkpoint contains; then it passes records on as soon as they are written. The trainer's checkpoint alone decides which
+trajectories were trained, because resuming from it loses all later training. A file is deleted when all its
+trajectories have ended: trained in a checkpoint that is on the disk, or dropped.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Writing:
         self._files = files
         self._context = context
         self._trained = context.ledger.committed
-        """Trajectories in the checkpoint with which this run began."""
+        """Trajectories in the checkpoint that this run began with."""
         self._thread = anyio.CapacityLimiter(1)
 
     def on_checkpoint(self, committed: Mapping[GroupId, int]) -> None:
@@ -148,7 +148,7 @@ class _Writing:
     # -- records of this run -------------------------------------------------------------------------------------------
 
     async def write(self, records: Sequence[TrajectoryGroup]) -> None:
-        """Write `records`, after deleting files of which every trajectory has ended."""
+        """Write `records`, after deleting files whose trajectories have all ended."""
         await self._delete()
         file = await self._in_thread(partial(self._files.append, records))
         self._keep(file, records)
@@ -159,7 +159,7 @@ class _Writing:
             self._retention.keep_record(file, record)
 
     async def _delete(self) -> None:
-        """Delete the files of which every trajectory has ended."""
+        """Delete the files whose trajectories have all ended."""
         if done := [file for file in self._files.volumes if file not in self._retention]:
             await self._in_thread(partial(self._files.delete, done))
 

@@ -1,4 +1,4 @@
-"""SourceChannel: a source whose records are sent by processes that the run did not start, and that may outlive it.
+"""SourceChannel: a source of records from processes that the run did not start, and that may outlive it.
 
 They send with `connect_with_replay`: they keep sent records until a checkpoint of the trainer contains them, and replay
 them to the run that resumes from that checkpoint. This module tracks the records that each sender keeps; the ledger
@@ -51,8 +51,8 @@ class SourceChannel:
     64
 
     Args:
-        url: where to listen; see `serve`. Senders must find it again: use a fixed port, or `address`.
-        address: a file to which the URL of this run is written, because `shm://` gets a new one in every run.
+        url: address to listen on; see `serve`. Senders must find it again: use a fixed port, or `address`.
+        address: a file for the URL of this run, because `shm://` gets a new one in every run.
         senders: number of members: the stream ends when so many, known by their names, have closed; see `serve`. None
             for any number, with or without names: the stream does not end by itself. When all that are connected have
             closed, the groups that stages have gathered are flushed: trained, and saved in a checkpoint.
@@ -90,7 +90,7 @@ class SourceChannel:
         normalize_numbers(self, "absence_timeout_s", "heartbeat_timeout_s")
 
     def stage_info(self) -> StageInfo:
-        """State the tokenizer, and that senders learn what was saved."""
+        """State the tokenizer, and that senders learn of checkpoints."""
         return StageInfo(tokenizers=tokenizer_of(self), follows_trajectories=True)
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
@@ -191,7 +191,7 @@ class _Unsaved:
         return not self._kept
 
     def received(self, peer: Peer, record: TrajectoryGroup) -> TrajectoryGroup:
-        """Note that the sender keeps `record`, which the ledger admits next, or has already; see `PeerListener`."""
+        """Note that the sender keeps `record`: the ledger admits it next, or has already. See `PeerListener`."""
         mask = mask_in(record.repetition_ids)
         if saved := mask & self._saved.get(record.id, 0):
             peer.ended(record.id, saved, "saved", self._ledger.step)
@@ -229,10 +229,10 @@ class _Unsaved:
         """Ignore telemetry; see `PeerListener`."""
 
     def lost(self, peer: Peer, error: PeerLost) -> None:
-        """Forget the records of a lost sender, which it replays when it reconnects; see `PeerListener`."""
+        """Forget the records of a lost sender: it replays them when it reconnects. See `PeerListener`."""
         del error  # the receiver has logged it
         self._kept.discard(peer)
-        if self.ended:  # it had reconnected to learn which records are saved
+        if self.ended:  # it had reconnected to learn of saved records
             self._absent.add(peer.member)
         self.on_disconnect()
 

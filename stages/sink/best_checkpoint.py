@@ -1,10 +1,10 @@
-"""The best checkpoint of a run: a link in the folder of the checkpoints, and a record of what made it the best.
+"""The best checkpoint of a run: a link in the folder of the checkpoints, and a record of its metric.
 
     checkpoints/best         -> step-00000040
     checkpoints/best.json    {"metric": "eval/gsm8k/mean@1", "value": 0.41, "step": 40, "evaluated": 60, "checksum": …}
 
 Both are replaced atomically, and read again whenever they are needed, so that a run that was killed goes on with them.
-Knows nothing about the contents of a checkpoint.
+Does not read the contents of a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The best checkpoint of a run, as in best.json."""
 
     metric: str
-    """The metric whose highest value it has."""
+    """The metric that it has the highest value of."""
     value: float | None = None
-    """Its value; None before the first evaluation that has one."""
+    """Its value; None before the first evaluation with a value."""
     step: int = -1
-    """The optimizer step of the checkpoint; −1 for none."""
+    """The optimizer step of the checkpoint; −1 before the first."""
     evaluated: int = -1
-    """The last step whose evaluation is known; −1 for none."""
+    """The last step with a known evaluation; −1 before the first."""
 
 
 def best_checkpoint(folder: str | Path) -> BestCheckpoint | None:
-    """Return the record of the best checkpoint in `folder`; None where no step was evaluated.
+    """Return the record of the best checkpoint in `folder`; None if no step was evaluated.
 
     A record that cannot be read is set aside.
     """
@@ -62,7 +62,7 @@ def record_evaluation(folder: Path, metric: str, step: int, value: float | None)
 
 
 def rewind_best(folder: Path, step: int) -> None:
-    """Forget the evaluations of steps after `step`, which a run that resumes there trains again. Blocks.
+    """Forget the evaluations of steps after `step`: a run that resumes there trains them again. Blocks.
 
     Raises: see `record_evaluation`.
     """
@@ -75,7 +75,7 @@ def rewind_best(folder: Path, step: int) -> None:
 
 
 def link_best(folder: Path) -> None:
-    """Link the checkpoint of the best step, whose name changes if the step is saved again. Blocks."""
+    """Link the checkpoint of the best step: its name changes if the step is saved again. Blocks."""
     best = best_checkpoint(folder)
     if best is None or (checkpoint := checkpoint_of(folder, best.step)) is None:
         return

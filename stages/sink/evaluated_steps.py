@@ -1,7 +1,7 @@
 """EvaluatedSteps: the optimizer steps of a run that are evaluated, as its sink needs them.
 
-The sink waits for their evaluations, records which checkpoint is the best, and does not remove that one, nor one whose
-evaluation is not known yet. Knows no trainer.
+The sink waits for their evaluations, records the best checkpoint, and keeps that one, and those with an evaluation to
+come. Knows no trainer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EvaluatedSteps(NamedTuple):
         """Wait for the evaluation of `step`, if it is due; return whether it is done.
 
         It is awaited before the first step, because a worker that starts late would evaluate newer weights, and after
-        the last one, which is evaluated by sources that run on.
+        the last one, because sources run on to evaluate it.
         """
         if self.evaluation is None or not self.due(step):
             return False
@@ -72,6 +72,6 @@ class EvaluatedSteps(NamedTuple):
             link_best(self.folder)
 
     def link_best(self) -> None:
-        """Link the best checkpoint, whose name changes if its step is saved again. Blocks."""
+        """Link the best checkpoint: its name changes if its step is saved again. Blocks."""
         if self.evaluation is not None and self.folder is not None:
             link_best(self.folder)

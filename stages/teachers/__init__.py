@@ -1,1 +1,1 @@
-"""Teachers, which return the likeliest tokens and their log-probabilities: in torch, or at an inference server."""
+"""Teachers return the likeliest tokens and their log-probabilities: in torch, or at an inference server."""

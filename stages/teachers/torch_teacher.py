@@ -105,7 +105,7 @@ def _likeliest(distributions: Distributions, targets: Tensor, *, top_k: int) -> 
     """Return the likeliest `top_k` tokens, with the token itself in the first column if it is none of them.
 
     Returns:
-        Ids and log-probabilities, [T, K] each; −1 where there is no id.
+        Ids and log-probabilities, [T, K] each; −1 without an id.
     """
     count = min(top_k, distributions.vocabulary)
     found = [(chunk.topk(count), logprobs_of(chunk, own)) for chunk, own in distributions.chunks(targets)]

@@ -1,9 +1,9 @@
 """`ChatFormat`: messages to the tokens of a prompt, and to the tokens between two turns of the policy.
 
-The tokens of a turn are those that the policy sampled: they are never rendered or tokenized again. So only what a
-template writes between two turns matters, which is found around a turn whose content is known. Most templates write an
-earlier turn in another way than it was sampled, without its thoughts: a warning names the difference, and `strict`
-refuses it. transformers renders the templates, as its `apply_chat_template` does. Knows no environment and no policy.
+The tokens of a turn are those that the policy sampled: they are never rendered or tokenized again. So only the text of
+a template between two turns matters; it is found around a turn with known content. Most templates write an earlier turn
+in another way than it was sampled, without its thoughts: a warning names the difference, and `strict` refuses it.
+transformers renders the templates, as its `apply_chat_template` does. Knows no environment and no policy.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ CALL_ID = "call00000"
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a template ends a turn of the assistant before another message."""
+    """The end of a turn of the assistant in a template, before another message."""
 
     skipped: int
     """Tokens between the content of the turn and the token that ends it."""
     token: int
     arguments: Any = None
-    """Those of the call of a tool that the template requires in the turn; None if it requires none."""
+    """Those of the call of a tool that the template requires in the turn; None if it requires no call."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class ChatFormat:
         Args:
             messages: the conversation so far; the last message is the policy's turn.
             new: the messages that follow it.
-            ended: whether the policy sampled the token with which the template ends a turn; else the returned tokens
-                begin with it.
+            ended: whether the policy sampled the template's end of a turn; else the returned tokens begin with that
+                token.
 
         Raises:
             UnstableTemplate: see `check_turns`.
@@ -119,7 +119,7 @@ class ChatFormat:
         return tokens[1:] if ended else tokens
 
     def check_turns(self) -> None:
-        """Check that the template is usable for several turns; a second call costs nothing.
+        """Check that the template is usable for several turns; a second call is free.
 
         Raises:
             UnstableTemplate: it does not end turns with a token that ends a completion, or refuses a message of the
@@ -152,7 +152,7 @@ class ChatFormat:
         return ids[ending.skipped :]
 
     def _after_turn(self, before: Sequence[Message], new: Sequence[Message], arguments: Any = None) -> list[int]:
-        """Return the tokens after the content of a turn, which calls a tool if there are `arguments` for one."""
+        """Return the tokens after the content of a turn; it calls a tool if there are `arguments` for one."""
         past = [_without_content(message) for message in before]
         messages = [*past, {"role": "assistant", "content": "" if arguments == IN_A_CALL else TURN}, *new]
         text = self._rendered(messages if arguments is None else _with_calls(messages, arguments))
@@ -160,12 +160,12 @@ class ChatFormat:
         return list(self.tokenizer.encode(rest)) if found else []
 
     def _ending(self, role: ObservationRole) -> _Ending | str:
-        """Return how the template ends a turn before a message of `role`; the reason if it is not usable.
+        """Return the template's end of a turn before a message of `role`; the reason if it is not usable.
 
         1. The turn is text.
-        2. The turn calls a tool, which some templates require before a message of a tool; its arguments are an object,
-           or text.
-        3. The turn is a call, before whose result the template writes no other content.
+        2. The turn calls a tool, as some templates require before a message of a tool; its arguments are an object, or
+           text.
+        3. The turn is a call, and the template writes no other content before its result.
         """
         if role not in self._endings:
             forms = (None, {}, "{}", IN_A_CALL) if role == "tool" else (None,)
@@ -198,7 +198,7 @@ class ChatFormat:
     def _end_in(self, ids: Sequence[int], *, calls: bool) -> _Ending | None:
         """Find the end of the turn in the tokens after its content.
 
-        1. The first token that ends completions. What precedes it belongs to the turn, as sampled: white space, special
+        1. The first token that ends completions. All before it belongs to the turn, as sampled: white space, special
            tokens such as the end of an answer, and calls of tools.
         2. A special token that ends turns only where another follows, such as `<|end|>` of Harmony.
         """
@@ -215,14 +215,14 @@ class ChatFormat:
 
     @cached_property
     def _difference(self) -> str:
-        """How the template changes earlier turns, which is logged; empty if it does not."""
+        """The template's change of earlier turns, for the log; empty without one."""
         difference = next(filter(None, (self._changed(probe, self.observation_role) for probe in PROBES)), "")
         if difference and not self.strict:
             log.warning("earlier_turns_change", difference=difference, advice=self._advice())
         return difference
 
     def _changed(self, turn: str, role: ObservationRole) -> str:
-        """Render a conversation of two turns, message by message; return how a turn, or what precedes it, changes."""
+        """Render a conversation of two turns, message by message; return the change of a turn or its prefix."""
         ending = self._ending(role)
         messages: list[Message] = [{"role": "user", "content": "a question"}]
         text = self._rendered(messages)
@@ -253,12 +253,12 @@ ADVICE = "write one that does to chat_template.jinja in the tokenizer's folder, 
 
 
 def _without_content(message: Message) -> Message:
-    """Return an earlier turn without the text that was sampled, of which templates refuse or remove parts."""
+    """Return an earlier turn without the sampled text: templates refuse or remove parts of that."""
     return {**message, "content": "."} if message["role"] == "assistant" and message.get("content") else message
 
 
 def _with_calls(messages: Sequence[Message], arguments: Any = "{}") -> list[Message]:
-    """Return messages in which a tool's message follows a call, and names it: some templates require both."""
+    """Return messages with tools' messages after a call, and named: some templates require both."""
     out: list[Message] = []
     for message in messages:
         if message["role"] != "tool":

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: which one it is, and messages to text by it, as transformers renders them."""
+"""The chat template of a tokenizer: its choice, and messages to text by it, as transformers renders them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..._pipeline.errors import InvalidData
 from ..._pipeline.util.extras import extra
 
 PROBE = "penstock content"
-"""Content that is searched in what a template writes."""
+"""Content that is searched in the output of a template."""
 
 
 def template_of(tokenizer: Any, *, tools: bool = False) -> str | None:

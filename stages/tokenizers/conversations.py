@@ -16,7 +16,7 @@ from .start_tokens import prompt_ids
 
 
 class ConversationEncoder(Protocol):
-    """Converts what an environment says; of one rollout."""
+    """Converts the observations of an environment; of one rollout."""
 
     @property
     def meta(self) -> Mapping[str, Any]:

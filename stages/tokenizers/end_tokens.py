@@ -1,7 +1,7 @@
 """The tokens that end a completion: those of the tokenizer, of the model's generation, and of the chat template.
 
-A model that was tuned for chats ends its turns with another token than the tokenizer's `eos_token`, which ends a text.
-All of them end a completion, as they do for transformers and vLLM, and none of them is text that a reward reads.
+A model that was tuned for chats ends its turns with another token than the tokenizer's `eos_token` at the end of a
+text. All of them end a completion, as they do for transformers and vLLM, and none of them is text that a reward reads.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .json_object import json_object
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 TURN = "penstock turn"
-"""Content of the turn whose end is searched; no template changes it."""
+"""Content of the turn before the searched end; no template changes it."""
 
 
 @runtime_checkable
 class HasEndTokens(Protocol):
-    """A tokenizer, or a model, that knows every token with which a completion ends."""
+    """A tokenizer, or a model, that knows every token that ends a completion."""
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -36,7 +36,7 @@ def end_ids_of(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def generation_ends(folder: Path) -> frozenset[int]:
-    """Return the tokens at which transformers' `generate` ends with the model in `folder`. Blocks.
+    """Return the tokens that end transformers' `generate` with the model in `folder`. Blocks.
 
     Raises:
         InvalidConfig: the file has something else than ids.
@@ -56,9 +56,9 @@ def generation_ends(folder: Path) -> frozenset[int]:
 
 
 def end_of_turn(tokenizer: Any) -> str:
-    """Return what the template of `tokenizer` writes after a turn of the assistant; empty where that is unknown.
+    """Return the text after a turn of the assistant by the template of `tokenizer`; empty if unknown.
 
-    If it writes nothing after the last turn, that is what it writes before the next message, such as `<|user|>`.
+    If the template adds no text after the last turn, that is the text before the next message, such as `<|user|>`.
     """
     if template_of(tokenizer) is None:
         return ""
@@ -74,10 +74,10 @@ def template_ends(tokenizer: Any) -> frozenset[int]:
 def check_end_of_turn(tokenizer: Tokenizer) -> None:
     """Check that a turn as the template of `tokenizer` writes it ends with a token that ends a completion.
 
-    A template that writes nothing between a turn and the next message passes.
+    A template without text between a turn and the next message passes.
 
     Raises:
-        InvalidConfig: it ends with a text of several tokens, at which no completion ends.
+        InvalidConfig: it ends with a text of several tokens: no completion ends there.
     """
     end = end_of_turn(tokenizer)
     ids = list(tokenizer.encode(end))

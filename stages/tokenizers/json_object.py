@@ -15,7 +15,7 @@ def json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file at `path`. Blocks.
 
     Raises:
-        InvalidConfig: there is none.
+        InvalidConfig: the file has no JSON object.
     """
     try:
         return decode_json(path.read_bytes(), dict[str, Any])

@@ -25,7 +25,7 @@ def _is_message(message: Any) -> bool:
 
 
 def normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages whose content is text, without keys that are null, at any depth.
+    """Return messages with text as content, without keys that are null, at any depth.
 
     Raises:
         InvalidData: a part of the content is no text; the message names it.

@@ -50,8 +50,8 @@ class PretrainedTokenizer:
         """
         self._read(folder)
         self.end_ids: frozenset[int] = generation_ends(Path(folder)) | template_ends(self) | {self.eos_id}
-        """The tokens that end a completion: of this tokenizer, of the model's generation, and of the template, which is
-        rendered for it where transformers is installed."""
+        """The tokens that end a completion: of this tokenizer, of the model's generation, and of the template: that is
+        rendered for it if transformers is installed."""
 
     def _read(self, folder: str | Path) -> None:
         self.name_or_path: str = str(folder)
@@ -113,7 +113,7 @@ class PretrainedTokenizer:
 
 
 def _read_again(folder: str, end_ids: frozenset[int]) -> PretrainedTokenizer:
-    """Return the tokenizer in `folder`, whose template another process has rendered to find `end_ids`."""
+    """Return the tokenizer in `folder`; another process has rendered its template to find `end_ids`."""
     tokenizer = PretrainedTokenizer.__new__(PretrainedTokenizer)
     tokenizer._read(folder)  # noqa: SLF001 (its own class)
     tokenizer.end_ids = end_ids
@@ -206,9 +206,9 @@ def _loaded(path: Path) -> Any:
 
 
 def _merged(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config` with the special tokens of `special_tokens_map.json`, which older versions of transformers write.
+    """Return `config` with the special tokens of `special_tokens_map.json`, a file of older versions of transformers.
 
-    As in transformers, they count before those of `config`, and not at all where `config` lists the added tokens.
+    As in transformers, they count before those of `config`, and not at all if `config` lists the added tokens.
     """
     if "added_tokens_decoder" in config:
         return dict(config)

@@ -12,7 +12,7 @@ from ..contracts.policies import Tokenizer
 
 @runtime_checkable
 class HasStartTokens(Protocol):
-    """A tokenizer that knows the tokens which begin a text."""
+    """A tokenizer that knows the tokens at the beginning of a text."""
 
     @property
     def start_ids(self) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""The tokens of a micro-batch that suit a device: a number for a CPU, and on a CUDA device what its memory holds.
+"""The tokens of a micro-batch that suit a device: a number for a CPU, and on a CUDA device as many as its memory holds.
 
 A CPU has no use for large micro-batches. A CUDA device reads all weights for each, adds up a gradient of their size,
-and waits for the host between them. The bytes that a token keeps for the backward pass are measured: by two forward
-passes of different lengths, whose difference contains no weight and no cast of one.
+and waits for the host between them. The bytes that a token keeps for the backward pass are measured by two forward
+passes of different lengths: their difference contains no weight and no cast of one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SMALLEST = 1024
 """Taken if none of them fits."""
 
 MEASURED = 512
-"""Tokens of the longer row by which the bytes of a token are measured, if sequences have so many."""
+"""Tokens of the longer row that measures the bytes of a token, if sequences have so many."""
 
 SHARE = 0.9
 """Share of the free memory that a step may use: another process may share the device, and memory is in pieces."""
 
 BACKWARD = 1.2
-"""Factor of what a token keeps: a backward pass holds gradients of a layer beside it."""
+"""Factor of the bytes that a token keeps: a backward pass holds gradients of a layer beside them."""
 
 
 def suitable_tokens(

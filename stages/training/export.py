@@ -24,7 +24,7 @@ def export(source: str | Path, into: str | Path, *, merge: bool = True) -> Path:
     """Write the model of a checkpoint into the folder `into`, with its tokenizer, and return its path. Blocks.
 
     Args:
-        source: a checkpoint of an `HFModel`, or the folder of a run, of which the latest is taken.
+        source: a checkpoint of an `HFModel`, or the folder of a run: its latest one is taken.
         into: a new folder, or an empty one.
         merge: add adapters to the model's weights; else they stay apart, and need the model's own folder.
 

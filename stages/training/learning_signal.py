@@ -1,4 +1,4 @@
-"""`LearningSignal`: warns of steps in a row without a gradient from rewards, and says which part is constant."""
+"""`LearningSignal`: warns of steps in a row without a gradient from rewards, and names the constant part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LearningSignal:
         """True once a batch had one."""
 
     def observe(self, batch: TrainBatch, step: int) -> ConstantSteps | None:
-        """Look at the batch that step `step` trains, and warn if it is the last of too many.
+        """Look at the batch of step `step`, and warn if it is the last of too many.
 
         Return all batches so far, if none had a signal.
         """
@@ -35,7 +35,7 @@ class LearningSignal:
 
 
 def constant_part(batch: TrainBatch) -> str:
-    """Return the part of `batch` for which its rewards give no gradient; empty where they give one.
+    """Return the constant part of `batch`, the reason that rewards give no gradient; empty if they give one.
 
     A batch without advantages, or with a teacher's candidates, has a loss of another kind.
     """
@@ -51,7 +51,7 @@ def constant_part(batch: TrainBatch) -> str:
 
 
 def _parts(batch: TrainBatch) -> str:
-    """Return which reward parts are constant within every group: ` (constant: score; not: length_bounty)`."""
+    """Return the reward parts that are constant within every group: ` (constant: score; not: length_bounty)`."""
     differ = {name: _differs(_within_groups(batch, part)) for name, part in batch.reward_parts.items()}
     named = {
         "constant": [name for name, differs in differ.items() if not differs],

@@ -1,8 +1,8 @@
-"""LossScale: the factor of a loss that trains in float16, in which gradients below 6e-8 are 0 and above 65504 infinite.
+"""LossScale: the factor of a loss in float16, where gradients below 6e-8 are 0 and above 65504 infinite.
 
-The gradient of the parameters, which are float32, is divided by it again. A gradient that overflows is not applied: the
-scale is halved, and the caller computes the gradient of the same batch again, so that each batch trains. The scale is
-doubled after 2,000 updates without an overflow. In every other dtype it is 1.
+The gradient of the float32 parameters is divided by it again. A gradient that overflows is not applied: the scale is
+halved, and the caller computes the gradient of the same batch again, so that each batch trains. The scale is doubled
+after 2,000 updates without an overflow. In every other dtype it is 1.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LossScale:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Return `loss_scale` and the `skipped_updates` since the last call; nothing where there is no scale."""
+        """Return `loss_scale` and the `skipped_updates` since the last call; {} without a scale."""
         if not self._scaler.is_enabled():
             return {}
         skipped, self._skipped = self._skipped, 0

@@ -15,7 +15,7 @@ from ..._schemas import TrainBatch
 
 
 def shares(batch: TrainBatch, count: int) -> list[TrainBatch]:
-    """Return the share of `batch` of each of `count` ranks: whole groups, maybe none."""
+    """Return the share of `batch` of each of `count` ranks: whole groups, possibly of length 0."""
     owners = owners_of(group_tokens(batch), count)[batch.group_of_sequence()]
     return [batch.share(owners == rank) for rank in range(count)]
 

@@ -1,8 +1,8 @@
-"""The optimizer that a recipe makes, its schedule, and how both go on in a resumed run.
+"""The optimizer that a recipe makes, its schedule, and the continuation of both in a resumed run.
 
 A checkpoint has the state of the optimizer, and the hyper-parameters that its recipe gave. A resumed run restores the
-state; a hyper-parameter whose value its own recipe gives otherwise has the new value. The schedule is made again and
-advanced to the step of the checkpoint: it is a function of the number of steps. Knows no model.
+state; a hyper-parameter that differs in its own recipe has the new value. The schedule is made again and advanced to
+the step of the checkpoint: it is a function of the number of steps. Knows no model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GivenOptimizer:
         self.given = [_plain(group) for group in self.optimizer.param_groups]
         """The hyper-parameters of each parameter group, before the schedule changes any."""
         self.name = type(self.optimizer).__name__
-        """The class of the optimizer, on which the meaning of the state depends."""
+        """The class of the optimizer: the meaning of the state depends on it."""
         self._parameters = parameters
         self._recipe = schedule
         self._schedule = self._made_schedule()
@@ -97,7 +97,7 @@ def _apply(group: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, A
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a hyper-parameter; a tensor, which kernels of the device read, stays the same one."""
+    """Set a hyper-parameter; a tensor stays the same one, because kernels of the device read it."""
     if isinstance(group.get(key), torch.Tensor):
         group[key].fill_(value)
     else:

@@ -119,7 +119,7 @@ class RankedTrainer:
             return self._trainer.weights()
 
     def save(self, folder: str | Path, committed: Mapping[GroupId, int]) -> Path:
-        """Write a checkpoint, from which a single process can resume too; see `TorchTrainer.save`."""
+        """Write a checkpoint; a single process can resume from it too. See `TorchTrainer.save`."""
         with self._ranks.command(SAVE):
             tensors = self._trainer.tensors()
         return self._trainer.write(folder, committed, *tensors)
@@ -129,7 +129,7 @@ class RankedTrainer:
         self._trainer.keep(state)
 
     def resume(self, checkpoint: str | Path) -> None:
-        """Resume from a checkpoint, which the leader verifies and every rank reads; see `TorchTrainer.resume`."""
+        """Resume from a checkpoint: the leader verifies it, every rank reads it. See `TorchTrainer.resume`."""
         verify_checkpoint(checkpoint)
         self.resume_verified(checkpoint)
 
@@ -150,7 +150,7 @@ class RankedTrainer:
     # -- on other ranks ------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Execute commands of the leader until it ends, ignoring the stop signals, which it handles. Blocks.
+        """Execute commands of the leader until it ends, ignoring the stop signals: the leader handles these. Blocks.
 
         Raises:
             PeerLost: the leader died, or ended with an error; or another rank died.
@@ -176,7 +176,7 @@ class RankedTrainer:
 
 
 def _loss_of(error: BaseException) -> str:
-    """Return the message of the PeerLost that caused `error`; nothing if another exception did."""
+    """Return the message of the PeerLost that caused `error`; empty if another exception did."""
     cause: BaseException | None = single_exception(error)
     while cause is not None and not isinstance(cause, PeerLost):
         cause = cause.__cause__

@@ -53,7 +53,7 @@ class Ranks:
         self._work: Any = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         """Group for tensors on the host."""
         self._timeout: timedelta = self._work._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001
-        """Bound on the time in which another rank receives a command, or its absence is noticed."""
+        """Bound on the time until another rank receives a command, or its absence is noticed."""
         self._commands: Any = dist.new_group(backend="gloo", timeout=self._timeout)
         """Group for commands. One of its own, because its operations are in another thread than collective ones."""
         self._heartbeat = _Heartbeat(self.index, self.count)
@@ -83,7 +83,7 @@ class Ranks:
                 raise
 
     def end(self, number: int) -> None:
-        """Send the last command, after which the others listen no more."""
+        """Send the last command: the others stop listening after it."""
         with self._pings.lock:
             self._pings.stopped.set()
             self.send(number)
@@ -112,7 +112,7 @@ class Ranks:
             each.wait(self._timeout)
 
     def _post(self, rank: int, number: int, payload: bytes) -> list[Any]:
-        """Begin to send a command to `rank`; return what to wait for."""
+        """Begin to send a command to `rank`; return the work to wait for."""
         tensors = (torch.tensor([number, len(payload)]), _bytes_of(payload))
         return [dist.isend(tensor, rank, group=self._commands) for tensor in tensors if len(tensor)]
 

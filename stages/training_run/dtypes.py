@@ -1,7 +1,7 @@
-"""The dtype of what does not train in a configured run: the base of adapters, the reference, and the torch engine.
+"""The dtype of frozen weights in a configured run: the base of adapters, the reference, and the torch engine.
 
-Where a run trains in bfloat16 on a CUDA device, it is bfloat16: half the memory and the fast products. Elsewhere it is
-float32, in which a sampler's log-probabilities are those of the trainer. Imports no torch.
+If a run trains in bfloat16 on a CUDA device, it is bfloat16: half the memory and the fast products. Otherwise it is
+float32: a sampler's log-probabilities are then those of the trainer. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def reference_dtype(config: RunConfig, kind: str) -> BaseDtype:
 
 
 def sampled_dtype(config: RunConfig, kind: str) -> BaseDtype:
-    """Return the dtype of the model of the torch engine, which all its processes have; `kind` is the trainer's.
+    """Return the dtype of the torch engine's model, equal in all its processes; `kind` is the trainer's.
 
     The trainer publishes its weights in it.
     """
@@ -31,7 +31,7 @@ def sampled_dtype(config: RunConfig, kind: str) -> BaseDtype:
 
 
 def _sampling_kind(placement: PlacementConfig, trains: str) -> str:
-    """Return the type of the devices that sample; that of hosts which are not known yet counts as `cpu`."""
+    """Return the type of the devices that sample; that of hosts not known yet counts as `cpu`."""
     if placement.sampler_device:
         return placement.sampler_device.partition(":")[0]
     if placement.joining is not None:

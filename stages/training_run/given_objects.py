@@ -2,8 +2,7 @@
 
     load_run_config({"reward": {"functions": [{"function": correct}]}, …})
 
-A configuration is plain values, which its folder keeps as JSON: each object gets a name, by which this process finds
-it.
+A configuration is plain values, kept as JSON in its folder: each object gets a name, and this process finds it by that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The class of every key of a RunConfig: what a continued run does where its value is not that of the folder.
+"""The class of every key of a RunConfig: the reaction of a continued run to a value that differs from the folder's.
 
-applied: the new value is used from the next step on, and replaces what a checkpoint has of it.
-free: the new value is used; what is learned, and from what, does not depend on it.
-refused: an error, unless `allow_changes` is true. What was learned, what is counted as trained, and the metrics so far
-belong to the earlier value: another model, other data or another objective is another run.
+applied: the new value is used from the next step on, and replaces that of a checkpoint.
+free: the new value is used; the learning and its data do not depend on it.
+refused: an error, unless `allow_changes` is true. The weights, the trained trajectories and the metrics so far belong
+to the earlier value: another model, other data or another objective is another run.
 
 A file or folder may have another path: its content is compared, by the identities of the model and of the data.
 """

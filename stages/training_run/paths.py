@@ -25,7 +25,7 @@ PATHS = (
 
 
 def beside(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the values of a file with its paths, which begin at `folder`, the one of the file."""
+    """Return the values of a file with its paths: these begin at `folder`, that of the file."""
     if folder == Path():
         return dict(values)
     makes_files = values.get("prepare") is not None
@@ -38,7 +38,7 @@ def beside(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def at_home(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with paths in which `~` is replaced."""
+    """Return values with `~` replaced in paths."""
     return with_paths(values, lambda text: str(Path(text).expanduser()) if text.startswith("~") else text)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def changed_at(values: Any, key: str, change: Callable[[Any], Any]) -> Any:
-    """Return `values` with what is at `key` changed, if there is anything; `[]` in it is any place of a list.
+    """Return `values` with the value at `key` changed, if there is one; `[]` in it is any place of a list.
 
     >>> changed_at({"sets": [{"path": "a"}, {}]}, "sets.[].path", str.upper)
     {'sets': [{'path': 'A'}, {}]}

@@ -70,7 +70,7 @@ CONCURRENCY = 256
 """Rollouts at once in a sampling process, or more where a step without lag needs them."""
 
 START_TIMEOUT_S = 600.0
-"""Bound on the start of a sampling process, which imports torch and transformers: minutes from a cold network disk, or
+"""Bound on the start of a sampling process. It imports torch and transformers: minutes from a cold network disk, or
 beside many others."""
 
 
@@ -87,7 +87,7 @@ class RunParts:
         for key in ("device", "sampler_device"):
             _check_device(key, getattr(config.placement, key))
         self.folder = model_folder(config.model.path)
-        """The folder of the model, which is downloaded first where its path is a name of the hub."""
+        """The folder of the model, downloaded first if its path is a name of the hub."""
         self.tokenizer = PretrainedTokenizer(self.folder)
         """The one tokenizer of data, policy, reward and trainer."""
         self.chat = ChatFormat(self.tokenizer, arguments=config.data.template) if config.data.chat else None
@@ -109,7 +109,7 @@ class RunParts:
         """Return the first prompt that trains and can be read. Blocks.
 
         Raises:
-            InvalidData: there is none.
+            InvalidData: no such prompt exists.
         """
         return _first_prompt(self.prompts()())
 
@@ -144,7 +144,7 @@ class RunParts:
         )
 
     def _further_sets(self) -> list[PromptDataset]:
-        """Return the sets of which nothing is trained."""
+        """Return the sets that are only evaluated."""
         sets = () if self.config.evaluation is None else self.config.evaluation.sets
         return [self._dataset("train", each.path, each.prompt, each.name, evaluation=0) for each in sets]
 
@@ -202,7 +202,7 @@ class RunParts:
         return self.config.data.max_prompt_tokens + self.config.sampling.max_completion_tokens
 
     def policy(self, weights: str | WeightAddress | None) -> Policy:
-        """Return the policy, which samples with the weights published at `weights`, or updated by the trainer."""
+        """Return the policy: it samples with the weights published at `weights`, or updated by the trainer."""
         config, server = self.config, self.config.server
         if server is not None:
             return HttpPolicy(
@@ -236,7 +236,7 @@ class RunParts:
 
     @property
     def _autocast(self) -> torch.dtype | None:
-        """Return the dtype in which the model computes, where it samples and where it trains."""
+        """Return the dtype of the model's computations, in sampling and in training."""
         return AUTOCAST[self.config.model.precision]
 
     @property
@@ -268,7 +268,7 @@ class RunParts:
         return model
 
     def _check_lengths(self, model: HFModel) -> None:
-        """Compare the longest prompt and completion with the positions of `model`, whose weights are not needed.
+        """Compare the longest prompt and completion with the positions of `model`, without need of its weights.
 
         Raises:
             InvalidConfig: the model has no positions for so many tokens.
@@ -299,7 +299,7 @@ class RunParts:
         return max(bounds)
 
     def reference(self, model: HFModel) -> CausalModel | None:
-        """Return the reference of the KL term, with its weights; None where the loss has none."""
+        """Return the reference of the KL term, with its weights; None if the loss has none."""
         if not self.config.algorithm.kl:
             return None
         if self.config.model.lora is not None:
@@ -363,7 +363,7 @@ class RunParts:
         """Return the pipeline as it would run, and its model, without weights.
 
         Raises:
-            InvalidConfig: a stage lacks what it needs, or the model positions for the longest prompt and completion.
+            InvalidConfig: a stage lacks something, or the model positions for the longest prompt and completion.
         """
         model = self.empty_model()
         self._check_lengths(model)
@@ -406,10 +406,10 @@ class RunParts:
 
 
 def _first_prompt(prompts: PromptSet | MixedPrompts) -> Prompt:
-    """Return the first prompt whose row can be read.
+    """Return the first prompt with a readable row.
 
     Raises:
-        InvalidData: none of the first ones can be read.
+        InvalidData: all of the first ones are unreadable.
     """
     for number in range(LOOKED_AT - 1):
         with suppress(InvalidData):
@@ -431,7 +431,7 @@ def _tracker(name: str) -> Tracker:
 
 
 def _named_or_returned(name: str, root: str, kind: Any) -> Any:
-    """Return what `name` names if it is of `kind`, and otherwise what it returns."""
+    """Return the object `name` if it is of `kind`, and otherwise the result of calling it."""
     named = import_object(name, root)
     return named if isinstance(named, kind) and not isinstance(named, type) else call_object(name, root)
 
@@ -477,7 +477,7 @@ def _policy_term(algorithm: AlgorithmConfig) -> Term:
 
 
 def digest_of(config: RunConfig) -> str:
-    """Return the digest of what all processes of a run must agree on: the configuration without places and folder.
+    """Return the digest of the values that all processes of a run share: the configuration without places and folder.
 
     Of a path the last part counts: each process has its own, by the folder of its file and by its home.
     """
@@ -503,7 +503,7 @@ def _check_device(key: str, name: str) -> None:
 
 
 def _sampled_model(config: RunConfig, folder: str, dtype: torch.dtype) -> HFModel:
-    """Make the model that samples, in its process: without weights, which are published, or with adapters alone."""
+    """Make the model that samples, in its process: without weights (they are published), or with adapters alone."""
     attention, lora = config.model.attention, config.model.lora
     device = config.placement.sampler_device or device_of(config)
     if lora is None and str(device) == "cpu":

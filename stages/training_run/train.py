@@ -68,10 +68,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run, as in summary.json."""
 
     accuracy_before: float | None = None
-    """Share of right completions of the prompts kept apart, in all sets of them, before training: mean@n. None where
-    none are kept apart, or their evaluation failed."""
+    """Share of right completions of the prompts kept apart, in all sets of them, before training: mean@n. None if none
+    are kept apart, or their evaluation failed."""
     accuracy_after: float | None = None
-    """The same after the last step; None also where the run ended before it."""
+    """The same after the last step; None also if the run ended before it."""
     reward_before: float | None = None
     """Mean reward of these completions before training."""
     reward_after: float | None = None
@@ -82,11 +82,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer steps, those of earlier parts included."""
     stop_reason: str = ""
     nothing_learned: str = ""
-    """Where no step of the last part with steps had a gradient from rewards, what was the same in them; else empty."""
+    """The constant quantity, if no step of the last part with steps had a gradient from rewards; else empty."""
     checkpoint: str = ""
     """The last checkpoint."""
     best: str = ""
-    """The checkpoint with the best evaluation; empty where none was evaluated during training."""
+    """The checkpoint with the best evaluation; empty if none was evaluated during training."""
     ledger: dict[str, Any] = {}
     """{admitted, in_flight, ended: {state: count}} of the last part of the run."""
 
@@ -114,10 +114,10 @@ async def train(config: RunConfig, *, view: View | None = "auto") -> Summary:
 
     Args:
         config: see `load_run_config`.
-        view: see `Pipeline.run`; it also says what is done before the first step. None shows nothing.
+        view: see `Pipeline.run`; it also shows the work before the first step. None is silent.
 
     Raises:
-        InvalidConfig: a value does not fit the model, the data or the machine, or `view` is none of its values.
+        InvalidConfig: a value does not fit the model, the data or the machine, or `view` is unknown.
         RunDiffers: the run in the folder has other values of keys that are refused, and `allow_changes` is false.
         MissingExtra: the extra `train` is not installed.
         PenstockError: see `Pipeline.run`.
@@ -172,7 +172,7 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
 
 
 def sampler_program(config: RunConfig) -> Program:
-    """Return what a worker runs that joins the run of the same configuration. Blocks.
+    """Return the pipeline of a worker that joins the run of the same configuration. Blocks.
 
     Raises: see `train`.
     """
@@ -301,7 +301,7 @@ class _EvaluatedSummary:
                 await self._written
 
     def _found(self) -> list[float | None]:
-        """Return accuracy and reward of the last evaluation; None each where a set could not be finished."""
+        """Return accuracy and reward of the last evaluation; None each if a set could not be finished."""
         parts = self._evaluations.last
         if any(name.startswith(part.failed) for part in parts for names in self._scores for name in names):
             return [None, None]

@@ -3,9 +3,9 @@
     penstock run config.yaml model.path=./Qwen2.5-0.5B algorithm.optimizer.lr=1e-5
     PENSTOCK__MODEL__PATH=./Qwen2.5-0.5B penstock run config.yaml
 
-The type of the field decides what a value is. A field of text takes it as it is, `data.system=Answer after ####`; a
-number is decimal; a list or a section is YAML, `algorithm.clip=[0.2, 0.28]`, `model.lora={rank: 8}`; null is none where
-the field can be none. A path in a file begins at the folder of the file, another one at the current folder; `~` is the
+The type of the field decides the type of a value. A field of text takes it as it is, `data.system=Answer after ####`; a
+number is decimal; a list or a section is YAML, `algorithm.clip=[0.2, 0.28]`, `model.lora={rank: 8}`; null is None if
+the field allows it. A path in a file begins at the folder of the file, another one at the current folder; `~` is the
 home of the user. Code that the file names may be in a file beside it.
 """
 
@@ -37,8 +37,8 @@ def load_run_config(source: str | Path | Mapping[str, Any], overrides: Iterable[
     ('m', 3)
 
     Args:
-        source: a YAML file, or a mapping with the same values, in which code may also be given as objects: functions
-            of rewards, `loss`, `answer`, `prepare` and trackers. The environment changes only those of a file.
+        source: a YAML file, or a mapping with the same values; there code may also be given as objects: functions of
+            rewards, `loss`, `answer`, `prepare` and trackers. The environment changes only those of a file.
         overrides: `path.to.key=value` each, the last one wins.
 
     Raises:
@@ -78,7 +78,7 @@ def _with_text(values: Mapping[str, Any], path: list[str], text: str, *, root: s
 
 
 def _with(values: Mapping[str, Any], path: list[str], value: Any, depth: int = 0) -> dict[str, Any]:
-    """Return `values` with `value` at `path[depth:]`, in mappings that are made where there are none."""
+    """Return `values` with `value` at `path[depth:]`, in new mappings if there are none."""
     key = path[depth]
     if depth == len(path) - 1:
         return {**values, key: value}

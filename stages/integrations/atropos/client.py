@@ -67,12 +67,12 @@ class AtroposClient(Config, frozen=True):
     num_steps: int
     """Batches of the whole training, those before `starting_step` included; then the stream ends."""
     starting_step: int = 0
-    """Step from which a resumed training continues: `TorchTrainer.steps`."""
+    """Step that a resumed training continues from: `TorchTrainer.steps`."""
     api_url: str = "http://127.0.0.1:8000"
     token: str | None = None
     """Sent as a bearer token; by default PENSTOCK_TOKEN."""
     ca: str | None = None
-    """File with the certificates of a CA, in PEM, which https:// trusts; None for those of the system."""
+    """File with the certificates of a CA for https://, in PEM; None for those of the system."""
     request_timeout_s: float = 30.0
     """Bound on one attempt at a request; transient failures are retried, up to eight attempts in all."""
     reconnect_timeout_s: float = 300.0
@@ -92,7 +92,7 @@ class AtroposClient(Config, frozen=True):
     save_checkpoint_interval: int = 0
 
     def stage_info(self) -> StageInfo:
-        """State that it acknowledges what was trained."""
+        """State that it acknowledges trained batches."""
         return StageInfo(follows_trajectories=True)
 
     def __post_init__(self) -> None:
@@ -113,12 +113,12 @@ class AtroposClient(Config, frozen=True):
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> Self:
-        """Return the client that a mapping describes, as YAML or JSON would give it.
+        """Return the client described by a mapping, as YAML or JSON would give it.
 
-        ATROPOS_API_URL and ATROPOS_TIMEOUT, where they are set, take the place of `api_url` and `request_timeout_s`.
+        ATROPOS_API_URL and ATROPOS_TIMEOUT, if set, take the place of `api_url` and `request_timeout_s`.
 
         Raises:
-            InvalidConfig: it does not fit; the message gives the path of the value, what was expected and came.
+            InvalidConfig: it does not fit; the message gives the path of the value, the expected type and the value.
         """
         return parse_config(cls, values, root="atropos")._with_variables()  # noqa: SLF001 (its own)
 

@@ -1,7 +1,7 @@
 """The messages of Atropos' HTTP contract: requests and answers of trainers and environments, and scored data.
 
-`decode` and `decode_scored` accept what the original server accepts: "7", 7.0 and true as whole numbers; unknown
-fields, which they drop; scored data of any lengths, if each message has a role and a content. `translation` checks
+`decode` and `decode_scored` accept bodies that the original server accepts: "7", 7.0 and true as whole numbers; unknown
+fields (they drop these); scored data of any lengths, if each message has a role and a content. `translation` checks
 whether a group can be trained on, and raises `Untrainable`. Knows neither groups nor queues nor sockets.
 """
 
@@ -87,7 +87,7 @@ class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     batch: list[msgspec.Raw] | None
     """Groups, each as JSON; None where there are too few. Empty where no trainer is registered."""
     lease: int | str | msgspec.UnsetType = msgspec.UNSET
-    """Lease to acknowledge, for a client that asked for one; the original server has none."""
+    """Lease to acknowledge, for a client that asked for one; not part of the original server."""
     batch_id: str | msgspec.UnsetType = msgspec.UNSET
     """Present beside a lease. It stays the same when the batch is leased again; no other batch has it."""
     status: str | msgspec.UnsetType = msgspec.UNSET
@@ -152,7 +152,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
     inference_logprobs: FloatRows | None = None
     """[S][L] 1.0 at positions that do not train."""
     messages: list[list[dict[str, Any]]] | None = None
-    """[S][turns], each with a role, a content (which may be null) and any other keys."""
+    """[S][turns], each with a role, a content (null is allowed) and any other keys."""
     generation_params: dict[str, Any] | None = None
     overrides: list[dict[str, Any]] | None = None
     """[S]."""
@@ -199,7 +199,7 @@ def decode_scored(body: bytes) -> list[ScoredData]:
     [1.0]
 
     Raises:
-        InvalidRecord: naming the field, what was expected and what came. The original answers it with 422, too.
+        InvalidRecord: naming the field, the expected type and the value. The original answers it with 422, too.
     """
     if body.lstrip()[:1] == b"[":
         return decode(body, list[ScoredData])
@@ -244,14 +244,14 @@ _KEY = re.compile(rb'"(\w+)"\s*:')
 def decode(body: bytes, wanted: type[T]) -> T:
     """Return `body` as a `wanted`.
 
-    A body that fits its type is decoded in one pass. Only one that does not is decoded a second time, value by value,
-    so that the coercion has no cost where none is needed.
+    A body that fits its type is decoded in one pass. Only one that does not is decoded a second time, value by value:
+    coercion costs time only if it is needed.
 
     >>> decode(b'["7", 7.0, true]', list[int])
     [7, 7, 1]
 
     Raises:
-        InvalidRecord: it is not JSON, or does not fit; the message names the place, what was expected and what came.
+        InvalidRecord: it is not JSON, or does not fit; the message names the place, the expected type and the value.
     """
     try:
         return decode_json(body, wanted)

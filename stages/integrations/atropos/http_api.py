@@ -80,7 +80,7 @@ class HttpApi:
         Args:
             url: http:// or https://, with host and port.
             token: sent as a bearer token; by default PENSTOCK_TOKEN.
-            ca: file with the certificates of a CA, in PEM, which https:// trusts; None for those of the system.
+            ca: file with the certificates of a CA for https://, in PEM; None for those of the system.
             request_timeout_s: bound on one attempt.
             reconnect_timeout_s: bound on the time without an answer from a server that has answered before.
 
@@ -162,7 +162,7 @@ class HttpApi:
             )
 
     async def shm_url(self) -> str | None:
-        """Return the address of the gateway's shared-memory receiver; None where the server is no gateway.
+        """Return the address of the gateway's shared-memory receiver; None if the server is no gateway.
 
         Raises:
             AtroposAPIError: it refuses to answer.

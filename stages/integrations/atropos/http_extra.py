@@ -1,4 +1,4 @@
-"""The client of the Atropos contract, which needs the extra `http`."""
+"""The client of the Atropos contract. Needs the extra `http`."""
 
 from __future__ import annotations
 

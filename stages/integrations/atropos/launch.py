@@ -3,7 +3,7 @@
 Each is an `OutsideServer`: ready when its probe succeeds, ended with all its processes, also when the launcher is
 killed. The trainer is ready when it has registered with the gateway, an environment when the gateway has admitted one
 more. The launch ends with the trainer; any other program that ends first ends the launch, except an environment that
-has registered and exits with status 0: it has sent what it had.
+has registered and exits with status 0: it has sent all its groups.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tell: TypeAlias = Callable[[str], None]
 TRAINER = "trainer"
 
 DIRECT = build_opener(ProxyHandler({}))
-"""Asks the gateway without a proxy, which the variables of the environment may name."""
+"""Asks the gateway without a proxy, also if the variables of the environment name one."""
 
 
 async def launch(config: LaunchConfig, tell: Tell) -> int:
@@ -165,7 +165,7 @@ class _Launch:
             self.tell(f"{running.name} is ready: pid {running.pid}{output}")
             yield running
 
-    # -- what the gateway knows ----------------------------------------------------------------------------------------
+    # -- state of the gateway -----------------------------------------------------------------------------------------
 
     async def _trainer_registered(self) -> None:
         if (await self._ask("/info"))["batch_size"] < 0:
@@ -177,7 +177,7 @@ class _Launch:
             raise LookupError(f"{found} of {number} environments have registered at {self.config.gateway}")
 
     async def _tell_counts(self) -> None:
-        """Tell what became of the sequences of each environment, where the gateway still answers."""
+        """Tell the outcome of each environment's sequences, if the gateway still answers."""
         with anyio.move_on_after(PROBE_S, shield=True), suppress(OSError, ValueError):
             for counts in (await self._ask("/status"))["environments"]:
                 waiting = counts["queued"] + counts["buffered"]

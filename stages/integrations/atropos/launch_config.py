@@ -21,7 +21,7 @@ Command: TypeAlias = str | list[str]
 """A program and its arguments: a line that is split as a shell would, or a list; there is no shell."""
 
 OWN_NAMES = ("gateway", "trainer")
-"""Names of logs, which no server and no environment may have."""
+"""Names of logs, reserved: no server and no environment may have them."""
 
 
 class ModelServer(Config, frozen=True):
@@ -46,7 +46,7 @@ class LaunchConfig(Config, frozen=True):
     servers: dict[str, ModelServer] = msgspec.field(default_factory=dict)
     """By their names, as above."""
     gateway: str = "http://127.0.0.1:8000"
-    """The URL at which `penstock gateway` is started; programs find it as ATROPOS_API_URL too."""
+    """The URL of `penstock gateway`; programs find it as ATROPOS_API_URL too."""
     logs: str = "logs"
     """Folder for the output of all but the trainer."""
     ready_timeout_s: float = 600.0
@@ -86,7 +86,7 @@ def arguments(command: Command, field: str) -> list[str]:
     """Return the program and its arguments.
 
     Raises:
-        InvalidConfig: there are none, or a quotation has no end; naming `field`.
+        InvalidConfig: it is empty, or a quotation has no end; naming `field`.
     """
     try:
         found = shlex.split(command) if isinstance(command, str) else command

@@ -87,9 +87,9 @@ async def submit(url: str, groups: Group | Sequence[Group], *, token: str | None
 
     Args:
         url: http:// or https://, with host and port.
-        groups: over HTTP they lose what the contract has no field for: policy versions, names, parts of rewards.
+        groups: over HTTP they lose values without a field in the contract: policy versions, names, parts of rewards.
         token: the gateway's; by default PENSTOCK_TOKEN.
-        ca: file with the certificates of a CA, in PEM, which https:// trusts; None for those of the system.
+        ca: file with the certificates of a CA for https://, in PEM; None for those of the system.
 
     Raises:
         AtroposAPIError: the gateway refused them, or was unreachable for too long.
@@ -112,7 +112,7 @@ async def submitting(
         async with submitting("http://127.0.0.1:8000") as submit_to:
             await submit_to(group)
 
-    `name` is what the gateway's log calls the sender. Leaving waits until the gateway has everything that was sent.
+    `name` is the sender's in the gateway's log. Leaving waits until the gateway has everything that was sent.
     """
     check_url(url, "url")
     timeouts = {"request_timeout_s": REQUEST_TIMEOUT_S, "reconnect_timeout_s": RECONNECT_TIMEOUT_S}
@@ -185,8 +185,8 @@ class ShmSender:
 
     Args:
         url: the address of the server, for messages.
-        receiver_url: returns the address of the gateway's receiver, None where the server is no gateway; raises OSError
-            where it does not answer, AtroposAPIError where it refuses to.
+        receiver_url: returns the address of the gateway's receiver, None if the server is no gateway; raises OSError if
+            it does not answer, AtroposAPIError if it refuses to.
         name: of this sender, in the gateway's messages.
     """
 
@@ -201,7 +201,7 @@ class ShmSender:
         self._connected_before = False
         """True once there was a connection: then the gateway is on this host."""
         self._unusable: str | None = None
-        """Reason that groups go over HTTP; None while they do not."""
+        """Reason that groups go over HTTP; None otherwise."""
         self._changed = Waiters()
         self._closing = anyio.Event()
         self._lost = 0
@@ -253,7 +253,7 @@ class ShmSender:
         self._closing.set()
 
     async def run(self) -> None:
-        """Look for the gateway, hold the connection, and look again when it is lost; return where there is none.
+        """Look for the gateway, hold the connection, and look again when it is lost; return without a gateway.
 
         Raises:
             GatewayDisconnected: a gateway disconnected that may not have received all groups.
@@ -340,7 +340,7 @@ class ShmTransport:
         await _connection_of(self).send(scored_data, getattr(parent, METHOD))
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse an order of bases in which the environment's own method would be called, and not this one.
+        """Refuse an order of bases that would call the environment's own method, and not this one.
 
         Raises:
             TypeError: naming the class that must come second.
@@ -377,7 +377,7 @@ class ShmTransport:
 
 
 def _connection_of(env: Any, token: str | None = None, ca: str | None = None) -> _ShmConnection:
-    """Return the connection of `env`, which opens with its first group: after the environment has registered."""
+    """Return the connection of `env`. It opens with the first group: after the environment has registered."""
     connection = vars(env).get("_penstock_connection")
     if connection is None:
         connection = env._penstock_connection = _ShmConnection(env, token, ca)  # noqa: SLF001 (a name Atropos has no use for)

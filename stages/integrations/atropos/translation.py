@@ -1,7 +1,7 @@
 """Translate an Atropos environment's scored data to a `TrajectoryGroup` and back, field by field.
 
-`masks` hold the token at positions that train, and −100 elsewhere. `inference_logprobs` are 1.0 elsewhere, which no
-log-probability is; a column of a group is 0 there. `scores` are rewards. A teacher's candidates describe the token at
+`masks` hold the token at positions that train, and −100 elsewhere. `inference_logprobs` are 1.0 elsewhere, never a
+log-probability; a column of a group is 0 there. `scores` are rewards. A teacher's candidates describe the token at
 their own position, as in penstock, some for each token; columns are as wide as the token with the most, and −1 where a
 token has fewer. Every field that is no column goes unchanged into `meta`, under its name in `META`.
 
@@ -54,13 +54,13 @@ def to_group(
     Args:
         scored: the group as it was sent.
         env: name of the environment.
-        instance_id: name of the prompt; Atropos has none.
+        instance_id: name of the prompt; not part of Atropos.
         policy_version: of all its tokens; Atropos does not send it.
         candidates: width of the teacher's columns, for groups of one width fit into one batch; the token itself and
             the likeliest of more are kept. None for as many as there are.
 
     Raises:
-        Untrainable: naming the field, what was expected and what came.
+        Untrainable: naming the field, the expected type and the value.
     """
     try:
         _check_lengths(scored)
@@ -123,7 +123,7 @@ def _meta(scored: ScoredData) -> dict[str, Any]:
 
 
 def _stop_reasons(scored: ScoredData, count: int) -> NDArray[np.uint8]:
-    """Return [S] those of the overrides, `STOP` where none or an unknown one is given."""
+    """Return [S] those of the overrides, `STOP` if absent or unknown."""
     found = [STOP_REASONS.get(str(own.get(FINISH_REASON)), StopReason.STOP) for own in scored.overrides or [{}] * count]
     return np.array(found, np.uint8)
 
@@ -306,7 +306,7 @@ def _kept(meta: Mapping[str, Any], repetitions: Sequence[int]) -> dict[str, Any]
 
 
 def _overrides(kept: Sequence[Mapping[str, Any]] | None, group: TrajectoryGroup) -> list[dict[str, Any]] | None:
-    """Return the overrides with the stop reasons of the group; None where there is nothing to say."""
+    """Return the overrides with the stop reasons of the group; None if both are empty."""
     reasons = [StopReason(value) for value in group.stop_reasons.tolist()]
     if not kept and set(reasons) <= {StopReason.STOP}:
         return None

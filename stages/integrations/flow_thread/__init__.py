@@ -1,1 +1,1 @@
-"""A flow on an event loop in a thread, which feeds the queue of a trainer that is not penstock's."""
+"""A flow on an event loop in a thread. It feeds the queue of a foreign trainer."""

@@ -43,7 +43,7 @@ class Deliveries(Generic[Key, Note]):
 
     def __init__(self) -> None:
         self.given: dict[Key, Delivery[Note]] = {}
-        """Those in no batch, in the order in which they were given."""
+        """Those in no batch, in the order of `give`."""
         self._batches: deque[_Batch[Key]] = deque()
         """Oldest first."""
         self._trained: list[TrajectoryId] = []
@@ -54,7 +54,7 @@ class Deliveries(Generic[Key, Note]):
         return f"<Deliveries: {len(self.given)} given, {len(self._batches)} batches>"
 
     def give(self, key: Key, trajectories: Trajectories, note: Note) -> Trajectories:
-        """Note what the trainer was given; return what it was given under that key before, and will not train."""
+        """Note trajectories given to the trainer; return those given under that key before: it will not train them."""
         earlier = self.given.pop(key, None)
         self.given[key] = Delivery(trajectories, note)
         return () if earlier is None else earlier.trajectories
@@ -77,7 +77,7 @@ class Deliveries(Generic[Key, Note]):
             self._trained += [each for given in self._batches.popleft().trajectories.values() for each in given]
 
     def step(self) -> None:
-        """Note that the optimizer step is done to which all that was trained belongs."""
+        """Note that the optimizer step of all trained trajectories is done."""
         self._stepped += self._trained
         self._trained = []
 
@@ -88,10 +88,10 @@ class Deliveries(Generic[Key, Note]):
         self.step()
 
     def stepped(self) -> list[TrajectoryId]:
-        """Return, once, the trajectories whose optimizer step is done."""
+        """Return, once, the trajectories of optimizer steps that are done."""
         stepped, self._stepped = self._stepped, []
         return stepped
 
     def drop(self, keys: Iterable[Key]) -> Trajectories:
-        """Return the trajectories of these keys, which are in no batch, and will not be trained."""
+        """Return the trajectories of these keys: in no batch, and not to be trained."""
         return tuple(each for key in keys if key in self.given for each in self.given.pop(key).trajectories)

@@ -41,7 +41,7 @@ Items: TypeAlias = Callable[[TrajectoryGroup, Decode | None], Iterable[tuple[Tra
 
 
 class SampleReceiver(Protocol):
-    """Receives what the trainer is given, on the event loop of the flow: a `SampleQueue`, for one."""
+    """Receives the trainer's samples, on the event loop of the flow: a `SampleQueue`, for one."""
 
     def offer(self, sample: Any, trajectories: Trajectories, /) -> bool:
         """Take a sample of these trajectories, and return True; return False where there is no room now."""
@@ -80,10 +80,10 @@ class FlowRun:
 
         Args:
             flow: sends groups, or is a function that returns such a flow.
-            items: returns what the trainer is given of a group, each with its trajectories; or a `Drop` of these.
+            items: returns the samples of a group for the trainer, each with its trajectories; or a `Drop` of these.
             samples: takes these.
             trainer: the name of the framework, in metrics and errors.
-            rest: the end of trajectories that are in none of them.
+            rest: the end of trajectories without a sample.
             saved: the state of a checkpoint, or None.
             version: of the trainer's weights.
             per_step: trajectories that the trainer takes for a version of its weights; None if that varies.
@@ -101,10 +101,10 @@ class FlowRun:
         self._room = Waiters()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._progress: tuple[int, float] = 0, time.monotonic()
-        """Count of groups that had been sent, and the time at which it was first seen."""
+        """Count of groups that had been sent, and the time of its first observation."""
         self._cancel: Callable[[], None] = _nothing
         self._over = False
-        """True if the pipeline has ended: its ledger has counted the end of what was in flight."""
+        """True if the pipeline has ended: its ledger has counted the end of all that was in flight."""
         self._late: list[TrajectoryId] = []
         """Trained after that."""
         self._stateful = {
@@ -165,7 +165,7 @@ class FlowRun:
                     await self._put(item, trajectories)
         self.ended = True
         self._samples.close(self.error)
-        await anyio.sleep_forever()  # what was sent is trained meanwhile
+        await anyio.sleep_forever()  # the trainer trains the last groups meanwhile
 
     async def _put(self, item: Any, trajectories: Trajectories) -> None:
         while not self._samples.offer(item, trajectories):
@@ -174,19 +174,19 @@ class FlowRun:
 
     @property
     def error(self) -> BaseException:
-        """The error for a trainer that waits for more than a flow which has ended has sent."""
+        """The error for a trainer that waits for more groups than a flow has sent before its end."""
         return self.failure or FlowEnded(
             f"{self._trainer} waits for more samples than the {self.sent} that the flow has sent, which has ended: "
             f"give it more prompts (SourceEnv(groups=None), PromptDataset(epochs=None)), or train fewer steps"
         )
 
     def check(self, stale_after_s: float, waits: Callable[[], PipelineStatistics], began: float = 0.0) -> None:
-        """Raise if nothing will come; called in the trainer's thread while it waits, since `began`.
+        """Raise if no group will come; called in the trainer's thread while it waits, since `began`.
 
         Raises:
             PenstockError: the error that ended the flow.
             FlowEnded: the flow has sent its last group, or was stopped.
-            FlowStalled: it has sent nothing for `stale_after_s`.
+            FlowStalled: it has sent no group for `stale_after_s`.
         """
         if self.failure is not None or self.ended:
             raise self.error
@@ -226,7 +226,7 @@ class FlowRun:
         return self._metrics.emit(version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         stages = {name: dict(stage.state_dict()) for name, stage in self._stateful.items()}
         committed = self._ledger.committed
         for trajectory in self._late:
@@ -235,7 +235,7 @@ class FlowRun:
 
 
 class _Sink:
-    """The end of the flow, which feeds the trainer's queue."""
+    """The end of the flow: it feeds the trainer's queue."""
 
     def __init__(self, run: FlowRun, name: str, per_step: int | None) -> None:
         self._run = run
@@ -243,7 +243,7 @@ class _Sink:
         self._per_step = per_step
 
     def stage_info(self) -> StageInfo:
-        """State the name, which is in metrics and errors, the batch, and that the trainer's steps are committed."""
+        """State the name in metrics and errors, the batch, and that the trainer's steps are committed."""
         return StageInfo(name=self._name, commits=True, waits_for=self._per_step)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:

@@ -73,7 +73,7 @@ class FlowThread:
         return function() if self._portal is None else self._portal.call(function)
 
     def commit(self, trained: list[TrajectoryId], version: int) -> dict[str, float]:
-        """Commit trajectories at `version`; return the metrics since the last commit, none before the start."""
+        """Commit trajectories at `version`; return the metrics since the last commit, {} before the start."""
         return self.call(lambda: self.run.commit(trained, version)) if self.started else {}
 
     def end(self, trajectories: Trajectories, drop: Drop) -> None:
@@ -81,11 +81,11 @@ class FlowThread:
         self.call(lambda: self.run.end(trajectories, drop))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
+        """Return the state for a checkpoint: the trajectories that were trained, and the state of the flow's stages."""
         return self.call(self.run.state_dict) if self.started else {}
 
     def statistics(self) -> PipelineStatistics:
-        """Return what every stage waits for now; once the flow was stopped, that of its end.
+        """Return the waits of every stage now; once the flow was stopped, those of its end.
 
         Raises:
             RuntimeError: it has not started.
@@ -93,11 +93,11 @@ class FlowThread:
         return self.call(self.run.pipeline.statistics)
 
     def check(self, stale_after_s: float, began: float = 0.0) -> None:
-        """Raise if nothing will come; see `FlowRun.check`."""
+        """Raise if no group will come; see `FlowRun.check`."""
         self.run.check(stale_after_s, self.statistics, began)
 
     def next(self, samples: SampleQueue, *, stale_after_s: float, wanted: Callable[[], bool] = lambda: True) -> Any:
-        """Wait for the next item of `samples`, and return it; None once it is not `wanted` any more.
+        """Wait for the next item of `samples`, and return it; None once it is not `wanted`.
 
         Raises:
             Exception: see `check`.

@@ -1,4 +1,4 @@
-"""`SampleQueue`: the bounded queue between the flow's event loop and a trainer, which takes samples with `get`."""
+"""`SampleQueue`: the bounded queue from the flow's event loop to a trainer's `get`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Queued(NamedTuple):
 
 
 class SampleQueue(queue.Queue[Any]):
-    """A queue of what the trainer is given. The event loop offers; one other thread gets.
+    """A queue of the trainer's samples. The event loop offers; one other thread gets.
 
     Once it is closed and empty, `get` raises `queue.Empty` without waiting: the trainer then asks for its health.
     """
@@ -52,7 +52,7 @@ class SampleQueue(queue.Queue[Any]):
         """Return the next sample; see `queue.Queue.get`.
 
         Raises:
-            queue.Empty: there is none, after `timeout`, or because the queue is closed.
+            queue.Empty: no sample came within `timeout`, or the queue is closed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self.not_empty:

@@ -1,4 +1,4 @@
-"""The temperature of sampled groups, which a trainer that is not penstock's applies to its own logits."""
+"""The temperature of sampled groups. A foreign trainer applies it to its own logits."""
 
 from __future__ import annotations
 

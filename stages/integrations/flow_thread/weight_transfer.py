@@ -16,7 +16,7 @@ class WeightTransfer:
     """Publishes the weights of a trainer. All methods are called in one other thread."""
 
     def __init__(self, publisher: AbstractAsyncContextManager[WeightSink], name: str) -> None:
-        """Publish by `publisher`, which is not open yet, in a thread called `name`."""
+        """Publish by `publisher`, not open yet, in a thread called `name`."""
         self._opening = publisher
         self._name = name
         self._stack = ExitStack()

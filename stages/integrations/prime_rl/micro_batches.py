@@ -1,8 +1,8 @@
 """Micro-batches in the form of prime-rl: sequences packed end to end, the same number of micro-batches for each rank.
 
 Read off prime-rl's src/prime_rl/transports/rollouts/types.py and src/prime_rl/trainer/batch.py at COMMIT. Its trainer
-divides the loss by the tokens that train on all ranks, and adds up what the ranks compute: the sum does not depend on
-which sequences lie together. Knows no transport.
+divides the loss by the tokens that train on all ranks, and adds up the results of the ranks: the sum does not depend on
+the packing. Knows no transport.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...._schemas import InvalidRecord, TrainBatch
 from ...models.scoring import own_temperatures
 
 COMMIT = "559b44772e471d1538537b8805cc77f3824a5e64"
-"""The commit of prime-rl whose types these are."""
+"""The commit of prime-rl that has these types."""
 
 
 class PrimeRLMicroBatch(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, omit_defaults=True):
@@ -48,16 +48,16 @@ class PrimeRLMicroBatch(msgspec.Struct, array_like=True, frozen=True, kw_only=Tr
 def pack_for_ranks(batch: TrainBatch, ranks: int, max_tokens: int, temperature: float) -> list[list[PrimeRLMicroBatch]]:
     """Return the micro-batches of each rank, all lists equally long.
 
-    Where there are fewer sequences than ranks, some ranks get a copy that does not train.
+    If there are fewer sequences than ranks, some ranks get a copy that does not train.
 
     Args:
-        batch: a batch with advantages and behavior_logprobs. Sequences in which nothing trains are left out.
+        batch: a batch with advantages and behavior_logprobs. Sequences without a token that trains are left out.
         ranks: the number of data-parallel ranks.
         max_tokens: tokens of a micro-batch.
         temperature: that of the sampling, for groups without their own in `meta["temperatures"]`.
 
     Raises:
-        InvalidRecord: a column is missing, a sequence is longer than `max_tokens`, or nothing trains.
+        InvalidRecord: a column is missing, a sequence is longer than `max_tokens`, or no token trains.
     """
     columns = _columns(batch, temperature)
     lengths = batch.lengths()
@@ -113,7 +113,7 @@ def _packed(sequences: NDArray[np.int64], lengths: NDArray[np.int64], max_tokens
 
 
 def _split_evenly(packs: list[list[int]], ranks: int) -> list[list[int]]:
-    """Return packs whose number the ranks divide, as far as there are sequences: halves of the fullest ones."""
+    """Return a multiple of `ranks` packs, as far as there are sequences: halves of the fullest ones."""
     packs = list(packs)
     while len(packs) % ranks and max(map(len, packs)) > 1:
         fullest = max(range(len(packs)), key=lambda place: len(packs[place]))

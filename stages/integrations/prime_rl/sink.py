@@ -1,4 +1,4 @@
-"""PrimeRLSink: the end of a pipeline whose batches prime-rl trains."""
+"""PrimeRLSink: the end of a pipeline that prime-rl trains on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def PrimeRLSink(  # noqa: N802 (makes a stage)
     checkpoint_every: int | None = None,
     step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> SinkTrainer:
-    """Return a sink whose batches are trained by a trainer of prime-rl that runs beside it.
+    """Return a sink for a trainer of prime-rl that runs beside it.
 
     A batch is committed when the weights that prime-rl made of it are written. A `SinkTrainer` with a `PrimeRLTrainer`
     has more options.

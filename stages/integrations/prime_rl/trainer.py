@@ -1,9 +1,9 @@
 """PrimeRLTrainer: prime-rl's trainer as a `Trainer`. A step is done when its weights are written.
 
 prime-rl writes the weights that its step n made into <output>/broadcasts/step_n, and then an empty file STABLE there;
-it begins with those of step n − 1 (src/prime_rl/transports/weights/filesystem.py). Nothing else says that it has
-trained, so this is what the ledger's commit means. Its own checkpoints keep the model and the optimizer; those of
-penstock, the ledger and the pipeline's state.
+it begins with those of step n − 1 (src/prime_rl/transports/weights/filesystem.py). This file alone reports that it has
+trained, so the ledger commits by it. Its own checkpoints keep the model and the optimizer; those of penstock, the
+ledger and the pipeline's state.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ class PrimeRLTrainer:
         return self._steps
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
-        """Have prime-rl train on `batch` once; return when the weights that it made are written. Blocks.
+        """Have prime-rl train on `batch` once; return when its new weights are written. Blocks.
 
         Its metrics are in its own monitors.
 
         Raises:
-            InvalidRecord: the batch lacks a column, nothing in it trains, or a sequence is longer than `seq_len`.
+            InvalidRecord: the batch lacks a column, none of its tokens trains, or a sequence is longer than `seq_len`.
             TrainerSilent: prime-rl has not finished the step within `step_timeout_s`.
             PeerLost: a rank has gone meanwhile; with files, it is silent.
         """
@@ -126,7 +126,7 @@ class PrimeRLTrainer:
         return {"prime_rl/micro_batches": float(sum(map(len, micro_batches)))}
 
     def _check_is_next(self, step: int) -> None:
-        """Check that there are no weights of `step` or a later one, which would count as those of this run."""
+        """Check that there are no weights of `step` or a later one: they would count as those of this run."""
         if self._is_new and (later := [path for path in self._folders(BROADCASTS) if _step_of(path) >= step]):
             raise StepsOfAnotherRun(
                 f"expected no weights of step {step} in {self.output} before it is trained, got "
@@ -201,7 +201,7 @@ class PrimeRLTrainer:
         return write_checkpoint(folder, self._steps, lambda into: _write(into / STATE, encoded))
 
     def resume(self, checkpoint: Path) -> None:
-        """Resume from a checkpoint, and remove what prime-rl has of later steps, which are trained again.
+        """Resume from a checkpoint, and remove prime-rl's files of later steps: these are trained again.
 
         Its trainer must resume from its own checkpoint of the same step.
 

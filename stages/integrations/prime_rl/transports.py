@@ -1,4 +1,4 @@
-"""The two ways by which prime-rl's trainer gets micro-batches: files in its output folder, and ZeroMQ.
+"""The two transports of micro-batches to prime-rl's trainer: files in its output folder, and ZeroMQ.
 
 Read off prime-rl's src/prime_rl/transports/rollouts/{filesystem,zmq}.py. Knows no batch.
 
@@ -41,7 +41,7 @@ class Transport(Protocol):
     """Sends the micro-batches of each rank."""
 
     def send(self, step: int, micro_batches: Ranks, timeout_s: float) -> None:
-        """Send what each rank computes for `step`. Blocks."""
+        """Send each rank its micro-batches of `step`. Blocks."""
         ...
 
     def lost_ranks(self) -> list[int]:
@@ -75,7 +75,7 @@ class FileTransport:
                 write_atomically(folder / f"rank_{rank}.bin", _encode(listed))
 
     def lost_ranks(self) -> list[int]:
-        """Return none: a file does not tell who reads it."""
+        """Return []: the readers of a file are unknown."""
         return []
 
     def close(self) -> None:
@@ -85,9 +85,9 @@ class FileTransport:
 class ZmqTransport:
     """Publishes to the ranks at a port, when all have subscribed: `rollout_transport.type = "zmq"`.
 
-    Each rank also says at the port behind it that it has connected. That may be heard before its subscription, whose
-    messages would be dropped until then: an XPUB socket tells of the subscriptions themselves, and of their end.
-    Bound with the first step.
+    Each rank also says at the port behind it that it has connected. That may be heard before its subscription, and
+    messages would be dropped until then: an XPUB socket tells of the subscriptions themselves, and of their end. Bound
+    with the first step.
     """
 
     def __init__(self, url: str, ranks: int) -> None:
@@ -150,6 +150,6 @@ class ZmqTransport:
 
 
 def stop_if_cancelled() -> None:
-    """Raise if this is a worker thread whose result is not awaited any more."""
+    """Raise if this is a worker thread with a result that is not awaited any more."""
     with suppress(RuntimeError):  # a thread without an event loop
         anyio.from_thread.check_cancelled()

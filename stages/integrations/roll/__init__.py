@@ -1,4 +1,4 @@
-"""ROLL: a flow in the place of its environments, whose groups go into its queue; or penstock's environments in them."""
+"""ROLL: a flow in the place of its environments, with groups for its queue; or penstock's environments in them."""
 
 from .env_manager import FlowEnvManager
 from .job import RollJob

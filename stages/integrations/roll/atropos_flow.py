@@ -1,6 +1,6 @@
 """The flow of a tag that names an environment of Atropos, and its interpreter, in place of a function.
 
-Atropos scores groups, so ROLL's own env managers, which play one rollout at a time, cannot play it.
+Atropos scores groups; ROLL's own env managers play one rollout at a time, so they cannot play it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def flow_function(tag: Mapping[str, Any], root: str) -> Callable[[RollJob], Any]
     """Return the function that makes the flow of a tag: that of `flow`, or one that samples the environment `atropos`.
 
     Raises:
-        InvalidConfig: `flow` names nothing, both keys are there or none is, or `python` is there without `atropos`.
+        InvalidConfig: `flow` names no function, both keys are there or neither is, or `python` lacks `atropos`.
     """
     named = [key for key in ("flow", "atropos") if tag.get(key) is not None]
     if len(named) != 1:
@@ -37,7 +37,7 @@ def flow_function(tag: Mapping[str, Any], root: str) -> Callable[[RollJob], Any]
 
 
 def atropos_source(job: RollJob, where: str, python: str | None) -> SourceEnv:
-    """Return a source of the groups of an Atropos environment, whose model is ROLL's policy.
+    """Return a source of the groups of an Atropos environment, with ROLL's policy as its model.
 
     Args:
         job: of the tag; its `options` are fields of the environment's configuration.

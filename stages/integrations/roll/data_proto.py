@@ -1,4 +1,4 @@
-"""ROLL's `DataProto`: tensors, other values, and what belongs to all rows; made in ROLL's processes only."""
+"""ROLL's `DataProto`: tensors, other values, and values of all rows; made in ROLL's processes only."""
 
 from __future__ import annotations
 

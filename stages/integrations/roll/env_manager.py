@@ -2,8 +2,8 @@
 
 ROLL makes one for each environment, all of a worker in one process, and runs `run_rollout_loop` of each in a thread
 (roll/pipeline/agentic/environment_worker.py:86-160). The first of each group puts the rollouts of all of them, so that
-ROLL's queue gets a group at once; the others have nothing to do. The interface is that of `BaseEnvManager`
-(roll/pipeline/agentic/env_manager/base_env_manager.py), of which ROLL requires no subclass.
+ROLL's queue gets a group at once; the others stay idle. The interface is that of `BaseEnvManager`
+(roll/pipeline/agentic/env_manager/base_env_manager.py); ROLL requires no subclass of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _flows_lock = threading.Lock()
 
 
 class FlowEnvManager:
-    """One of ROLL's environments whose rollouts a flow of penstock samples.
+    """One of ROLL's environments, with rollouts from a flow of penstock.
 
     custom_envs:
       sums:
@@ -75,9 +75,9 @@ class FlowEnvManager:
             mode: `train` or `val`.
 
         Raises:
-            InvalidPipeline: ROLL is configured in a way that a flow does not support.
-            InvalidConfig: `flow` names nothing, or `atropos` is there too; `reward` does not fit; or the node has less
-                than `resources`.
+            InvalidPipeline: a flow does not support ROLL's configuration.
+            InvalidConfig: `flow` names no function, or `atropos` is there too; `reward` does not fit; or the node has
+                less than `resources`.
         """
         self._check(worker_config, pipeline_config, env_config, mode)
         self._worker_config = worker_config
@@ -164,7 +164,7 @@ class FlowEnvManager:
         Raises:
             PenstockError: the error that ended the flow; it ends ROLL's step.
             FlowEnded: the flow has sent its last group, and ROLL wants more.
-            FlowStalled: it has sent nothing for ROLL's `env_monitor.hung_timeout`.
+            FlowStalled: it has sent no group for ROLL's `env_monitor.hung_timeout`.
         """
         if not self._leads:
             return
@@ -210,7 +210,7 @@ class FlowEnvManager:
 
 
 def _node() -> Mapping[str, Any]:
-    """Return the resources of the node on which this process runs, as Ray counts them."""
+    """Return the resources of this process's node, as Ray counts them."""
     ray = import_module("ray")
     here = ray.get_runtime_context().get_node_id()
     return next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})

@@ -27,11 +27,11 @@ class GemEnvironment:
         """Make the environment.
 
         Args:
-            env: `module:name` of what makes it.
+            env: `module:name` of its class, or of a function that makes it.
             options: passed on.
 
         Raises:
-            InvalidConfig: `env` names nothing.
+            InvalidConfig: `env` does not exist.
             InvalidPipeline: it made no such environment.
             Exception: raised by it.
         """
@@ -43,7 +43,7 @@ class GemEnvironment:
             )
         self._entry: Any = None
         self.ends: tuple[str, ...] = ()
-        """Text of tokens that end a completion, which ROLL leaves in it."""
+        """Text of tokens that end a completion: ROLL leaves them in it."""
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Start an episode; return (observation, info).

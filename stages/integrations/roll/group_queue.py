@@ -2,7 +2,7 @@
 
 Read off ROLL's roll/distributed/scheduler/rollout_scheduler.py at COMMIT: `get_episode_id` :297, `put` :326 and :457,
 `get_batch` :479. That actor returns nothing from `put`, so a group is put by a function that runs in the actor
-(`__ray_call__`): between its first line and its last, ROLL's event loop does nothing else.
+(`__ray_call__`): ROLL's event loop runs it from its first line to its last without a switch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Put(NamedTuple):
     """The answer of ROLL's queue to a group."""
 
     answer: Literal["taken", "filtered", "older", "late"]
-    """`older`: sampled with weights older than the episode, which ROLL could train too late; the episode still waits.
+    """`older`: sampled with weights older than the episode, so ROLL could train it too late; the episode still waits.
     `late`: ROLL has dropped the episode."""
     created: int = 0
     """The step at which ROLL created the episode."""
@@ -44,7 +44,7 @@ class GroupQueue:
     """The queue of one group of environments."""
 
     def __init__(self, manager: Any, group_id: int, env_ids: Sequence[int]) -> None:
-        """Make the queue of group `group_id`, whose environments are `env_ids`; `manager` is the actor."""
+        """Make the queue of group `group_id`, with the environments `env_ids`; `manager` is the actor."""
         self._manager = manager
         self._group_id = group_id
         self._env_ids = tuple(env_ids)
@@ -85,7 +85,7 @@ class GroupQueue:
 
 
 def held_episodes(manager: Any) -> set[QueuePlace]:
-    """Return the episodes whose rollouts are in ROLL's queue, and not in a batch yet.
+    """Return the episodes with rollouts in ROLL's queue, and not in a batch yet.
 
     Raises:
         MissingInterface: ROLL's queue differs from that of the tests.

@@ -1,4 +1,4 @@
-"""`RollJob`: what ROLL's configuration says to the function that makes a flow for one of its tags."""
+"""`RollJob`: ROLL's configuration for the function that makes a flow for one of its tags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RollJob:
     tag: str
     """The key in `custom_envs`."""
     policy: Policy
-    """Samples by ROLL's inference workers, whose weights ROLL updates; for a source `on=here()`."""
+    """Samples by ROLL's inference workers, with weights that ROLL updates; for a source `on=here()`."""
     model: str
     """The folder of the model, ROLL's `pretrain`."""
     sampling: SamplingParams

@@ -31,7 +31,7 @@ def amount_of(resources: Mapping[str, Any], kind: Kind, root: str = "resources")
 
 
 def check_fit(wanted: Mapping[str, Any], node: Mapping[str, Any], root: str) -> None:
-    """Check that a node of Ray has what a flow wants.
+    """Check that a node of Ray has the resources that a flow wants.
 
     Raises:
         InvalidConfig: it has less, or `wanted` is invalid.

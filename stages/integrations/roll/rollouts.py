@@ -28,7 +28,7 @@ class EnvNames(msgspec.Struct, frozen=True):
     """The seed of the group, drawn anew for each run."""
 
     def group_of(self, episode_id: int) -> str:
-        """Return ROLL's name of the rollouts of one prompt, by which it normalizes rewards."""
+        """Return ROLL's name of the rollouts of one prompt: it normalizes rewards by it."""
         return f"{self.tag}_{self.group_id}_{episode_id}_{self.group_seed}"
 
 
@@ -97,7 +97,7 @@ def reward_parts_of(group: TrajectoryGroup, place: int) -> dict[str, float]:
 
 
 def oldest_version(group: TrajectoryGroup) -> int:
-    """Return the oldest policy version in the group: the step of ROLL whose weights sampled it."""
+    """Return the oldest policy version in the group: the step of ROLL with the weights that sampled it."""
     return int(oldest_versions(group.policy_versions, group.offsets).min())
 
 

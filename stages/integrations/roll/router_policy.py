@@ -1,7 +1,7 @@
 """`RouterPolicy`: ROLL's own inference workers as the policy of a flow, with the weights that ROLL keeps in them.
 
-A completion is one call of ROLL's `llm_proxy` (roll/pipeline/agentic/llm_proxy/base_llm_proxy.py), which blocks, so it
-runs in a thread. ROLL aborts what is in flight when it updates the weights; an aborted completion is sampled again from
+A completion is one call of ROLL's `llm_proxy` (roll/pipeline/agentic/llm_proxy/base_llm_proxy.py). It blocks, so it
+runs in a thread. ROLL aborts calls in flight when it updates the weights; an aborted completion is sampled again from
 its prompt (as in traj_env_manager.py:238-239): all tokens of a completion have one version, ROLL's step.
 """
 
@@ -33,14 +33,14 @@ class RouterPolicy:
     proxy: Any
     """ROLL's `BaseLLMProxy`."""
     generation: Mapping[str, Any]
-    """ROLL's `generating_args`, of which the sampling of each request replaces what it knows."""
+    """ROLL's `generating_args`. The sampling of each request replaces the fields that it knows."""
     ends: frozenset[int]
     """Tokens that end a completion."""
     environments: int
     """Requests at once. ROLL's router answers as many calls as there are environments, and one more; requests that wait
     while it is suspended are calls: with more of them it would never be resumed (rollout_scheduler.py:592)."""
     step: Callable[[], int]
-    """Returns the step of ROLL whose weights sample now."""
+    """Returns the step of ROLL with the weights that sample now."""
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be sent to another process.
@@ -115,7 +115,7 @@ def _call(policy: RouterPolicy, prompt: NDArray[np.int32], sampling: SamplingPar
 
 
 def generation_of(sampling: SamplingParams) -> dict[str, Any]:
-    """Return what `sampling` sets of ROLL's `generating_args`."""
+    """Return the fields of ROLL's `generating_args` that `sampling` sets."""
     return {
         "max_new_tokens": sampling.max_completion_tokens,
         "temperature": 0.0 if sampling.greedy else sampling.temperature,

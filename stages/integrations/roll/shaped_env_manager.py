@@ -1,7 +1,7 @@
 """`ShapedEnvManager`: ROLL's own `TrajEnvManager`, with environments of penstock and its reward bridge.
 
-ROLL imports what `custom_envs.<tag>.env_manager_cls` names, and calls it for each environment: that is where
-`env_type: penstock` is registered with gem, in the process that makes the environments.
+ROLL imports `custom_envs.<tag>.env_manager_cls`, and calls it for each environment. The call registers
+`env_type: penstock` with gem, in the process that makes the environments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .shaping import shape
 
 
 def ShapedEnvManager(**arguments: Any) -> Any:  # noqa: N802 (named where ROLL names a class)
-    """Return ROLL's `TrajEnvManager`, which ROLL samples with as always; called by ROLL.
+    """Return ROLL's `TrajEnvManager`: ROLL samples with it as always. Called by ROLL.
 
     custom_envs:
       sums:

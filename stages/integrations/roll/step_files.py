@@ -1,10 +1,10 @@
 """`StepFiles`: the state of a flow after each optimizer step of ROLL, in files beside ROLL's checkpoints.
 
-    <output_dir>/penstock/<tag>/12.json       what was trained up to and including step 12, and the state of the stages
+    <output_dir>/penstock/<tag>/12.json       trajectories trained up to step 12, and the state of the stages
     <output_dir>/penstock/<tag>/balance.json  the counts of the ledger, once ROLL has stopped the flow
 
 ROLL's own checkpoint of a step is complete before the file of that step is written. A run that is killed between the
-two resumes from the file of the step before: what the last step trained may be trained again.
+two resumes from the file of the step before: trajectories of the last step may be trained again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class StepFiles:
     """The files of one flow."""
 
     def __init__(self, folder: Path, save_steps: int) -> None:
-        """Use `folder`; `save_steps` is ROLL's, whose multiples have a checkpoint."""
+        """Use `folder`; `save_steps` is ROLL's: its multiples have a checkpoint."""
         self._folder = folder
         self._save_steps = save_steps
 
     def load(self, step: int) -> Mapping[str, Any] | None:
-        """Return the state after `step`, with which ROLL resumes, or after an earlier one; None if there is none.
+        """Return the state after `step` (ROLL resumes with it), or after an earlier one; None without any.
 
         Raises:
             FileDamaged: the file is damaged.

@@ -1,9 +1,9 @@
-"""`TagFlow`: the flow of one tag of ROLL's configuration, which feeds all its groups of environments.
+"""`TagFlow`: the flow of one tag of ROLL's configuration. It feeds all its groups of environments.
 
     threads of ROLL's worker, one a group                       the flow's thread
     next() ◀── SampleQueue (bounded) ◀── sink ◀── flow, on an event loop of its own
     put()  ──▶ ROLL's GroupQueue
-    begin_step(N): what has left the queue since N − 1 was trained ──▶ Ledger.commit at version N
+    begin_step(N): groups that left the queue since N − 1 are trained ──▶ Ledger.commit at version N
 
 The ledger's steps are ROLL's: before step N its weights have N optimizer steps.
 """
@@ -41,15 +41,15 @@ class Sampled(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The values of ROLL's configuration by which it takes or drops groups."""
+    """The values of ROLL's configuration that decide if it takes or drops a group."""
 
     group_size: int
     sequence_length: int
     async_generation_ratio: int
     hung_timeout: float
-    """Seconds without a group after which ROLL is told that none will come."""
+    """Seconds without a group until an error tells ROLL that none will come."""
     per_step: int | None = None
-    """Trajectories of this tag in an optimizer step; None where ROLL takes as many as come."""
+    """Trajectories of this tag in an optimizer step; None if ROLL takes as many as come."""
 
 
 class TagFlow:
@@ -63,7 +63,7 @@ class TagFlow:
         files: StepFiles,
         held: Callable[[], set[QueuePlace]],
     ) -> None:
-        """Prepare; nothing is started before ROLL's first step.
+        """Prepare; the flow starts with ROLL's first step.
 
         Args:
             tag: the key in `custom_envs`.
@@ -94,7 +94,7 @@ class TagFlow:
         return f"<TagFlow {self._tag}: {self._thread.state}, {self._deliveries!r}>"
 
     def statistics(self) -> PipelineStatistics:
-        """Return what every stage of the flow waits for now.
+        """Return the waits of every stage of the flow now.
 
         Raises:
             RuntimeError: ROLL has not begun its first step.
@@ -104,7 +104,7 @@ class TagFlow:
     # -- called by ROLL, which waits ---------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Commit what ROLL has trained, and let the flow begin what is sampled with the weights of `step`.
+        """Commit trained groups, and let the flow begin those to sample with the weights of `step`.
 
         Raises:
             InvalidPipeline: the flow cannot work.
@@ -120,7 +120,7 @@ class TagFlow:
             self.step = step
 
     def stop(self) -> None:
-        """Commit what ROLL has trained in its last step, and stop the flow and everything that it started."""
+        """Commit the groups of ROLL's last step, and stop the flow and everything that it started."""
         with self._lock:
             if not self._thread.running:
                 return
@@ -156,7 +156,7 @@ class TagFlow:
         self._thread.start(run)
 
     def _commit(self, step: int) -> None:
-        """Commit what has left ROLL's queue before `step`, but for what ROLL has dropped.
+        """Commit groups that left ROLL's queue before `step`, except those that ROLL has dropped.
 
         ROLL asks for the batch of a step, trains it, and then names the next. Between two steps a group leaves its
         queue into the batch, or is dropped as too old (roll/distributed/scheduler/rollout_scheduler.py:264, 525).
@@ -173,12 +173,12 @@ class TagFlow:
     # -- called by the threads of ROLL's worker ----------------------------------------------------------------------
 
     def next(self, wanted: Callable[[], bool]) -> Sampled | None:
-        """Wait for the next group, and return it; None once it is not `wanted` any more.
+        """Wait for the next group, and return it; None once it is not `wanted`.
 
         Raises:
             PenstockError: the error that ended the flow.
             FlowEnded: the flow has sent its last group.
-            FlowStalled: it has sent nothing for ROLL's `env_monitor.hung_timeout`.
+            FlowStalled: it has sent no group for ROLL's `env_monitor.hung_timeout`.
         """
         sampled: Sampled | None = self._thread.next(
             self._queue,
@@ -188,7 +188,7 @@ class TagFlow:
         return sampled
 
     def put(self, episode: QueuePlace, sampled: Sampled, send: Callable[[int, dict[str, float]], Put]) -> Put:
-        """Put a group into ROLL's queue by `send`, which gets the step and metrics, and note what became of it."""
+        """Put a group into ROLL's queue by `send`, given the step and metrics, and note the outcome."""
         with self._lock:
             answer, created = send(self.step, self._metrics)
             if answer == "taken":

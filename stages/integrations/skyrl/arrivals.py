@@ -1,8 +1,8 @@
-"""`Arrivals`: groups that are sampled without being asked for, as answers to what SkyRL waits for.
+"""`Arrivals`: groups that are sampled without being asked for, as answers to SkyRL's requests.
 
 A flow with a source of its own, an `AtroposGateway` for one, sends groups of prompts that it chooses. Each request of
-SkyRL is answered by the next group that arrives, its repetitions by the rows of that group. A group for which no
-request waits stays where it is, and the flow behind it: the channels and the source bound what is kept.
+SkyRL is answered by the next group that arrives, its repetitions by the rows of that group. While no request waits, the
+next group stays where it is, and the flow behind it: the channels and the source bound the groups kept.
 
 Belongs to the event loop of the flow, and knows no SkyRL.
 """
@@ -30,18 +30,18 @@ UNREAD = {
     "advantages": "advantages of its own, and SkyRL computes them",
     "teacher_ids": "candidates of a teacher, and SkyRL's loss reads none",
 }
-"""Columns that would change what is trained, and that SkyRL has no place for."""
+"""Columns that would change the training, without a place in SkyRL."""
 
 
 class Arrivals:
-    """The requests of SkyRL, answered by groups in the order in which they arrive; see `PenstockGenerator`."""
+    """The requests of SkyRL, answered by groups in the order of arrival; see `PenstockGenerator`."""
 
     def __init__(self, group_size: int, temperature: float, rules: Rules) -> None:
         """Prepare.
 
         Args:
             group_size: rows of a group: `generator.n_samples_per_prompt`.
-            temperature: at which SkyRL computes log-probabilities.
+            temperature: that of SkyRL's log-probabilities.
             rules: of SkyRL's configuration.
         """
         self._group_size = group_size
@@ -63,7 +63,7 @@ class Arrivals:
     # -- the flow's end, called by `FlowRun` ---------------------------------------------------------------------------
 
     def awaited(self, group: TrajectoryGroup, decode: Decode | None) -> Iterator[tuple[Trajectories, Any]]:
-        """Yield a copy of `group`, or the reason for which it cannot be trained, with the ids of its rows.
+        """Yield a copy of `group`, or the reason that it cannot be trained, with the ids of its rows.
 
         Raises:
             RolloutsFailed: so many in a row were refused that the flow and SkyRL's configuration cannot fit.

@@ -1,4 +1,4 @@
-"""A client of no inference engines, for SkyRL's trainers: nothing is paused, put to sleep or sent weights."""
+"""A client without inference engines, for SkyRL's trainers: to pause, put to sleep or send weights has no effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING_TO_DO = (
 
 
 def no_engines(model_name: str) -> Any:
-    """Return an `InferenceEngineInterface` without engines. Whatever would generate raises `GenerationIsOutside`.
+    """Return an `InferenceEngineInterface` without engines. Methods that would generate raise `GenerationIsOutside`.
 
     Raises:
         MissingExtra: SkyRL is not installed.

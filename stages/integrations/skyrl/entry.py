@@ -13,15 +13,14 @@ from .engines import no_engines
 from .generator import PenstockGenerator
 
 GENERATOR = "penstock.generator"
-"""The argument that names the function which returns the generator."""
+"""The argument with the name of the function that returns the generator."""
 
 ENTRY = "trainer.override_entrypoint"
-"""The argument by which SkyRL's own entry point calls `main` (main_base.py:346-358); its configuration has no such key.
-"""
+"""The argument that makes SkyRL's entry point call `main` (main_base.py:346-358); not a key of its configuration."""
 
 
 def main() -> None:
-    """Train by the arguments of the command line, which are SkyRL's, and `penstock.generator=module:function`.
+    """Train by the arguments of the command line: SkyRL's, and `penstock.generator=module:function`.
 
     The function is called with SkyRL's configuration and its tokenizer, and returns a `PenstockGenerator`.
 

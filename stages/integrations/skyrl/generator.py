@@ -37,7 +37,7 @@ from .trainer import bound
 from .training import NOT_AWAITED, SkyRLTraining
 
 STALE_AFTER_S = 900.0
-"""Seconds without a trajectory after which SkyRL no longer waits: three times the bound on a rollout."""
+"""Seconds that SkyRL waits for the next trajectory: three times the bound on a rollout."""
 
 POLL_S = 5.0
 """Seconds between looks at the flow while SkyRL waits."""
@@ -64,12 +64,12 @@ class PenstockGenerator:
         *,
         publisher: AbstractAsyncContextManager[WeightSink] | None = None,
     ) -> None:
-        """Prepare; nothing is started before SkyRL trains.
+        """Prepare; the flow starts when SkyRL trains.
 
         Args:
             flow: up to groups with rewards. A function of SkyRL's requests returns a flow that begins with this source,
-                and samples what SkyRL asks for; it is called when training begins and `publisher` is open, whose URL a
-                policy can then be given. A flow with a source of its own sends groups of prompts that it chooses, an
+                and samples SkyRL's prompts. It is called when training begins and `publisher` is open: a policy can
+                then be given its URL. A flow with a source of its own sends groups of prompts that it chooses, an
                 `AtroposGateway` for one: each prompt of SkyRL is answered by the next group.
             cfg: SkyRL's configuration.
             tokenizer: SkyRL's.
@@ -77,7 +77,7 @@ class PenstockGenerator:
                 context manager that yields one. Without it the samplers get weights in a way of their own.
 
         Raises:
-            InvalidConfig: the configuration asks for something that penstock does not have.
+            InvalidConfig: the configuration asks for a feature that penstock lacks.
         """
         refuse_unsupported(cfg.generator)
         self._cfg = cfg
@@ -108,7 +108,7 @@ class PenstockGenerator:
         return self.training.report
 
     def statistics(self) -> PipelineStatistics:
-        """Return what every stage of the flow waits for now; that of the end once training has ended.
+        """Return the waits of every stage of the flow now; those of its end once training has ended.
 
         Raises:
             RuntimeError: training has not begun.
@@ -116,7 +116,7 @@ class PenstockGenerator:
         return self.training.thread.statistics()
 
     def trainer(self, base: type) -> type:
-        """Return `base`, a trainer of SkyRL, with methods that commit what it trains.
+        """Return `base`, a trainer of SkyRL, with methods that commit trained batches.
 
         Raises:
             MissingExtra: SkyRL is not installed.
@@ -128,14 +128,14 @@ class PenstockGenerator:
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return trajectories for the input batch, a row for each of its rows, in their order. Called by SkyRL.
 
-        In a fully asynchronous trainer, which would end its process at an exception, errors are raised by the trainer's
-        own loop instead, and this waits until it is cancelled.
+        In a fully asynchronous trainer an exception here would end the process: errors are raised by the trainer's own
+        loop instead, and this waits until it is cancelled.
 
         Raises:
             InvalidPipeline: the trainer is not one that `penstock.integrations.skyrl` has made.
             PenstockError: the error that ended the flow.
             FlowEnded: the flow has sent its last group.
-            FlowStalled: it has sent nothing for 15 minutes.
+            FlowStalled: it has sent no group for 15 minutes.
         """
         try:
             return await self._generate(input_batch)

@@ -64,7 +64,7 @@ class GivenRows:
     def commit(self, version: int, *, keep_rest: bool) -> None:
         """Commit all batches at `version`; end the rows in none, unless SkyRL may `keep_rest` for a later one. Blocks.
 
-        Nothing is ended where SkyRL has trained nothing since the last call.
+        Rows end only if SkyRL has trained since the last call.
         """
         self._deliveries.step_all()
         if trained := self._deliveries.stepped():

@@ -1,4 +1,4 @@
-"""The rows of SkyRL's `GeneratorInput`, which share a request where they are repetitions of one prompt.
+"""The rows of SkyRL's `GeneratorInput`. Those that are repetitions of one prompt share a request.
 
 Read off skyrl 0.4.0: train/generators/base.py:37 (the keys). Knows no SkyRL: the input is a mapping.
 """
@@ -57,7 +57,7 @@ def is_evaluation(input_batch: Mapping[str, Any]) -> bool:
 
 
 def _meta(input_batch: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Return the `meta` of a request: what rewards read, under the names that a `PromptDataset` gives it."""
+    """Return the `meta` of a request: values for rewards, under the names of a `PromptDataset`."""
     extras = input_batch.get("env_extras")
     row = plain_row(extras[place] if extras is not None else {}, lambda: f"env_extras[{place}]")
     env_class = input_batch["env_classes"][place]

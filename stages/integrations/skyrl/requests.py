@@ -1,10 +1,9 @@
 """`Requests`: the prompts that SkyRL waits for, as the source of a flow, and the trajectories that answer them.
 
 SkyRL asks for `repetition_id`s of a prompt by its `instance_id`, many prompts at once, and waits for all of a call.
-Every request goes through the flow as a group of its own: one row for each repetition, of which only the prompt is
-there. The rows come back in any order and in parts, and are kept until their request is complete, so that never more
-rows are kept than SkyRL has asked for. The ledger says which ones ended on the way; they are sampled again, under a new
-id.
+Every request goes through the flow as a group of its own: one row for each repetition, with the prompt alone. The rows
+come back in any order and in parts, and are kept until their request is complete, so that never more rows are kept than
+SkyRL has asked for. Those that ended on the way, by the ledger, are sampled again, under a new id.
 
 Belongs to the event loop of the flow, and knows no SkyRL.
 """
@@ -63,7 +62,7 @@ class PromptRequest:
     instance_id: str
     """SkyRL's name of the prompt, not unique: it asks for the same one in every epoch, and when it evaluates."""
     prompt: NDArray[np.int32]
-    """[T] tokens; none where the prompts are those of the groups that arrive."""
+    """[T] tokens; empty if the prompts are those of the groups that arrive."""
     repetitions: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     meta: dict[str, Any] = field(default_factory=dict)
@@ -168,7 +167,7 @@ class Requests:
             )
 
     def _replace_ended(self, ledger: Ledger) -> None:
-        """Sample again what has ended without coming back. Called by the ledger after every end."""
+        """Sample rows again that have ended without coming back. Called by the ledger after every end."""
         for group, part in list(self._sent.items()):
             ended = {each for each in part.left if not ledger.is_open(TrajectoryId(*group, each))}
             if ended:

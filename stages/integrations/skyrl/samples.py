@@ -1,7 +1,7 @@
 """Trajectories as the columns of SkyRL's `GeneratorOutput`: a row for each that it asked for, in the order of its rows.
 
-Read off skyrl 0.4.0: train/generators/base.py:46-81 (the keys) and train/utils/trainer_utils.py:673-767 (what is
-validated). Knows no SkyRL: the output is a dict.
+Read off skyrl 0.4.0: train/generators/base.py:46-81 (the keys) and train/utils/trainer_utils.py:673-767 (the
+validation). Knows no SkyRL: the output is a dict.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
 
     @property
     def ids(self) -> Trajectories:
-        """The id of its trajectory; none if it was given up."""
+        """The id of its trajectory; empty if it was given up."""
         return () if self.row is None else (self.row.trajectory.id,)
 
 
@@ -55,7 +55,7 @@ def columns_of(asked: Sequence[Asked], rules: Rules, filler: int) -> dict[str, A
     """Return the output of these rows, all keys but `rollout_metrics` and `trajectory_ids`.
 
     A repetition that was given up has a row that does not train: `filler` as its response, and the mean reward of the
-    others of its prompt, which leaves their mean as it is.
+    others of its prompt, so that their mean stays.
 
     Raises:
         InvalidPipeline: SkyRL wants log-probabilities, and a trajectory has none.
@@ -120,11 +120,11 @@ def _columns(request: PromptRequest, row: SampledRepetition, rules: Rules) -> di
 
 
 def _prompt_length(row: SampledRepetition, request: PromptRequest) -> int:
-    """Return the tokens before the response, which is never empty: SkyRL's trainer would fail at an empty one.
+    """Return the tokens before the response. That is never empty: SkyRL's trainer would fail at an empty one.
 
-    1. SkyRL's prompt, where there is one and the trajectory begins with it.
-    2. That of the environment: what precedes the first token that trains.
-    3. Where none trains, because a stage has masked them all, all tokens but the last.
+    1. SkyRL's prompt, if there is one and the trajectory begins with it.
+    2. That of the environment: all tokens before the first one that trains.
+    3. If none trains, because a stage has masked them all, all tokens but the last.
     """
     tokens, asked = row.trajectory.tokens, request.prompt
     if 0 < len(asked) < len(tokens) and np.array_equal(tokens[: len(asked)], asked):

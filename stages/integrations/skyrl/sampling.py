@@ -1,7 +1,7 @@
-"""`SampleRequests`: the stage that samples what SkyRL asks for, in the trainer's process or in workers of its own.
+"""`SampleRequests`: the stage that samples SkyRL's prompts, in the trainer's process or in workers of its own.
 
-It samples as `SourceEnv` does, by the fields of one; which prompts, how often, and with which parameters is SkyRL's to
-say. Knows no SkyRL: a request is a group of prompts.
+It samples as `SourceEnv` does, by the fields of one; SkyRL chooses prompts, repetitions and parameters. Knows no SkyRL:
+a request is a group of prompts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ OF_A_SOURCE = {
     "first_task": 0,
     "evaluation": None,
 }
-"""The fields of a SourceEnv that say which prompts are sampled, with their defaults."""
+"""The fields of a SourceEnv that select prompts, with their defaults."""
 
 
 class SkyRLPrompts:
     """The prompts of SkyRL's own data set, as the `make_env` of the `SourceEnv` in a `SampleRequests`.
 
-    Rewards come from a later stage, which finds the columns of the data set in `meta["row"]`.
+    Rewards come from a later stage. It finds the columns of the data set in `meta["row"]`.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class SkyRLPrompts:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequests:
-    """Samples what SkyRL asks for; see `PenstockGenerator`."""
+    """Samples SkyRL's prompts; see `PenstockGenerator`."""
 
     env: SourceEnv
     """Describes the environment, the policy and their bounds. `make_env=SkyRLPrompts` for the prompts of SkyRL's data
@@ -66,7 +66,7 @@ class SampleRequests:
         """Check the fields.
 
         Raises:
-            InvalidConfig: one of `env` says which prompts are sampled.
+            InvalidConfig: one of `env` selects prompts.
         """
         for name, default in OF_A_SOURCE.items():
             if (value := getattr(self.env, name)) != default:
@@ -80,7 +80,7 @@ class SampleRequests:
         return StageInfo(tokenizers=tokenizer_of(self.env, self.env.chat, self.env.policy, self.env.make_env))
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """Sample every request, and send what succeeds; see `Stage`.
+        """Sample every request, and send the rollouts that succeed; see `Stage`.
 
         Raises:
             InvalidPipeline: `make_env` returned no environment, or one that needs a tokenizer and has none.

@@ -1,4 +1,4 @@
-"""SkyRL's sampling parameters, which are in vLLM's form, as those of penstock's policies.
+"""SkyRL's sampling parameters, in vLLM's form, as those of penstock's policies.
 
 Read off skyrl 0.4.0: backends/skyrl_train/inference_servers/engine_utils.py:55-82.
 """
@@ -21,11 +21,11 @@ NAMES = {"max_tokens": "max_completion_tokens", "top_k": "top_k", "stop": "stop"
 """Parameters with another name or another type."""
 
 MEANINGLESS = (("min_tokens", 1), ("top_k", -1), ("top_k", 0))
-"""Values that mean nothing: a completion has a token in any case, and no bound on the candidates."""
+"""Values without effect: a completion has a token in any case, and no bound on the candidates."""
 
 
 def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
-    """Return SkyRL's sampling parameters, which are in vLLM's form, as those of penstock.
+    """Return SkyRL's sampling parameters, in vLLM's form, as those of penstock.
 
     >>> sampling_of({"max_tokens": 64, "temperature": 0.0, "top_k": -1, "stop": None}).greedy
     True

@@ -1,4 +1,4 @@
-"""Trainers of SkyRL that report what they train, and send their weights where the report goes."""
+"""Trainers of SkyRL that report trained batches, and send their weights to the same place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASYNC_HOOKS = ("_collect_generation_mini_batch", "convert_generation_group_mini_
 
 
 class Dispatch:
-    """SkyRL's dispatch to its workers, but for the weights, which go to the publisher instead of inference engines."""
+    """SkyRL's dispatch to its workers, but for the weights: these go to the publisher instead of inference engines."""
 
     def __init__(self, dispatch: Any, publish: Callable[[], None]) -> None:
         self._dispatch = dispatch
@@ -75,7 +75,7 @@ def _committing(base: Any, training: SkyRLTraining, *, is_async: bool) -> Any:
     io = object_in("skyrl", "skyrl.backends.skyrl_train.utils.io", "io")
 
     class Committing(base):  # type: ignore[misc,unused-ignore]  # untyped where absent
-        """A trainer of SkyRL that starts the flow, reports what it trains, and sends its weights to the publisher.
+        """A trainer of SkyRL that starts the flow, reports trained batches, and sends its weights to the publisher.
 
         Its checkpoints have the ledger.
         """

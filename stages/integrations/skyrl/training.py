@@ -38,7 +38,7 @@ class SkyRLTraining:
         tokenizer: Any,
         publisher: AbstractAsyncContextManager[WeightSink] | None,
     ) -> None:
-        """Prepare; the arguments are those of `PenstockGenerator`, and `requests` get what the flow sends."""
+        """Prepare; the arguments are those of `PenstockGenerator`, and `requests` get the groups of the flow."""
         self._flow = flow
         self._requests = requests
         self._cfg = cfg
@@ -70,7 +70,7 @@ class SkyRLTraining:
         self._saved = saved
 
     def weights_wanted(self, dispatch: Any, version: int) -> None:
-        """Publish the weights of the trainer's workers, and commit what they have trained; start the flow. Blocks.
+        """Publish the weights of the trainer's workers, and commit trained batches; start the flow. Blocks.
 
         Called before the first step, and after every one.
         """
@@ -92,7 +92,7 @@ class SkyRLTraining:
             self.thread.start(run)
 
     def commit(self, version: int) -> None:
-        """Commit what the optimizer step trained that made the weights of `version`. Blocks."""
+        """Commit the batch of the optimizer step that made the weights of `version`. Blocks."""
         self.version = version
         self.rows.commit(version, keep_rest=self.fully_async)
 

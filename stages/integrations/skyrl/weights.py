@@ -1,6 +1,6 @@
 """The weights of SkyRL's policy, as its workers write them: a folder of transformers (`save_hf_model`).
 
-SkyRL has no other interface by which an engine that is not its own gets whole weights.
+SkyRL has no other interface that gives whole weights to a foreign engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def written(dispatch: Any, tokenizer: Any, folder: Path) -> Iterator[dict[str, A
     """Have the workers of `dispatch` write the model into `folder`, yield its tensors by name, and remove the folder.
 
     Raises:
-        WeightsDamaged: what they wrote cannot be read.
+        WeightsDamaged: the files that they wrote cannot be read.
     """
     dispatch.save_hf_model("policy", str(folder), tokenizer)
     try:

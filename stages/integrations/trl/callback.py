@@ -1,4 +1,4 @@
-"""The callback of TRL's trainers that reports what was trained, and keeps the ledger in checkpoints.
+"""The callback of TRL's trainers that reports trained steps, and keeps the ledger in checkpoints.
 
 transformers saves the state of such a callback in `trainer_state.json`, the file of a checkpoint that has the step: the
 two cannot disagree, and a checkpoint that is moved keeps both.
@@ -35,7 +35,7 @@ class TrainedByTRL(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         ...
 
 
@@ -89,7 +89,7 @@ def _saved_in(state: Any) -> Mapping[str, Any] | None:
 
 
 def samples_per_version(args: Any) -> int | None:
-    """Return the samples that TRL trains between two versions of its weights; None where it packs them by tokens."""
+    """Return the samples that TRL trains between two versions of its weights; None if it packs them by tokens."""
     if (args.token_budget or 0) > 0:
         return None
     in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size

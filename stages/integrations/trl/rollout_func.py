@@ -27,7 +27,7 @@ from .samples import check
 from .transfer import TRLTransfer
 
 STALE_AFTER_S = 300.0
-"""Seconds without a group after which the trainer no longer waits: TRL's default for its asynchronous trainer."""
+"""Seconds that the trainer waits for the next group: TRL's default for its asynchronous trainer."""
 
 
 def rollout_func(flow: Groups | Callable[[], Groups], publisher: AbstractAsyncContextManager[WeightSink]) -> Rollouts:
@@ -62,7 +62,7 @@ class Rollouts:
         self._began = False
         self._saved: Mapping[str, Any] | None = None
         self.deliveries: Deliveries[TrajectoryId, None] = Deliveries()
-        """Each batch is trained in the micro-batches for which TRL uses it: every sequence `num_iterations` times."""
+        """Each batch is trained in the micro-batches that TRL makes of it: every sequence `num_iterations` times."""
         self.report: Report | None = None
         """The report of the flow, after the body; None if TRL asked for no batch, as after its last step."""
 
@@ -81,7 +81,7 @@ class Rollouts:
             self._transfer.destroy()
 
     def callback(self) -> Any:
-        """Return the `TrainerCallback` that commits what was trained, for `GRPOTrainer(callbacks=[…])`.
+        """Return the `TrainerCallback` that commits trained groups, for `GRPOTrainer(callbacks=[…])`.
 
         Raises:
             MissingExtra: transformers is not installed.
@@ -89,13 +89,13 @@ class Rollouts:
         return callback_of(self)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Return rollouts, one for each of `prompts`, which are counted and not read. Called by TRL.
+        """Return rollouts, one for each of `prompts`: these are counted and not read. Called by TRL.
 
         Raises:
             InvalidPipeline: the trainer lacks the callback, evaluates, or has several processes.
             PenstockError: the error that ended the flow.
             FlowEnded: the flow has sent its last group.
-            FlowStalled: it has sent nothing for 300 seconds.
+            FlowStalled: it has sent no group for 300 seconds.
         """
         self._check(trainer)
         if not self._thread.started:
@@ -154,7 +154,7 @@ class Rollouts:
             self._thread.commit(stepped, self._transfer.version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
+        """Return the state for a checkpoint: the trajectories that were trained, and the state of the flow's stages."""
         return self._thread.state_dict()
 
 

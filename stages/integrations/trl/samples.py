@@ -26,14 +26,14 @@ FIELDS = (
 
 
 class SampleBounds(NamedTuple):
-    """The bounds by which TRL drops samples, of its configuration."""
+    """TRL's bounds on samples, of its configuration: it drops others."""
 
     max_staleness: int
     token_budget: int = 0
     """Tokens of a row; 0 or less for no bound."""
 
     def drop(self, sample: Any, version: int) -> Drop | None:
-        """Return why TRL, whose weights have `version`, drops `sample` when it takes it; None if it does not.
+        """Return the reason that TRL with weights of `version` drops `sample` when it takes it; None if it does not.
 
         In the order of its `RolloutQueueDataset` and its `TokenBudgetBatcher`.
         """
@@ -53,7 +53,7 @@ def samples_of(
         group: with advantages and log-probabilities.
         group_id: TRL's number of the group.
         decode: tokens to text, for the messages that TRL shows; None leaves them empty.
-        temperature: that of the trainer; None where it is unknown.
+        temperature: that of the trainer; None if unknown.
 
     Raises:
         InvalidPipeline: the group has no advantages or no log-probabilities.

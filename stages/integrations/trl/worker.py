@@ -44,7 +44,7 @@ METRICS_CAPACITY = 256
 
 
 class TRLWorker:
-    """Runs a flow for `AsyncGRPOTrainer(rollout_worker=…)`, which gets its groups as samples.
+    """Runs a flow for `AsyncGRPOTrainer(rollout_worker=…)`, and hands over its groups as samples.
 
         worker = TRLWorker(flow)
         transfer = TRLTransfer(publisher)
@@ -54,7 +54,7 @@ class TRLWorker:
     """
 
     def __init__(self, flow: Groups | Callable[[], Groups], *, capacity: int = CAPACITY) -> None:
-        """Prepare; nothing is started before TRL trains.
+        """Prepare; the flow starts when TRL trains.
 
         Args:
             flow: sends groups with advantages. Or a function that returns it, called when training begins and the
@@ -73,9 +73,9 @@ class TRLWorker:
         self._version = 0
         """The version of the trainer's weights; written by the main thread."""
         self.deliveries: Deliveries[int, Any] = Deliveries()
-        """By the identity of a sample's `input_ids`, which TRL passes on untouched; held, so that no other gets it.
+        """By the identity of a sample's `input_ids`: TRL passes them on untouched; held, so that no other gets it.
 
-        Batches are TRL's micro-batches. accelerate collates one ahead, so that the oldest is the one that is trained.
+        Batches are TRL's micro-batches. accelerate collates one ahead, so the oldest is in training.
         """
         self._thread = FlowThread("penstock-trl-flow")
         self._queue = SampleQueue(whole_number("capacity", capacity), self._taken)
@@ -90,7 +90,7 @@ class TRLWorker:
         return f"<TRLWorker: {self._thread.state}, version {self._version}, {self.deliveries!r}>"
 
     def callback(self) -> Any:
-        """Return the `TrainerCallback` that commits what was trained, for `AsyncGRPOTrainer(callbacks=[…])`.
+        """Return the `TrainerCallback` that commits trained groups, for `AsyncGRPOTrainer(callbacks=[…])`.
 
         Raises:
             MissingExtra: transformers is not installed.
@@ -98,7 +98,7 @@ class TRLWorker:
         return callback_of(self)
 
     def statistics(self) -> PipelineStatistics:
-        """Return what every stage of the flow waits for now; that of the end once training has ended.
+        """Return the waits of every stage of the flow now; those of its end once training has ended.
 
         Raises:
             RuntimeError: training has not begun.
@@ -139,7 +139,7 @@ class TRLWorker:
             self.report = self._thread.stop()
 
     def update_model_version(self, model_version: int) -> None:
-        """Commit what was trained since the last version, and let the flow begin what is sampled with this one."""
+        """Commit trajectories trained since the last version, and let the flow begin those to sample with this one."""
         self._version = model_version
         self.commit()
 
@@ -149,7 +149,7 @@ class TRLWorker:
         Raises:
             PenstockError: the error that ended the flow.
             FlowEnded: the flow has sent its last group, or was stopped.
-            FlowStalled: it has sent nothing for `stale_after_s`.
+            FlowStalled: it has sent no group for `stale_after_s`.
         """
         if not self._thread.running:
             raise FlowEnded("TRL waits for samples, and its worker does not run: a worker runs in one train() only")
@@ -169,13 +169,13 @@ class TRLWorker:
             self.commit()
 
     def commit(self) -> None:
-        """Commit what TRL's optimizer steps have trained, at its present version."""
+        """Commit the samples of TRL's optimizer steps, at its present version."""
         if metrics := self._thread.commit(self.deliveries.stepped(), self._version):
             with suppress(queue.Full):
                 self.metrics_queue.put_nowait(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
+        """Return the state for a checkpoint: the trajectories that were trained, and the state of the flow's stages."""
         return self._thread.state_dict()
 
     def _samples(

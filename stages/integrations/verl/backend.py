@@ -2,7 +2,7 @@
 
 verl finds engines by name in three registries: the part in the actor's process (workers/rollout/base.py:84), the
 servers (workers/rollout/replica.py:276) and the transfer of weights between the two (checkpoint_engine/base.py:51). The
-classes here have the methods that verl calls, and none of its base classes.
+classes here have the methods that verl calls, without its base classes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def register() -> None:
 
 
 class Publishing:
-    """Publishes what one process of the actor sends; the others only take part in gathering it."""
+    """Publishes the weights that one process of the actor sends; the others only take part in gathering them."""
 
     def __init__(self, publisher: str | None, arguments: Mapping[str, Any], *, publishes: bool) -> None:
         """Prepare; the publisher is opened with the first weights.
 
         Args:
-            publisher: `module:function`, which returns it.
+            publisher: `module:function` of a function that returns it.
             arguments: of that function, by name.
             publishes: whether this process has rank 0.
 
@@ -138,7 +138,7 @@ class NoReceiver:
 
 
 class PenstockReplica:
-    """A server of verl that is none: the flow samples, in processes and on servers of its own."""
+    """A stand-in for a server of verl: the flow samples, in processes and on servers of its own."""
 
     def __init__(self, replica_rank: int, **_: Any) -> None:
         """Prepare; see `RolloutReplica` of verl."""
@@ -152,7 +152,7 @@ class PenstockReplica:
         """Do nothing: verl's servers would be started here."""
 
     async def init_standalone(self) -> None:
-        """Start a process that does nothing: verl wants one to send weights to. It takes no device."""
+        """Start an idle process: verl wants one to send weights to. It takes no device."""
         remote = object_in("verl", "ray", "remote")
         self.workers = [remote(num_cpus=0)(NoReceiver).remote()]
 
@@ -185,7 +185,7 @@ class PenstockReplica:
 
 
 class PenstockCheckpointEngine:
-    """The transfer of weights for trainers whose devices are their own: `checkpoint_engine.backend=penstock`."""
+    """The transfer of weights for trainers with devices of their own: `checkpoint_engine.backend=penstock`."""
 
     wire_format = "named_tensors"
 

@@ -1,7 +1,7 @@
 """`DataProtoBatches`: groups of a flow, such as those of a gateway, as batches for a loop of verl's older kind.
 
-The loop takes a batch, trains, and updates weights; what it has taken is committed when the weights are updated. A
-gateway returns batches that were not committed to the next client.
+The loop takes a batch, trains, and updates weights; its groups are committed when the weights are updated. A gateway
+returns batches that were not committed to the next client.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class DataProtoBatches:
         saved: Mapping[str, Any] | None = None,
         step: int = 0,
     ) -> None:
-        """Prepare; nothing is started.
+        """Prepare; the flow starts with the `with` block.
 
         Args:
-            flow: sends groups. Their advantages, where they have some, are in the batches.
+            flow: sends groups. Their advantages, if they have some, are in the batches.
             sequences: of a batch, at least: a batch has whole groups.
             prompt_length: tokens of a padded prompt.
             response_length: tokens of a padded response. Longer sequences are not cut; they are counted as `rejected`.
@@ -124,7 +124,7 @@ class DataProtoBatches:
         Raises:
             PenstockError: the error that ended the flow.
             FlowEnded: the flow has sent its last group, or the `with` block was left.
-            FlowStalled: it has sent nothing for 30 minutes.
+            FlowStalled: it has sent no group for 30 minutes.
         """
         rows: list[Row] = []
         while len(rows) < self._sequences:
@@ -140,14 +140,13 @@ class DataProtoBatches:
 
     @contextmanager
     def updating_weights(self) -> Generator[Callable[[Iterable[tuple[str, Any]]], None]]:
-        """Update weights within the body; what was taken before is then committed, as trained by one step.
+        """Update weights within the body; groups taken before are then committed, as trained by one step.
 
-        Yields a function that publishes tensors by name, where there is a publisher. If the body raises, nothing is
-        committed.
+        Yields a function that publishes tensors by name, if there is a publisher. Commits only if the body succeeds.
 
         Raises:
             RuntimeError: tensors are published, and there is no publisher.
-            WeightsMismatch: they are not those that the publisher was made for.
+            WeightsMismatch: the publisher was made for others.
         """
         thread, step = self._running(), self._step + 1
 
@@ -162,11 +161,11 @@ class DataProtoBatches:
         thread.commit(trained, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the trajectories that were trained, and the state of the flow's stages."""
+        """Return the state for a checkpoint: the trajectories that were trained, and the state of the flow's stages."""
         return self._running().state_dict()
 
     def statistics(self) -> PipelineStatistics:
-        """Return what every stage of the flow waits for now."""
+        """Return the waits of every stage of the flow now."""
         return self._running().statistics()
 
     # -- on the event loop ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`Configuration`: what the integration reads of verl's configuration, checked before the flow starts."""
+"""`Configuration`: verl's configuration as far as the integration reads it, checked before the flow starts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Configuration:
 
     @property
     def per_step(self) -> int | None:
-        """The trajectories that each step trains; None where verl takes as many groups as it needs."""
+        """The trajectories that each step trains; None if verl takes as many groups as it needs."""
         if self._mode != "sync" or self.limits.filter_metric is not None:
             return None
         return int(self._config.data.train_batch_size) * self.group_size
@@ -97,7 +97,7 @@ class Configuration:
         return made
 
     def metric_of(self, row: Row) -> float:
-        """Return the metric by which verl finds groups without a difference."""
+        """Return the metric for verl's search of groups without a difference."""
         metric = self.limits.filter_metric
         if metric is None or metric == REWARD:
             return float(row.columns["rm_scores"].sum())

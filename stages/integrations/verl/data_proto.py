@@ -18,7 +18,7 @@ OF_RESPONSES = ("responses", "response_mask", "rm_scores", "rollout_log_probs", 
 
 
 class Shape(NamedTuple):
-    """The lengths to which sequences are padded."""
+    """The lengths of padded sequences."""
 
     prompt_length: int
     """P."""
@@ -75,7 +75,7 @@ def _right(rows: list[NDArray[Any]], width: int) -> NDArray[Any]:
 
 
 def _objects(values: list[Any]) -> NDArray[Any]:
-    """Return [B] an array of objects, whatever their shape."""
+    """Return [B] an array of objects, also if they have shapes of their own."""
     column = np.empty(len(values), object)
     column[:] = values
     return column

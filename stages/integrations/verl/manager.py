@@ -5,7 +5,7 @@
     ReplayBuffer.sample ◀── TransferQueue ◀── delivery ◀──────────────────────────────┘
     keys removed: selected, dropped, trained ──▶ Requests ──▶ Ledger
 
-The ledger belongs to the event loop. It counts steps as verl does, whose weights of step n are sent as version n.
+The ledger belongs to the event loop. It counts steps as verl does: weights of step n are sent as version n.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .transfer_queue import TransferQueue
 log = get_logger("penstock.verl")
 
 STALE_AFTER_S = 1800.0
-"""Seconds without a group after which the flow counts as stalled: verl itself waits without a bound."""
+"""Seconds without a group until the flow counts as stalled: verl itself waits without a bound."""
 
 STATE = "penstock.json"
 """The file in a checkpoint of verl."""
@@ -116,7 +116,7 @@ class PenstockLoopManager:
         return cls(config)
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Note that verl wants a group for each of `prompts`, which are counted and not read; return at once.
+        """Note that verl wants a group for each of `prompts`, counted and not read; return at once.
 
         Called by verl at the beginning of a step, and for each group that its replay buffer has dropped.
 
@@ -141,11 +141,11 @@ class PenstockLoopManager:
         self._thread.commit([], step - 1)  # verl trains with the weights before this step
 
     def statistics(self) -> PipelineStatistics:
-        """Return what every stage of the flow waits for now; that of the end once the training has ended."""
+        """Return the waits of every stage of the flow now; those of its end once the training has ended."""
         return self._thread.statistics()
 
     def save(self, folder: str | Path, step: int) -> None:
-        """Commit what step `step` has trained, and write the ledger into a checkpoint of verl. Called by the callback.
+        """Commit the groups of step `step`, and write the ledger into a checkpoint of verl. Called by the callback.
 
         Groups that lie in TransferQueue count as trained: verl's checkpoint has them, and its next run trains them.
         """
@@ -200,7 +200,7 @@ class PenstockLoopManager:
             self._queue.fail(failed)
 
     def _asked(self) -> tuple[str, int] | None:
-        """Return the prompt that waits, when there is one; None at the end."""
+        """Wait for a prompt, and return it; None at the end."""
         with self._lock:
             self._lock.wait_for(lambda: self._ending or self._requests.next() is not None)
             return None if self._ending else self._requests.next()
@@ -224,7 +224,7 @@ class PenstockLoopManager:
     # -- in verl's thread ----------------------------------------------------------------------------------------------
 
     def _cleared(self, keys: list[str]) -> None:
-        """Count what verl has trained or dropped, by the keys that it has removed."""
+        """Count the groups that verl has trained or dropped, by the keys that it has removed."""
         with self._lock:
             cleared = self._requests.clear(keys)
             step = self._requests.step

@@ -1,7 +1,7 @@
 """The CPUs that verl reserves in Ray before it trains, compared with those that Ray has.
 
 Ray waits without a bound for CPUs that it lacks, and verl logs nothing meanwhile. Its first wait comes before it makes
-anything of penstock, so the comparison is made by `plugin`.
+any object of penstock, so `plugin` compares.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLOCATED = 3
 
 
 def reserved(config: Any) -> dict[str, int]:
-    """Return the CPUs that verl reserves, by what they are for."""
+    """Return the CPUs that verl reserves, by purpose."""
     backend, trainer = config.transfer_queue.backend, config.trainer
     simple = backend.storage_backend == "SimpleStorage"
     return {

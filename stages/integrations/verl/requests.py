@@ -1,8 +1,8 @@
 """`VerlRequests`: the prompts that verl has asked for, and the way of each one's group to an optimizer step.
 
 verl asks for groups by the ids of prompts, and afterwards only removes keys from TransferQueue: `{uid}` of a prompt
-and `{uid}_{session}_{index}` of a trajectory (trainer/ppo/v1/replay_buffer.py of verl 0.9.1). Which keys it removes
-together says what it did:
+and `{uid}_{session}_{index}` of a trajectory (trainer/ppo/v1/replay_buffer.py of verl 0.9.1). The keys that it removes
+together tell its action:
 
     the prompt alone                   selected for a batch           `_materialize_batch`, line 397
     the prompt with its trajectories   dropped                        `_clear_groups`, line 247
@@ -27,7 +27,7 @@ from ..flow_thread.sample_queue import Trajectories
 
 
 class Age(NamedTuple):
-    """The values of a group by which verl drops it."""
+    """The values of a group that verl's bounds apply to."""
 
     step: int
     """The step that the prompt's tag has."""
@@ -37,12 +37,12 @@ class Age(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupBounds:
-    """The bounds by which verl drops groups, of its configuration."""
+    """verl's bounds on groups, of its configuration: it drops others."""
 
     max_off_policy_threshold: int | None = None
-    """None where verl drops none as stale: its synchronous trainer, or the strategy `wait`."""
+    """None if verl keeps stale groups: its synchronous trainer, or the strategy `wait`."""
     filter_metric: str | None = None
-    """The metric whose groups without a difference are dropped; None where all are kept."""
+    """The metric that must differ within a group: others are dropped. None if all are kept."""
 
     def reason(self, step: int, age: Age) -> Drop:
         """Return why verl, now at `step`, dropped a group, by the rules of `_terminal_eviction_reasons`."""
@@ -55,7 +55,7 @@ class GroupBounds:
 
 
 class Cleared(NamedTuple):
-    """Ends of groups whose keys verl removed."""
+    """Ends of groups after verl removed their keys."""
 
     trained: list[TrajectoryId]
     dropped: list[tuple[Trajectories, Drop]]
@@ -82,22 +82,22 @@ class VerlRequests:
         self._waiting.extend((uid, step) for uid in uids)
 
     def next(self) -> tuple[str, int] | None:
-        """Return the prompt that has waited longest, and its step; None if none waits."""
+        """Return the prompt that has waited longest, and its step; None without one."""
         return self._waiting[0] if self._waiting else None
 
     def answer(self, trajectories: Trajectories, step: int, values: list[float]) -> None:
-        """Note that this group, whose tag has `step`, answers the prompt that has waited longest."""
+        """Note that this group, with `step` in its tag, answers the prompt that has waited longest."""
         uid, _ = self._waiting.popleft()
         self._deliveries.give(uid, trajectories, Age(step, values))
 
     def fail(self) -> list[str]:
-        """Return all prompts without a group, which get none."""
+        """Return all prompts without a group: they will get none."""
         uids = [uid for uid, _ in self._waiting]
         self._waiting.clear()
         return uids
 
     def clear(self, keys: Iterable[str]) -> Cleared:
-        """Note keys that verl has removed; return what it did with the groups that they belong to."""
+        """Note keys that verl has removed; return the ends of the groups that they belong to."""
         prompts: set[str] = set()
         trajectories: set[str] = set()
         for key in keys:
@@ -113,7 +113,7 @@ class VerlRequests:
         return Cleared(self._deliveries.stepped(), ends)
 
     def train(self) -> list[TrajectoryId]:
-        """Return the trajectories of all selected groups, whose step is done; their keys may be removed later."""
+        """Return the trajectories of all selected groups: their step is done, and their keys may be removed later."""
         self._deliveries.step_all()
         return self._deliveries.stepped()
 

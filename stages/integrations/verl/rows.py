@@ -1,7 +1,7 @@
 """Groups as rows of verl's TransferQueue: one for each sequence with a token that trains.
 
 Read off verl 0.9.1: `AgentLoopOutput.as_dict` (experimental/agent_loop/agent_loop.py:109) and `_agent_loop_postprocess`
-(trainer/ppo/v1/agent_loop_tq.py:129). Lengths: P tokens of the prompt, R tokens of the response, which begins with the
+(trainer/ppo/v1/agent_loop_tq.py:129). Lengths: P tokens of the prompt, R tokens of the response. It begins with the
 first token that trains. Knows no verl, and no torch: columns are numpy arrays.
 """
 
@@ -34,7 +34,7 @@ class Needs(NamedTuple):
     """The columns that verl's configuration asks for."""
 
     temperature: float | None = None
-    """That of the trainer; None where it is unknown."""
+    """That of the trainer; None if unknown."""
     logprobs: bool = True
     """True if the trainer reads log-probabilities of the sampling."""
     advantages: bool = False
@@ -110,7 +110,7 @@ def _columns(row: Trajectory, needs: Needs) -> dict[str, NDArray[Any]]:
 
 
 def _scores(row: Trajectory) -> NDArray[np.float32]:
-    """Return [R] the score of each token: its own one, and what is left of the reward on the last token."""
+    """Return [R] the score of each token: its own one, and the rest of the reward on the last token."""
     scores = np.zeros(len(row.tokens) - row.prompt_length, np.float32)
     if row.token_rewards is not None:
         scores += row.token_rewards[row.prompt_length :]

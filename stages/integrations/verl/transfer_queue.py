@@ -1,7 +1,7 @@
-"""`TransferQueue`: rows of groups into verl's TransferQueue, and what verl removes from it.
+"""`TransferQueue`: rows of groups into verl's TransferQueue, and verl's removals from it.
 
-verl's trainer has one client of TransferQueue a process, behind functions of the package. The functions with which it
-removes keys and ends are replaced by ones that report: nothing else says what verl has trained.
+verl's trainer has one client of TransferQueue a process, behind functions of the package. Its functions to remove keys
+and to end are replaced by ones that report: the only sign of what verl has trained.
 """
 
 from __future__ import annotations

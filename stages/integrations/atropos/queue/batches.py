@@ -1,7 +1,7 @@
 """Batches of exactly `batch_size` sequences: form them, find the causes if none can be formed, lease them to trainers.
 
-Forming is done by pure functions of the groups that wait and of the order in which they leave. The work and the memory
-of one call are bounded, for all sizes: see WORK_BITS. No clock, no I/O.
+Pure functions form them from the groups that wait and the order of these. The work and the memory of one call are
+bounded, for all sizes: see WORK_BITS. No clock, no I/O.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHECK_INTERVAL_S = 5.0
 """Time between two checks for stalls."""
 
 LEASE_BITS = 53
-"""Leases are random, so that none from before a restart is valid after it; 53 bits are exact numbers in any JSON."""
+"""Leases are random, so that those from before a restart are invalid; 53 bits are exact numbers in any JSON."""
 
 log = get_logger("penstock.atropos.queue")
 
@@ -43,7 +43,7 @@ def form_batch(
     batch_size: int,
     minima: Mapping[int, int],
 ) -> list[QueuedGroup[G]] | None:
-    """Return groups that sum to `batch_size`: first the minimum of each lane, then the next in turn; None if none do.
+    """Return groups that sum to `batch_size`: the minimum of each lane, then the next in turn; None without such a sum.
 
     If no such sum holds the minima, they are ignored: a batch that holds less of one environment is better than none.
     There is no batch while a lane with a minimum has no group.
@@ -95,7 +95,7 @@ def _minima(pending: PendingGroups[G], minima: Mapping[int, int], batch_size: in
 def exact_subset(sizes: Iterable[int], wanted: int) -> list[int] | None:
     """Return indices of sizes that sum to `wanted`, or None: the first if possible, then the next, and so on.
 
-    1. Take each size from the front that fits. In most cases this sums to `wanted`, and no further size is looked at.
+    1. Take each size from the front that fits. In most cases this sums to `wanted`, and the search is over.
     2. Otherwise give up the last that was taken, then 4 more, then 16 more, …, until others make up the rest.
        The first search that succeeds is over a small sum, so it needs small tables.
 

@@ -39,7 +39,7 @@ class EnvBuffer(Generic[G]):
         self.sequences += group.sequences
 
     def pop_whole(self) -> list[Submission[G]]:
-        """Remove and return the groups that make up a whole one, in order of arrival; [] if none do."""
+        """Remove and return groups that make up a whole one, in order of arrival; [] if there are too few."""
         if self.sequences < self.group_size:
             return []
         return self._pop(exact_subset((group.sequences for group in self.groups), self.group_size) or [])
@@ -290,7 +290,7 @@ class Environments(Generic[G]):
         return expired
 
     def buffer(self, submission: Submission[G]) -> EnvBuffer[G] | None:
-        """Return the buffer that a group goes to, or None if it is not buffered.
+        """Return the buffer of a group; None if it is not buffered.
 
         Groups of at least their environment's group_size are not, nor those of an environment that disconnected.
         """

@@ -16,7 +16,7 @@ from ....._pipeline.errors import PenstockError
 G = TypeVar("G")
 
 REMEMBERED_S = 600.0
-"""Time for which a repeated submission is recognised: longer than `submit` and the original client retry."""
+"""Time that a repeated submission is recognised: longer than `submit` and the original client retry."""
 
 MAX_REMEMBERED = 65_536
 """Receipts that are remembered; the oldest are forgotten first."""
@@ -59,7 +59,7 @@ class IdempotencyCache:
 
     def __init__(self) -> None:
         self._receipts: OrderedDict[Hashable, tuple[Receipt, float]] = OrderedDict()
-        """By digest, with the time at which each is forgotten, the earliest first."""
+        """By digest, each with its expiry, the earliest first."""
 
     def remember(self, now: float, digest: Hashable, receipt: Receipt) -> None:
         """Keep a receipt."""
@@ -81,7 +81,7 @@ class Batch(Generic[G]):
     groups: tuple[Submission[G], ...]
     """In the order in which the trainer gets them."""
     lease: int
-    """The number by which the batch is acknowledged or returned."""
+    """The number that acknowledges or returns the batch."""
     batch_id: str
     """The same each time this batch is leased; unique among all batches."""
 
@@ -136,7 +136,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class EnvStatus:
-    """The numbers with which an environment controls its flow. Groups are counted in groups of its own size."""
+    """The numbers that an environment controls its flow by. Groups are counted in groups of its own size."""
 
     current_step: int
     """As in `Status`."""
@@ -200,4 +200,4 @@ class QueueFull(RequestRejected):
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
     retry_after_s: ClassVar[float] = 1.0
-    """Time after which to submit again."""
+    """Time to wait before the next submission."""

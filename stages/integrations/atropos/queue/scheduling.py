@@ -98,12 +98,12 @@ class PendingGroups(Generic[G]):
 class FairScheduler:
     """Start-time fair queueing (Goyal, Vin and Cheng, 1996) over lanes, in sequences.
 
-    Each flow has a virtual time, which advances by the sequences it sent divided by its share; the flow that is
+    Each flow has a virtual time. It advances by the sequences sent divided by the flow's share; the flow that is
     furthest behind is next. A flow that was empty starts at the time of the others: it accumulates no share.
 
     A lane without a share (anonymous, disconnected, timed out) takes no part in this. All of those are one flow, oldest
-    group first, which has MIN_SHARE beside the shares of the environments, so that its groups are delivered even while
-    the environments always have some waiting; while they have none, it has the rest.
+    group first. It has MIN_SHARE beside the shares of the environments, so that its groups are delivered even while the
+    environments always have some waiting; otherwise it has the rest.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class FairScheduler:
         self._finished = {flow: time for flow, time in self._finished.items() if flow in shares or flow == ANONYMOUS}
 
     def in_turn(self, lanes: Mapping[int, EnvQueue[G]]) -> Iterator[QueuedGroup[G]]:
-        """Return all groups in the order in which they would leave if none were added and all taken."""
+        """Return all groups in the order of leaving if all were taken and no others came."""
         flows = {lane: iter(own.groups.values()) for lane, own in lanes.items() if lane in self._shares}
         if others := [own.groups.values() for lane, own in lanes.items() if lane not in self._shares]:
             flows[ANONYMOUS] = heapq.merge(*others, key=lambda queued: queued.number)
@@ -156,8 +156,8 @@ class FairScheduler:
 class AdmissionControl:
     """A bound on the groups, or on the bytes, that are held: in total and by lane.
 
-    Where several environments share the room, none may hold more than is free (Choudhury and Hahne, 1998: dynamic
-    thresholds of shared buffers, with a factor of 1). So a slow one finds room even while others submit fast.
+    Where several environments share the room, each may hold at most as much as is free (Choudhury and Hahne, 1998:
+    dynamic thresholds of shared buffers, with a factor of 1). So a slow one finds room even while others submit fast.
     """
 
     def __init__(self, unit: str, capacity: int | None) -> None:
@@ -170,8 +170,8 @@ class AdmissionControl:
         """Check that there is room for `wanted` more, some of it of this lane.
 
         Raises:
-            SubmissionTooLarge: there never will be.
-            QueueFull: there is none now.
+            SubmissionTooLarge: it exceeds the bound itself.
+            QueueFull: the room is taken now.
         """
         if wanted > self._capacity:
             raise SubmissionTooLarge(

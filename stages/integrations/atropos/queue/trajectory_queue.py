@@ -56,7 +56,7 @@ class TrajectoryQueue(Generic[G]):
     Args:
         capacity: groups that may be held: buffered, waiting, or under a lease; None for any number.
         capacity_bytes: bytes of those; None for any number.
-        heartbeat_timeout_s: time without a request after which an environment has no share or minimum until its next.
+        heartbeat_timeout_s: time without a request until an environment loses share and minimum, up to its next.
         batches: True if trainers ask for batches; False if a pipeline takes groups one by one.
     """
 
@@ -118,7 +118,7 @@ class TrajectoryQueue(Generic[G]):
         return secrets.randbits(128)
 
     def register_env(self, now: float, registration: EnvRegistration) -> EnvAdmitted | None:
-        """Register an environment. Return None while no trainer has asked for a batch: it must ask again.
+        """Register an environment. Return None before the first request for a batch: it must ask again.
 
         Raises:
             UnpackableGroupSize: groups of its size can never be in a batch.
@@ -211,10 +211,10 @@ class TrajectoryQueue(Generic[G]):
         return Status(self.step, len(self._pending) + downstream)
 
     def env_status(self, now: float, env_id: int, *, downstream: int = 0) -> EnvStatus:
-        """Return the numbers with which an environment controls its flow.
+        """Return the numbers that an environment controls its flow by.
 
         `downstream` is the number of groups from `take` that still wait in the pipeline's channel, first in, first out:
-        the last that were taken, so many, are counted as if they waited here.
+        as many of the last taken are counted as if they waited here.
 
         Raises:
             NoTrainer: no trainer registered.
@@ -263,14 +263,14 @@ class TrajectoryQueue(Generic[G]):
     # -- submissions --------------------------------------------------------------------------------------------------
 
     def submit(self, now: float, submissions: Sequence[Submission[G]], *, digest: Hashable = None) -> Receipt:
-        """Accept all submissions, or none.
+        """Accept all submissions together, or raise.
 
         `digest` is that of their body, see `remember_undelivered`.
 
         Raises:
-            QueueFull: there is no room now; the original client tries again.
-            SubmissionTooLarge: there will never be room for all of them at once.
-            UnpackableGroupSize: one of them can never be part of a batch.
+            QueueFull: the room is taken now; the original client tries again.
+            SubmissionTooLarge: together they exceed the bound itself.
+            UnpackableGroupSize: the size of one of them never fits a batch.
         """
         self.expire(now)
         senders = {env.env_id: env for each in submissions if (env := self._envs.find(each.env_id)) is not None}
@@ -416,7 +416,7 @@ class TrajectoryQueue(Generic[G]):
         self._changed()
 
     def acknowledge(self, now: float, lease: int) -> Batch[G]:
-        """Forget the batch of this lease, which a trainer has, and return it: in time, or before it was leased again.
+        """Forget the batch of this lease, now a trainer's, and return it: in time, or before it was leased again.
 
         Raises:
             UnknownLease: it was acknowledged before, or was not in time and was leased again.

@@ -51,7 +51,7 @@ def application(endpoints: Endpoints[G], config: ServerConfig, address: str) -> 
         Middleware(AuthenticationMiddleware, backend=_Access(config.token), on_error=_denial),
         Middleware(RequestBodyLimitMiddleware, max_body_size=config.limits.request_bytes),
     ]
-    if config.token is None:  # against pages whose host name resolves to this server; none knows a token
+    if config.token is None:  # against pages with a host name that resolves to this server; they know no token
         hosts = ["localhost", "localhost.", "127.0.0.1", "[::1]", config.host, address]
         middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False))
     return Starlette(

@@ -23,7 +23,7 @@ class Backend(Generic[G]):
     unavailable: Mapping[str, str] = {}
     """Endpoints that this gateway does not have, by path, with the reason."""
     takes_groups: bool = True
-    """True if environments send to this gateway, which they may do through shared memory."""
+    """True if environments send to this gateway; shared memory is then open to them."""
 
     @property
     def complete(self) -> bool:
@@ -32,7 +32,7 @@ class Backend(Generic[G]):
 
     @property
     def step(self) -> int | None:
-        """The trainer's step; None where the queue counts it."""
+        """The trainer's step; None if the queue counts it."""
         return None
 
     @property
@@ -67,14 +67,14 @@ class Backend(Generic[G]):
         """Note that a trainer registered: batch size and number of steps may have changed."""
 
     def asked(self, batch: Batch[G] | None) -> None:
-        """Note a trainer's request, which is answered with `batch`; None if there is no batch."""
+        """Note a trainer's request and its answer `batch`; None without a batch."""
 
     def delivered(self, batch: Batch[G], *, acknowledged: bool) -> None:
         """Note that a trainer has `batch`: it acknowledged it, or asked for no lease and it was written."""
 
 
 class RelayBackend(Backend[bytes]):
-    """The backend of a server whose environments and trainers both talk HTTP: groups stay JSON."""
+    """The backend of a server with environments and trainers that talk HTTP: groups stay JSON."""
 
     def of_scored(self, scored: ScoredData, env: str) -> bytes:  # noqa: ARG002 (see `Backend`)
         """Return the group as JSON. Only the lists that trainers stack are checked: they must be of one length."""
@@ -92,5 +92,5 @@ class RelayBackend(Backend[bytes]):
         return len(payload)
 
     def json(self, payload: bytes) -> bytes:
-        """Return the payload, which is JSON."""
+        """Return the payload: it is JSON."""
         return payload

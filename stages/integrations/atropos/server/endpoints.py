@@ -1,8 +1,8 @@
 """The endpoints of a gateway, for environments and for trainers. Knows neither access nor sockets.
 
 Large bodies are decoded and encoded in threads; groups enter the queue on the event loop, so the queue has one user.
-Every batch is under a lease. To a trainer that asked for none the end of its batch is sent only when the lease has been
-ended for it, so that a trainer which has disconnected by then has a truncated batch, and the next has it whole.
+Every batch is under a lease. For a trainer that asked for no lease the server ends it, and only then sends the end of
+the batch. A trainer that has disconnected by then has a truncated batch, and the next has it whole.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ THREADS = 2
 """Groups that are decoded, or batches that are encoded, at once beside the event loop: each may hold a hundred MB."""
 
 PIPELINE_BACKLOG = 8
-"""Groups that may wait for a pipeline, which takes one in a turn of the event loop, before senders wait for it."""
+"""Groups that may wait for a pipeline before senders wait for it. It takes one in a turn of the event loop."""
 
 PIPELINE_TURNS = 16
 """Bound on the turns of the event loop that a sender waits: a pipeline that is slower than that lets the queue fill."""
@@ -61,7 +61,7 @@ LARGE_BYTES = 256 * 1024
 """Larger bodies take more than a millisecond or two: a thread processes them, and /status-env is answered meanwhile."""
 
 END_BYTES = 64
-"""Length of the end of a batch, which is sent last: without it neither JSON nor gzip can be read."""
+"""Length of the end of a batch, sent last: without it neither JSON nor gzip can be read."""
 
 SENDING_TIMEOUT_S = 60.0
 """Bound on the time a batch takes to a trainer without a lease; then the next trainer that asks gets it whole."""
@@ -71,7 +71,7 @@ MAX_LEASE_S = 86_400
 
 COMPLETE_QUEUE = 10**9
 """Groups that /status-env reports once the run is complete. An environment stops when its step and the batches in the
-queue exceed its own `total_steps`, whatever that is; with this it stops at its next request."""
+queue exceed its own `total_steps`; with this it stops at its next request."""
 
 EXAMPLE_KEYS = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs")
 """Keys of /latest_example, all empty, before there is one."""
@@ -108,7 +108,7 @@ class _Invalid(InvalidRecord):
 
 
 class SharedMemory(NamedTuple):
-    """The other way by which groups arrive."""
+    """The other entrance of groups."""
 
     url: str
     """Address that environments connect to."""
@@ -238,7 +238,7 @@ class Endpoints(Generic[G]):
         return {**answer, **_reasons(received)}
 
     async def _submit(self, request: Request, *, many: bool) -> tuple[_Received[G], Receipt]:
-        """Enter the groups of a request into the queue, all that can be trained on or none."""
+        """Enter the groups of a request that can be trained on into the queue, all at once."""
         try:
             received = await self._read(request, partial(self._received, many=many))
         except (InvalidRecord, BodyRefused, HTTPException) as error:
@@ -263,7 +263,7 @@ class Endpoints(Generic[G]):
     async def let_pipeline_take(self) -> None:
         """Wait a few turns of the event loop while groups wait for a pipeline.
 
-        It takes one a turn, in which many may arrive: the queue would be full while the pipeline is not.
+        It takes one a turn, while many may arrive: the queue would be full and the pipeline not.
         """
         for _ in range(PIPELINE_TURNS):
             if self.queue.batches or self.queue.waiting <= PIPELINE_BACKLOG:
@@ -309,7 +309,7 @@ class Endpoints(Generic[G]):
         return self.queue.name(env_id) or "atropos"
 
     def accept(self, submissions: list[Submission[G]], *, digest: Hashable = None) -> Receipt:
-        """Enter groups into the queue, all or none; see `TrajectoryQueue.submit` for its errors."""
+        """Enter groups into the queue together; see `TrajectoryQueue.submit` for its errors."""
         receipt = self.queue.submit(self._now(), submissions, digest=digest)
         self.backend.arrived([] if receipt.duplicate else submissions)
         return receipt
@@ -367,7 +367,7 @@ class Endpoints(Generic[G]):
         return msgspec.json.encode(answer)
 
     def _settle(self, batch: Batch[G], connected: bool, *, leased: bool) -> bool:  # noqa: FBT001
-        """Return whether to send the end of the batch, which ends the lease of a trainer that asked for none."""
+        """Return whether to send the end of the batch; end the lease of a trainer that asked for none."""
         if not connected:
             self.queue.return_batch(batch.lease)
             return False
@@ -394,7 +394,7 @@ class Endpoints(Generic[G]):
         return await self._read(request, partial(decode, wanted=wanted))
 
     async def _read(self, request: Request, work: Callable[[bytes], T]) -> T:
-        """Return `work` of a body, which is inflated first if it is compressed."""
+        """Return `work` of a body, inflated first if it is compressed."""
         async with self._json_body(request) as body:
             if "gzip" not in request.headers.get("content-encoding", "").lower():
                 return await self._offload(len(body), partial(work, body))
@@ -402,7 +402,7 @@ class Endpoints(Generic[G]):
 
     @asynccontextmanager
     async def _json_body(self, request: Request) -> AsyncGenerator[bytes]:
-        """Yield a body that is declared to be JSON, which a web page may send to its own server only."""
+        """Yield a body declared as JSON: a web page may send that to its own server only."""
         async with self._bodies.read(request) as body:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

@@ -45,7 +45,7 @@ ENDLESS = 2**31 - 1
 """Number of steps that environments get where there is no last one."""
 
 STEP_POLL_S = 0.5
-"""Interval at which the ledger's step is read while no group arrives: the ledger does not notify sources."""
+"""Interval of reading the ledger's step while no group arrives: the ledger does not notify sources."""
 
 NO_CHECKPOINTS = -1
 
@@ -70,7 +70,7 @@ class AtroposGateway:
     max_token_len: int
     """Tokens of the longest sequence that is trained; environments drop sequences that are as long."""
     num_steps: int | None = None
-    """Optimizer steps after which the stream ends, those of a previous run included; None for no end."""
+    """Optimizer steps until the stream ends, those of a previous run included; None for no end."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """Address, access and limits."""
     capacity: int = DEFAULT_CAPACITY
@@ -86,16 +86,16 @@ class AtroposGateway:
     checkpoint_dir: str = ""
     """Sent to environments."""
     checkpoint_interval: int = NO_CHECKPOINTS
-    """Sent to environments: steps between checkpoints of their own; −1 for none."""
+    """Sent to environments: steps between checkpoints of their own; −1 for no checkpoints."""
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
-    """Time without a request after which an environment no longer holds others back."""
+    """Time without a request until an environment no longer holds others back."""
     departure_timeout_s: float = 5.0
-    """Bound on the time after the last step in which environments are notified, before the gateway stops listening."""
+    """Bound on the time after the last step to notify environments, before the gateway stops listening."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
     """`await gateway.listening.url()` returns the URL as soon as there is one."""
 
     def stage_info(self) -> StageInfo:
-        """State that it tells environments what was trained."""
+        """State that it reports training to environments."""
         return StageInfo(follows_trajectories=True)
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class _SourceBackend(Backend[TrajectoryGroup]):
         return self._outbox.statistics().items + self._sending
 
     def of_scored(self, scored: ScoredData, env: str) -> TrajectoryGroup:
-        """Return a checked group. Its policy version is the current one, for Atropos sends none."""
+        """Return a checked group. Its policy version is the current one: Atropos sends no version."""
         return to_group(
             scored,
             env=env,
@@ -225,7 +225,7 @@ class _SourceBackend(Backend[TrajectoryGroup]):
         )
 
     def of_group(self, group: TrajectoryGroup, env: str) -> TrajectoryGroup:
-        """Return a copy, which frees the slots. Policy versions later than the current one are replaced by it."""
+        """Return a copy, and free the slots. Policy versions later than the current one are replaced by it."""
         return as_if_sent(group, env=env, policy_version=self._ledger.step, candidates=self._candidates)
 
     def nbytes(self, payload: TrajectoryGroup) -> int:
@@ -256,7 +256,7 @@ class _SourceBackend(Backend[TrajectoryGroup]):
             self._sending = 0
 
     def end_waiting(self) -> None:
-        """Count the groups for which no step was left: no stage after this one has received them."""
+        """Count the groups without a step left for them: no stage after this one has received them."""
         while self._waiting:
             self._ledger.end(self._waiting.popitem()[1], "unfinished", RUN_ENDED)
 
@@ -265,7 +265,7 @@ class _SourceBackend(Backend[TrajectoryGroup]):
 
 
 def _observer(metrics: Metrics, endpoints: Endpoints[TrajectoryGroup]) -> Callable[[], None]:
-    """Return a function that adds what each environment has sent since the last call."""
+    """Return a function that adds the groups of each environment since the last call."""
     known: dict[str, tuple[int, int]] = {}
 
     def observe() -> None:

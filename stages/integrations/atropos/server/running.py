@@ -1,7 +1,7 @@
 """An HTTP server in the running event loop: uvicorn, TLS, and bounds on connections and incomplete requests.
 
-uvicorn parses with httptools, which bounds neither headers nor the time that a request may take to arrive;
-`_BoundedProtocol` adds both. (h11 bounds the size of headers alone, for twice the processor time of a small request.)
+uvicorn parses with httptools, without bounds on headers and on the time of a request's arrival; `_BoundedProtocol` adds
+both. (h11 bounds the size of headers alone, for twice the processor time of a small request.)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHUTDOWN_TIMEOUT_S = 1
 """Bound on answers that are in progress when the server ends: a run that is interrupted ends within five seconds."""
 
 KEEP_ALIVE_TIMEOUT_S = 75
-"""Bound on a connection without a request: longer than the interval in which clients poll."""
+"""Bound on a connection without a request: longer than the polling interval of clients."""
 
 MAX_PIPELINED = 8
 """Requests that a connection may send ahead of their answers; no client of Atropos sends any."""
@@ -122,7 +122,7 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which leaves signals to the program, and waits for an event instead of polling."""
+    """uvicorn that leaves signals to the program, and waits for an event instead of polling."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -130,7 +130,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Handle none."""
+        """Leave signals to the program."""
         yield
 
     async def main_loop(self) -> None:
@@ -219,8 +219,8 @@ class _Connections:
         self.limits = limits
         self.refusals = refusals
         self.buffer = memoryview(bytearray(READ_BYTES))
-        """Holds what was read from one connection while it is parsed; made anew for each read, it would cost the
-        page faults of its memory."""
+        """Holds the bytes of one connection while they are parsed; made anew for each read, it would cost the page
+        faults of its memory."""
         self._by_address = Counter[str]()
 
     def open(self, address: str) -> str | None:
@@ -247,7 +247,7 @@ class _BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._connections = connections
         self._limits = connections.limits
         self._address: str | None = None
-        """Address under which the connection is counted; None if it is not counted."""
+        """Address that the connection counts for; None if it is not counted."""
         self._overhead = 0
         """Bytes received of the request that are not body."""
         self._in_headers = self._in_body = False
@@ -273,11 +273,11 @@ class _BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 (see asyncio.BufferedProtocol)
-        """Return the buffer that all connections share: each parses what it has read at once."""
+        """Return the buffer that all connections share: each parses its bytes at once."""
         return self._connections.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Parse what was read."""
+        """Parse the bytes in the buffer."""
         self.data_received(self._connections.buffer[:nbytes])
 
     def data_received(self, data: bytes | memoryview) -> None:

@@ -1,6 +1,6 @@
 """Serve a gateway: its server for stages, and `penstock gateway`, where environments and trainers talk HTTP.
 
-Imports no HTTP server, so that `penstock --help` and a pipeline's description need none; `open_server` does.
+`open_server` imports the HTTP server, so that `penstock --help` and a pipeline's description go without it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class ServerConfig:
     certfile: str | None = None
     """Path of the certificate chain in PEM; with it the gateway speaks https."""
     keyfile: str | None = None
-    """Path of the certificate's key in PEM; None where `certfile` holds it too."""
+    """Path of the certificate's key in PEM; None if `certfile` holds it too."""
     limits: Limits = field(default_factory=Limits)
     """Bounds on requests and connections."""
     shm_bytes: int = CAPACITY_BYTES

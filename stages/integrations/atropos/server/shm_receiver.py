@@ -39,11 +39,11 @@ CAPACITY_BYTES = 16 * 2**20
 MAX_ENVIRONMENTS = 512
 
 RETRY_S = 1.0
-"""Interval at which groups are retried without a notification: none comes when an environment times out."""
+"""Interval of retrying groups without a notification: the time-out of an environment sends none."""
 
 
 class ShmReceiver:
-    """Iterating returns the groups that arrive, each with the id of its environment, or None if it has none."""
+    """Iterating returns the groups that arrive, each with the id of its environment, or None without one."""
 
     def __init__(self, inbox: RemoteReceiver[TrajectoryGroup], senders: _Senders) -> None:
         self.url = inbox.url

@@ -1,6 +1,6 @@
 """AtroposTrainers: trainers that were written for Atropos as the sink of a pipeline. They register, and poll `/batch`.
 
-A batch is committed when the trainer acknowledged it, or when it was written to a trainer that acknowledges none; any
+A batch is committed when the trainer acknowledged it, or when it was written to a trainer without acknowledgements; any
 other goes to the next trainer that asks. While no trainer asks the pipeline waits. A trainer polls until the answer is
 `{"batch": null}`, and then trains its batches, so the sink continues to answer after the last batch.
 """
@@ -50,7 +50,7 @@ UNAVAILABLE = "this gateway serves groups of a pipeline: environments need `pens
 class AtroposTrainers:
     """Serve groups to trainers that poll. After the end of the stream it waits until they have received all groups.
 
-    Groups whose sizes make up no batch are passed over; those passed over for too long are rejected ("never packed").
+    Groups with sizes that make up no batch are passed over, and rejected after too long ("never packed").
 
     >>> AtroposTrainers().server.port
     8000
@@ -59,7 +59,7 @@ class AtroposTrainers:
     server: ServerConfig = field(default_factory=ServerConfig)
     """Address, access and limits."""
     departure_timeout_s: float = 30.0
-    """Bound on the time after the last batch in which requests of the trainer are answered with no batch."""
+    """Bound on the time after the last batch to answer requests of the trainer with no batch."""
     listening: Listening = field(default_factory=Listening, init=False, repr=False, compare=False)
     """`await trainers.listening.url()` returns the URL as soon as there is one."""
 
@@ -102,8 +102,8 @@ class _Offered:
     json: bytes
     """The group in the form of /batch."""
     number: int = -1
-    """Its place in the order in which groups were offered; −1 before that and once it was sent to a trainer, also if it
-    waits again because that trainer did not acknowledge it."""
+    """Its place in the order of offered groups; −1 before that and once it was sent to a trainer, also if it waits
+    again because that trainer did not acknowledge it."""
 
 
 class _SinkBackend(Backend[_Offered]):
@@ -123,13 +123,13 @@ class _SinkBackend(Backend[_Offered]):
         """True once the stream of the pipeline has ended."""
         self._queue = queue
         self._acknowledges = False
-        """True if the trainer acknowledged the last batch; one that does not collects batches until there is none."""
+        """True if the trainer acknowledged the last batch; one that does not collects all there are."""
         self._answered_null = False
         """True if the last request was answered with no batch."""
         self._offered = 0
         """Groups offered so far."""
         self._seen = 0
-        """Value of `_offered` when a request was last answered with no batch: the groups before made up none."""
+        """Value of `_offered` when a request was last answered with no batch: the groups before made up no batch."""
         self._fresh = 0
         """Sequences offered since then and sent to no trainer."""
         self._left_over = 0
@@ -156,7 +156,7 @@ class _SinkBackend(Backend[_Offered]):
 
     @property
     def trainer_finished(self) -> bool:
-        """True once no trainer asks again: none is registered, it acknowledges, or its last answer was null."""
+        """True once no trainer asks again: it never registered, it acknowledges, or its last answer was null."""
         return self._queue.trainer is None or self._acknowledges or (self._steps_done and self._answered_null)
 
     @property

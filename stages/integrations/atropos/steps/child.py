@@ -44,7 +44,7 @@ UNLIMITED = {"num_max_requests_at_once": 10**6, "num_requests_for_eval": 10**6, 
 """Options of its configuration, so that model calls wait for players only."""
 
 KEPT_ITEMS = 1024
-"""Seeds whose items are remembered."""
+"""Bound on the seeds with remembered items."""
 
 R = TypeVar("R")
 
@@ -146,7 +146,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def bridge_class() -> Any:
-    """Return the subclass of Atropos' `APIServer` whose model calls are answered by actions."""
+    """Return the subclass of Atropos' `APIServer` that answers model calls with actions."""
     base: Any = importlib.import_module("atroposlib.envs.server_handling.server_baseline").APIServer
     chats = importlib.import_module("openai.types.chat.chat_completion")
     texts = importlib.import_module("openai.types.completion")
@@ -233,7 +233,7 @@ def _rendered(call: dict[str, Any], tokenizer: Any, episode: Episode) -> ModelCa
     """Return the call with its prompt as text.
 
     Raises:
-        EpisodeOver: it has none.
+        EpisodeOver: it has no prompt.
     """
     sampling = {name: value for name, value in call.items() if name not in {"messages", "prompt", "input_ids", "n"}}
     if (text := call.get("prompt")) is not None:
@@ -384,7 +384,7 @@ class _RequestHandler:
 
 
 async def _never_exiting(work: Awaitable[R]) -> R:
-    """Return the result of `work`; SystemExit, which would end the event loop, becomes an error like others."""
+    """Return the result of `work`; SystemExit becomes an error like others: it would end the event loop."""
     try:
         return await work
     except SystemExit as error:

@@ -69,14 +69,14 @@ class EpisodeConfig:
     turn_timeout_s: float
     """Bound on the time that the environment works between two model calls."""
     tokenizer: Any
-    """The environment's own; None where it has none."""
+    """The environment's own; None if it has none."""
 
 
 def current_episode() -> Episode:
     """Return the episode that the calling task belongs to.
 
     Raises:
-        EpisodeOver: none; the caller is `setup`, or a separate task.
+        EpisodeOver: no episode; the caller is `setup`, or a separate task.
     """
     try:
         return _current.get()
@@ -290,11 +290,11 @@ def _outcome(seat: Seat, row: dict[str, Any] | None, unscored: str) -> StepResul
 def scored_by(result: Any, seats: Sequence[Seat], tokenizer: Any) -> list[dict[str, Any] | None]:
     """Return the row of each seat in the result of the environment; the last one of several.
 
-    Environments shuffle rows and leave some out, so a row is not matched by its position, but by its tokens, by its
-    messages, or by the text of its trained tokens. A row that matches no seat is dropped.
+    Environments shuffle rows and leave some out, so a row is matched by its tokens, by its messages, or by the text of
+    its trained tokens, not by its position. A row that matches no seat is dropped.
 
     Raises:
-        TypeError: the result is none that Atropos would accept.
+        TypeError: Atropos would not accept the result.
     """
     matched: list[dict[str, Any] | None] = [None] * len(seats)
     for rows in _groups(result):
@@ -307,7 +307,7 @@ def scored_by(result: Any, seats: Sequence[Seat], tokenizer: Any) -> list[dict[s
 
 
 def _unscored(rows: Sequence[Mapping[str, Any] | None]) -> str:
-    """Return the reason for which an episode of a group with these rows may have none."""
+    """Return the reason that an episode of a group with these rows may have none."""
     if len(rows) == 1:
         return (
             "it may drop groups whose scores are equal, where a group_size of more than 1 helps, or answers that are "
@@ -319,10 +319,10 @@ def _unscored(rows: Sequence[Mapping[str, Any] | None]) -> str:
 
 
 def reward_of(row: Mapping[str, Any] | None, unscored: str) -> float:
-    """Return the score of a row; `unscored` is the reason for which there may be no row.
+    """Return the score of a row; `unscored` is the reason that there may be no row.
 
     Raises:
-        NotScored: there is none.
+        NotScored: it has no score.
         EnvironmentRaised: it is no finite number.
     """
     if row is None:

@@ -50,7 +50,7 @@ class NotScored(RolloutFiltered):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error, in the form in which it is sent to the parent."""
+    """An error, in the form that the parent receives."""
 
     kind: str
     """The name of its class."""

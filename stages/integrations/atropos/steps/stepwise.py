@@ -60,8 +60,8 @@ _players = itertools.count(1)
 class AtroposEnvironment:
     """Makes step-wise environments of an Atropos environment: the `make_env` of a `SourceEnv`.
 
-    Workers get a pickled copy, whose process is started by the first step-wise environment that is made there. The
-    process needs atroposlib; the worker does not.
+    Workers get a pickled copy. The first step-wise environment that is made there starts its process. The process needs
+    atroposlib; the worker does not.
 
     Args:
         where: `package.module:Class`, `folder/file.py:Class`, the class itself, or a function that makes one.
@@ -69,8 +69,8 @@ class AtroposEnvironment:
         group_size: number of step-wise environments, reset with one seed, that play one call of `collect_trajectories`.
         turn_timeout_s: bound on the time that the environment works between two model calls.
         setup_timeout_s: bound on the time to import, make and set it up: it may load a data set.
-        python: the interpreter of the process, such as .venv-atropos/bin/python, which has penstock and atroposlib;
-            by default that of the worker. It imports the environment itself, so `where` is text.
+        python: the interpreter of the process, with penstock and atroposlib, such as .venv-atropos/bin/python; by
+            default that of the worker. It imports the environment itself, so `where` is text.
 
     Raises:
         InvalidConfig: a number that can never work, or `python` with an object.
@@ -117,7 +117,7 @@ class AtroposEnvironment:
         return f"<AtroposEnvironment {self.__name__}: {self._made} players>"
 
     def __call__(self) -> AtroposStepEnvironment:
-        """Return a step-wise environment whose methods are coroutine functions, once the environment is set up.
+        """Return a step-wise environment with coroutine functions as methods, once the environment is set up.
 
         Raises:
             InvalidConfig: there is no such environment.
@@ -129,10 +129,10 @@ class AtroposEnvironment:
         return AtroposStepEnvironment(self._count_in())
 
     def blocking(self, seed: int | None = None) -> BlockingStepEnvironment:
-        """Return a step-wise environment whose methods are plain functions.
+        """Return a step-wise environment with plain functions as methods.
 
         Args:
-            seed: of the first reset, where that is given none.
+            seed: of the first reset, if that is called without one.
 
         Raises:
             PenstockError: as above.
@@ -213,14 +213,14 @@ class AtroposStepEnvironment(_StepEnvBase):
             EnvironmentTimedOut: it took too long.
             EnvironmentRaised: it raised.
             EnvironmentDied: its process ended.
-            ModelCallRefused: it made a model call that no action can answer; or there is none to be answered.
+            ModelCallRefused: it made a model call that no action can answer; or no model call waits.
             GroupIncomplete: another step-wise environment of the group was reset or closed.
             NotScored: the episode is over and has no score.
         """
         return _stepped(await asyncio.wrap_future(self._step(action)))
 
     async def end_cut_episode(self) -> float:
-        """Answer with nothing, as a model without room does, until the environment has scored; return the score.
+        """Answer with empty text, as a model without room does, until the environment has scored; return the score.
 
         Raises:
             PenstockError: see `step`.
@@ -307,7 +307,7 @@ class EnvProcess:
         self._kept: SubreaperProcess | None = None
         """None until it is started."""
         self.error: PenstockError | None = None
-        """Reason that it is no longer usable; None while it is."""
+        """Reason that it is unusable; None while it is usable."""
         self.opened: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(self._open(), _loop())
         """Done when the environment is set up; or has the reason for the failure."""
 
@@ -395,7 +395,7 @@ class EnvProcess:
             return
         self.error = error
         if self._kept is not None:
-            os.close(self._kept.stop_fd)  # at which the subreaper ends the process
+            os.close(self._kept.stop_fd)  # the subreaper then ends the process
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
