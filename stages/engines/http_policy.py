@@ -1,6 +1,6 @@
 """The description of a policy that samples at an inference server: vLLM, SGLang, or another that returns token ids.
 
-Describing it needs no HTTP client; `open` imports the engine, which does.
+Describing it needs no HTTP client; `open` imports the engine and the client.
 """
 
 from __future__ import annotations

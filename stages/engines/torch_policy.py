@@ -28,7 +28,7 @@ from ..tokenizers.end_tokens import HasEndTokens
 from .torch_engine import TorchEngine
 
 WeightUpdates: TypeAlias = Literal["between_batches", "in_flight"]
-"""When newer weights are loaded: each batch is sampled with one version, or every token with the newest."""
+"""The moment to load newer weights: each batch is sampled with one version, or every token with the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class TorchPolicy:
     """Makes the model in the process that samples; a module-level function, so that the policy can be pickled."""
     eos_id: int | None = None
     """A token that ends a completion, beside those of the model and of `SamplingParams.stop_ids`; by default that of
-    the pipeline's tokenizer, whose `end_ids` do too."""
+    the pipeline's tokenizer; its `end_ids` end completions too."""
     weights: str | WeightAddress | None = None
-    """URL of the WeightPublisher (or WeightFolder) whose newest version every batch begins with, or the address that
+    """URL of the WeightPublisher (or WeightFolder), whose newest version every batch begins with; or the address that
     `WeightPublisher.serve` yields, for samplers on any host; without one the model keeps its initial weights, version
     0, until `update_weights`."""
     seed: int = 0
@@ -54,8 +54,8 @@ class TorchPolicy:
     """`in_flight`: a completion continues with newer weights as soon as they are published, on the keys and values of
     the older ones; `policy_versions` has the version of each token; a pause does not wait for its end."""
     autocast: torch.dtype | None = None
-    """The dtype in which the model computes where that is safe, as that of the `TorchTrainer` is: log-probabilities of
-    another one make each ratio differ from 1."""
+    """The dtype of the model's safe operations, that of the `TorchTrainer`: log-probabilities of another one make each
+    ratio differ from 1."""
 
     def __post_init__(self) -> None:
         check_autocast("TorchPolicy", self.autocast)

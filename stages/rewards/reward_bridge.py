@@ -93,7 +93,7 @@ class RewardBridge:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any], *, functions: Sequence[RewardComponent] = ()) -> Self:
-        """Return the bridge that a mapping describes, as YAML or JSON would give it. Raises what `from_yaml` does."""
+        """Return the bridge described by a mapping, as YAML or JSON would give it. Raises the errors of `from_yaml`."""
         return cls(parse_config(RewardConfig, values, root="reward"), functions)
 
     def stage_info(self) -> StageInfo:
@@ -269,7 +269,7 @@ def _kept(
     Args:
         group: of S sequences.
         outcomes: for each component, [S]. A sequence with a failure ends as failed.
-        without_value: whether a sequence to which no component applies ends as filtered: its prompt has no score.
+        without_value: whether a sequence without an applicable component ends as filtered: its prompt has no score.
     """
     lost: dict[tuple[EndState, str], list[TrajectoryId]] = {}
     keep = np.ones(len(group), np.bool_)

@@ -26,7 +26,7 @@ class Samples:
 
     Args:
         every: optimizer steps between two choices.
-        count: of the best, and of the worst; fewer where there are not as many, and of an evaluation 32 at most.
+        count: of the best, and of the worst; fewer if there are not as many, and of an evaluation 32 at most.
 
     Raises:
         InvalidConfig: a number that is not whole, or below 1.

@@ -3,7 +3,7 @@
 Prompts are taken by number; each is rolled out `group_size` times at once, and the rollouts that succeed leave as one
 group. A rollout whose environment raises, or takes too long, is counted failed, with the reason, and its group goes on
 smaller; an error of the policy ends the run. Sampling does not run ahead of the trainer: the next prompt waits
-for the channel's credit, the bound on concurrency and, where the pipeline bounds the lag, the steps of the optimizer.
+for the channel's credit, the bound on concurrency and, if the pipeline bounds the lag, the steps of the optimizer.
 
 Prompts are assigned (`SourceEnv.assign`): by the pipeline to the workers, however many there are, or by the source to
 itself. A schedule is synchronous if all trajectories of an optimizer step are sampled with the weights of the step
@@ -65,18 +65,18 @@ class SourceEnv:
     """Makes an environment, of one of the four kinds in `environments`, in the sampling worker: a `PromptDataset`, or a
     module-level function, so that the stage can be pickled."""
     policy: Policy
-    """Samples the completions; `NoOpPolicy()` where the environment returns finished rollouts."""
+    """Samples the completions; `NoOpPolicy()` if the environment returns finished rollouts."""
     tokenizer: Tokenizer | None = None
     """Between the environment's text and the policy's tokens; by default that of `chat`, or of a data set's. An outside
-    environment needs none."""
+    environment goes without."""
     chat: ChatFormat | None = None
     """Makes messages of the environment's text and converts them to tokens, so that prompts, and the tokens between
     turns, are those of the tokenizer's template. Without it text is encoded as it is."""
     group_size: int = 8
     """Rollouts of each prompt."""
     sampling: SamplingParams | tuple[SamplingParams, ...] = SamplingParams()  # noqa: RUF009 (a frozen value)
-    """Parameters of every completion; or one for each turn, of which the last is used for all later turns. Groups
-    record the temperature in `meta`, so that a trainer computes log-probabilities at that of each turn."""
+    """Parameters of every completion; or one for each turn, the last for all later turns too. Groups record the
+    temperature in `meta`, so that a trainer computes log-probabilities at that of each turn."""
     max_length: int | None = None
     """Maximum length of a sequence, prompt and observations included; at that length it ends with LENGTH."""
     rollout_timeout_s: float = 300.0
@@ -86,7 +86,7 @@ class SourceEnv:
     threads: int = 4
     """Blocking calls of the environment at once; 1 for one that is not thread-safe."""
     groups: int | None = None
-    """Number of prompts, over all workers, after which the stream ends; None for an endless stream."""
+    """Number of prompts in the stream, over all workers; None for an endless stream."""
     first_task: int = 0
     """Number of the first prompt."""
     trained: bytes = b""
@@ -283,7 +283,7 @@ async def _all(calls: Sequence[Callable[[], Awaitable[R]]]) -> list[R]:
 
 
 class _RolloutScheduler:
-    """The rollouts of one run of a SourceEnv; its own `Samplers` where no pipeline assigns its prompts."""
+    """The rollouts of one run of a SourceEnv; its own `Samplers` if no pipeline assigns its prompts."""
 
     def __init__(
         self, source: SourceEnv, begin: TaskFn, engine: Engine, outbox: SendChannel[TrajectoryGroup], context: Context
@@ -344,7 +344,7 @@ class _RolloutScheduler:
                 yield window
 
     async def _expect_weights(self) -> None:
-        """Wait for the published weights where lag is bounded: with older ones a group would exceed its bound."""
+        """Wait for the published weights if lag is bounded: with older ones a group would exceed its bound."""
         if self._context.schedule.max_lag is not None:
             await self._weights_arrived()
 

@@ -2,7 +2,7 @@
 
 In this order for each batch: the optimizer step, off the event loop; publishing the new weights; the commit to the
 ledger; the metrics; samples and a checkpoint if they are due. A trainer is any object with `step(batch) -> metrics`.
-Knows nothing about torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class WeightedTrainer(Trainer, Protocol):
-    """A trainer whose weights can be published."""
+    """A trainer with weights that can be published."""
 
     def weights(self) -> Mapping[str, Any]:
         """Return the tensors by name, as of the last step. May block. No step runs while they are published."""
@@ -106,7 +106,7 @@ class ResumesVerified(Resumable, Protocol):
     """A trainer whose `resume` verifies the checkpoint first, as a run in a folder has done already."""
 
     def resume_verified(self, checkpoint: Path, /) -> None:
-        """Resume from a checkpoint whose files are known to be as they were written. May block."""
+        """Resume from a checkpoint with verified files. May block."""
         ...
 
 
@@ -159,14 +159,13 @@ class WeightSink(Protocol):
 class SinkTrainer:
     """Train on every batch until the stream ends.
 
-    Where the source evaluates, the run ends when the evaluation of `max_steps` is done, if that is due. With
-    checkpoints, one is written at each step that is evaluated, and the best is kept and linked as `best`.
+    If the source evaluates, the run ends when the evaluation of `max_steps` is done, if that is due. With checkpoints,
+    one is written at each step that is evaluated, and the best is kept and linked as `best`.
 
     Args:
         trainer: any object with `step(batch) -> metrics`; see `TorchTrainer`.
         publisher: receives the weights after every step, and the initial ones; None publishes no weights.
-        external_generation: an external system samples: no weights are published and no sampling is paused,
-            whatever `publisher` and `sampling` are.
+        external_generation: an external system samples: `publisher` and `sampling` have no effect.
         sampling: `overlap` continues it while a step trains; `pause` pauses it from before the step until the new
             weights are published, for samplers that share the trainer's processor or memory.
         max_steps: the run ends when this optimizer step is done, steps before a resumption included.
@@ -176,8 +175,7 @@ class SinkTrainer:
         keep_checkpoints: number of checkpoints to keep; older ones are removed when a new one is on the disk. None
             keeps all.
         cancel_timeout_s: bound on waiting for the running step after cancellation.
-        samples: which trajectories of a batch are shown and written as text, and when; also of each evaluation. None
-            for none.
+        samples: choice of trajectories of batches and evaluations to show and write as text. None for no samples.
 
     Raises:
         TypeError: the trainer lacks a method that `publisher` or `checkpoints` need.
@@ -195,9 +193,9 @@ class SinkTrainer:
     cancel_timeout_s: float = CANCEL_TIMEOUT_S
     samples: Samples | None = None
     _signal: LearningSignal = field(default_factory=LearningSignal, init=False, repr=False, compare=False)
-    """Warns of steps in a row that have nothing to learn from."""
+    """Warns of steps in a row without a gradient from rewards."""
     _gathered: tuple[StageSnapshot, ...] = field(default=(), repr=False)
-    """Snapshots of every stage whose statistics a checkpoint contains."""
+    """Snapshots of the stages with statistics in checkpoints."""
 
     def __post_init__(self) -> None:
         _require(self.trainer, Trainer, "a trainer", "step(batch) -> metrics")
@@ -300,7 +298,7 @@ class SinkTrainer:
     async def _train_all(self, inbox: ReceiveChannel[TrainBatch], ledger: Ledger, thread: anyio.CapacityLimiter) -> int:
         """Train until the stream ends; return the number of ended trajectories at the last checkpoint.
 
-        When a flush is due, senders wait for a checkpoint, also where records were only dropped.
+        When a flush is due, senders wait for a checkpoint, also if records were only dropped.
         """
         ended, saved = time.monotonic(), _ended(ledger)
 
@@ -449,13 +447,13 @@ def _samples_of(
     if batch is not None:
         try:
             trained = call_user(samples.of, batch, step, tokenizer)
-        except Exception:  # a tokenizer that cannot decode what trains must not end the run
+        except Exception:  # a tokenizer that cannot decode the batch must not end the run
             log.exception("samples_failed", step=step)
     return [*trained, *samples.of_evaluation(found, step)]
 
 
 async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:
-    """Return the result of `work` in a worker thread, which is abandoned if the wait is cancelled."""
+    """Return the result of `work` in a worker thread; abandon the thread if the wait is cancelled."""
     return await anyio.to_thread.run_sync(call_user, work, limiter=thread, abandon_on_cancel=True)
 
 

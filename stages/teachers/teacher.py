@@ -1,7 +1,7 @@
 """Teacher: requests the likeliest tokens of a teacher at every token that trains, and adds them to the groups.
 
 A `TeacherPolicy` describes the teacher; `losses.Distillation` trains on its candidates. Every group leaves with columns
-of the same width, whatever the teacher returned, so that all groups fit into one batch.
+of the same width, however many candidates the teacher returned, so that all groups fit into one batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..http.retry import Backoff, jitter
 log = get_logger("penstock.teacher")
 
 OnFailure: TypeAlias = Literal["drop", "pass"]
-"""The rule for a group with a sequence at which the teacher failed: drop it, or send it without candidates there."""
+"""The rule for a group with a sequence that the teacher failed at: drop it, or send it without candidates there."""
 
 
 MAX_INITIAL_FAILURES = 8
@@ -85,7 +85,7 @@ class Teacher:
         concurrency: bound on concurrent requests, one for each sequence. No more groups than that are held.
         teacher_timeout_s: bound on the time of one request, the time in a queue of the teacher included.
         backoff: number of attempts for a sequence, and the pauses between them.
-        on_failure: the rule for a group with a sequence for which all attempts failed.
+        on_failure: the rule for a group with a sequence whose attempts all failed.
 
     Raises:
         InvalidConfig: a number out of range, or an unknown `on_failure`.
@@ -104,12 +104,12 @@ class Teacher:
         check_choice("on_failure", self.on_failure, OnFailure)
 
     def stage_info(self) -> StageInfo:
-        """State the tokenizer of the teacher, which must be that of the tokens, and the columns."""
+        """State the tokenizer of the teacher (it must be that of the tokens) and the columns."""
         columns = ("teacher_ids", "teacher_logprobs")
         return StageInfo(tokenizers=tokenizer_of(self.policy), needs_tokenizer=True, fills_columns=columns)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """Run the stage; see `Stage`. Groups leave in the order in which they are ready.
+        """Run the stage; see `Stage`. Groups leave as soon as they are ready, in any order.
 
         Raises:
             EngineFailed: the teacher failed in the first 8 groups, without any success; `__cause__` is the last

@@ -1,4 +1,4 @@
-"""TorchTrainer: one optimizer step on a batch, in micro-batches, and checkpoints from which a run resumes bit for bit.
+"""TorchTrainer: one optimizer step on a batch, in micro-batches, and checkpoints that resume a run bit for bit.
 
 Knows a model (`CausalModel`), an optimizer and a loss. Knows no channel and no event loop: `step` blocks, SinkTrainer
 runs it in a thread. No loaded data is unpickled into code.
@@ -82,7 +82,7 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     numpy: tuple[list[int], int, int, float]
     """State of numpy's global generator: MT19937's key and position, and the cached normal deviate."""
     tokenizer: TokenizerIdentity | None = None
-    """Tokenizer of the run, where it was known."""
+    """Tokenizer of the run, if it was known."""
 
 
 class TorchTrainer:
@@ -94,7 +94,7 @@ class TorchTrainer:
         optimizer: makes the optimizer of the model's parameters; `adamw` decays only the matrices.
         schedule: makes the schedule of its learning rate, a function of the number of steps; None for a constant rate.
         loss: the loss; see `losses`.
-        max_grad_norm: bound on the norm of the gradient, which is scaled down to it; None for no bound.
+        max_grad_norm: bound on the norm of the gradient: it is scaled down to that; None for no bound.
         micro_batch_tokens: tokens of a micro-batch, padding included; a longer sequence is in one of one row. `auto`
             for 3,072 on a CPU, and on a CUDA device 16,384, or less if its memory holds less before the first step.
             None for the whole batch at once. Loss and gradients are the same up to rounding.
@@ -103,12 +103,12 @@ class TorchTrainer:
             repetition id.
         updates: optimizer updates on every batch, each on all of it. The weights before the first are the proximal
             policy.
-        reference: a frozen model with the same vocabulary, which scores batches without `ref_logprobs`.
+        reference: a frozen model with the same vocabulary; it scores batches without `ref_logprobs`.
         reference_updates: moves the reference, of the policy's shape, towards the policy; None keeps it as it is.
-        autocast: the dtype in which the model computes where that is safe, `torch.bfloat16`, or `torch.float16`, which
-            scales the loss (see `LossScale`); its parameters, the loss and the optimizer stay float32. None computes
-            everything in the dtype of the parameters. A head that computes in bfloat16 changes every ratio by
-            percents: have the model compute it with autocast off.
+        autocast: the dtype of the model's safe operations, `torch.bfloat16`, or `torch.float16` with a scaled loss (see
+            `LossScale`); its parameters, the loss and the optimizer stay float32. None computes everything in the dtype
+            of the parameters. A head that computes in bfloat16 changes every ratio by percents: have the model compute
+            it with autocast off.
         compile: makes the function that is called in place of the model: `partial(torch.compile, dynamic=True)`.
         state: further state in checkpoints, by name: `{"normalizer": normalizer}`.
 
@@ -136,9 +136,9 @@ class TorchTrainer:
         state: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.tokenizer: TokenizerIdentity | None = None
-        """Identity of the tokenizer of the run, or of the checkpoint from which it was resumed, where it is known."""
+        """Identity of the tokenizer of the run, or of the checkpoint that it was resumed from, if known."""
         self._tokenizer_folder: Path | None = None
-        """The folder of the tokenizer, whose files are in each checkpoint too."""
+        """The folder of the tokenizer: its files are in each checkpoint too."""
         self._model = model
         self.ranks: Ranks | None = Ranks() if is_shared(model) else None
         """The ranks that train the model together; None for a single process."""
@@ -217,7 +217,7 @@ class TorchTrainer:
 
         `loss`, `grad_norm` before clipping, `lr`, the metrics of the loss, `losses.diagnostics`, and
         `timing_s/{prepare,forward,backward,optimizer}`. With several updates they are means or extremes over all. In
-        float16 also `loss_scale`, and `skipped_updates`, whose gradients overflowed and were computed again.
+        float16 also `loss_scale`, and `skipped_updates`: their gradients overflowed and were computed again.
 
         Raises:
             InvalidConfig: the first batch, and sequences of one row see each other; the model is unchanged.
@@ -267,7 +267,7 @@ class TorchTrainer:
         return device_of(self._parameters[0])
 
     def _check_packing(self) -> None:
-        """Check the model, and the reference, in the dtype in which they compute."""
+        """Check the model, and the reference, in the dtype of their computations."""
         with computing_in(self._autocast, self._device):
             check_packing(bare(self._model))
             check_packing(self._reference)
@@ -379,7 +379,7 @@ class TorchTrainer:
         self._state |= state
 
     def keep_tokenizer(self, tokenizer: object) -> None:
-        """Include the identity of the tokenizer of the run in checkpoints, where it has one, and its files. Blocks.
+        """Include the identity of the tokenizer of the run in checkpoints, if it has one, and its files. Blocks.
 
         Raises:
             TokenizersDiffer: the trainer was resumed from a checkpoint of another one.
@@ -415,7 +415,7 @@ class TorchTrainer:
         weights: dict[str, Tensor],
         optimizer: dict[str, Any],
     ) -> Path:
-        """Write a checkpoint with what `tensors` returned: the other part of `save`, of one rank."""
+        """Write a checkpoint with the result of `tensors`: the other part of `save`, of one rank."""
         return write_checkpoint(
             Path(folder), self._steps, lambda into: self._write(into, committed, weights, optimizer)
         )
