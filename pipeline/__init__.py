@@ -9,5 +9,5 @@ servers/      programs of others: started, watched, ended
 workers/      workers of a stage: started or joined, watched, counted, stopped
 durability/   the journal, and the folder of a run
 runtime/      a running pipeline: tasks, signals, report
-testing/      tools with which stages and channels are tested
+testing/      tools to test stages and channels
 """

@@ -34,11 +34,11 @@ class PeerClosed(PenstockError, anyio.BrokenResourceError):
 
 
 class SenderTimedOut(PeerClosed):
-    """The receiver disconnected this sender, which did not respond in time: its process was stopped, or hung."""
+    """The receiver disconnected this sender, because it did not respond in time: its process was stopped, or hung."""
 
 
 class SenderRejected(PeerClosed):
-    """The receiver disconnected this sender for good: what it sent was damaged, or it cannot be reached itself."""
+    """The receiver disconnected this sender for good: its messages were damaged, or it cannot be reached itself."""
 
 
 class NobodyListens(PenstockError, ConnectionError):
@@ -134,7 +134,7 @@ class StageFailed(PenstockError):
 
 
 class UserCodeExited(RuntimeError):
-    """Code of a user raised what would end its task, thread or process; the message has its type and text.
+    """Code of a user raised an exception that ends tasks, threads or processes; the message has its type and text.
 
     CancelledError without a cancellation, SystemExit, KeyboardInterrupt without a signal, GeneratorExit, StopIteration:
     `__cause__` is the exception. Treated like any other error of that code.
@@ -150,7 +150,7 @@ class RewardFunctionFailed(PenstockError):
 
 
 class RewardProcessDied(PenstockError):
-    """A process that computes rewards ended by itself, or was not ready in time; the message says which."""
+    """A process that computes rewards ended by itself, or was not ready in time, as the message says."""
 
 
 class UnreadableScore(PenstockError, ValueError):
@@ -174,7 +174,7 @@ class FlowEnded(PenstockError):
 
 
 class FlowStalled(PenstockError, TimeoutError):
-    """A flow has sent a foreign trainer nothing for as long as that one waits; the message says what it waits for."""
+    """A flow has not sent to a foreign trainer for as long as that one waits; the message says what it waits for."""
 
 
 class MissingInterface(PenstockError):
@@ -194,7 +194,7 @@ class WorkerRefused(PenstockError):
 
 
 class PlacementTimedOut(PenstockError, TimeoutError):
-    """A Ray cluster did not reserve what the workers of a stage need; the message has a table: asked, free, by node."""
+    """A Ray cluster did not reserve the places of a stage's workers; the message has a table: asked, free, by node."""
 
 
 class WorkerFailed(StageFailed):
@@ -202,7 +202,7 @@ class WorkerFailed(StageFailed):
 
 
 class WorkerCutOff(PenstockError):
-    """The host of a worker that has joined does not reach what its stage needs, such as the weights."""
+    """The host of a worker that has joined does not reach a server of its stage, such as that of the weights."""
 
 
 class WorkersAbsent(StageFailed):
@@ -214,7 +214,7 @@ class EngineFailed(PenstockError):
 
 
 class LogitsNotFinite(PenstockError, FloatingPointError):
-    """A model computed logits of which no token can be drawn; the message has the version of its weights."""
+    """A model computed logits that no token can be drawn from; the message has the version of its weights."""
 
 
 class EngineTimedOut(PenstockError, TimeoutError):
@@ -247,11 +247,11 @@ class RunInUse(PenstockError):
 
 
 class RunDiffers(PenstockError):
-    """A run is continued with what may not change, such as other data; the message has each key with both values."""
+    """A run is continued with other data, or another fixed fact; the message has each key with both values."""
 
 
 class StepsOfAnotherRun(PenstockError):
-    """The folder of an outside trainer has steps that this run has not done, which would count as done by it."""
+    """The folder of an outside trainer has steps that this run has not done: they would count as done by it."""
 
 
 class TrainerSilent(PenstockError, TimeoutError):
@@ -286,7 +286,7 @@ class WeightsMismatch(PenstockError):
 
 
 class WeightsDamaged(PenstockError, OSError):
-    """Weights in files are torn, absent or altered; the message says which file, and how."""
+    """Weights in files are torn, absent or altered; the message names the file and the damage."""
 
 
 class WeightsInUse(PenstockError):
@@ -306,7 +306,7 @@ class MissingExtra(PenstockError, ImportError):
 
 
 def _name_publicly() -> None:
-    """Name the module where callers import these classes, which tracebacks show."""
+    """Name the public module of these classes: tracebacks show it."""
     root = __name__.partition(".")[0]
     for each in list(globals().values()):
         if isinstance(each, type) and issubclass(each, BaseException) and each.__module__.startswith(f"{root}."):

@@ -38,7 +38,7 @@ class PackedGroup(NamedTuple):
     sequences: Length
     meta: JsonObject
     loss_tokens: Length
-    """Tokens of the whole group that train: what a mean over prompts divides by, on a rank or a micro-batch too."""
+    """Tokens of the whole group that train: the divisor of a mean over prompts, on a rank or a micro-batch too."""
 
     @property
     def id(self) -> GroupId:
@@ -83,14 +83,14 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     repetition_ids: NDArray[np.int64]
     """[B] the number of the completion of its prompt."""
     loss_tokens: int
-    """Tokens that train in the *global* batch: what a token-mean loss divides by, on a rank or a micro-batch too."""
+    """Tokens that train in the *global* batch: the divisor of a token-mean loss, on a rank or a micro-batch too."""
     loss_sequences: int
-    """Sequences with at least one such token in the *global* batch: what a sequence-mean loss divides by."""
+    """Sequences with at least one such token in the *global* batch: the divisor of a sequence-mean loss."""
     loss_groups: int
     """Groups with at least one such token in the *global* batch."""
     total_sequences: int
-    """Sequences of the *global* batch whether or not they train, those of groups that were left out of it because
-    nothing in them trains included: what a sequence-mean loss may divide by instead."""
+    """Sequences of the *global* batch whether or not they train, those of groups without a token that trains included:
+    the other divisor that a sequence-mean loss may have."""
     reward_noise: NDArray[np.float32] | None = None
     """[B] how far rounding may have moved each reward."""
     behavior_logprobs: NDArray[np.float32] | None = None
@@ -181,10 +181,10 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return taken
 
     def select(self, keep: NDArray[np.bool_]) -> TrainBatch:
-        """Return a batch of only the groups for which `keep` [G] is true, with totals without the others.
+        """Return a batch of the groups where `keep` [G] is true, with the totals of those.
 
         Raises:
-            InvalidRecord: nothing would be left.
+            InvalidRecord: `keep` is false everywhere.
         """
         if not keep.any():
             raise InvalidRecord("select: expected to keep at least one group, got none")
@@ -205,7 +205,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self._with_totals(_finish(groups, taken, _bounds(self.lengths()[rows])))
 
     def share(self, rows: NDArray[np.bool_]) -> TrainBatch:
-        """Return a rank's share: the sequences for which `rows` [B] is true, maybe none, and all totals."""
+        """Return a rank's share: the sequences where `rows` [B] is true, if any, and the totals of the whole."""
         return self._with_totals(self._only(rows))
 
     def _with_totals(self, part: TrainBatch) -> TrainBatch:
@@ -278,7 +278,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.schema.columns(self)
 
     def header(self) -> bytes:
-        """Return everything that is not a column, as msgpack."""
+        """Return the fields that are not columns, as msgpack."""
         totals = (self.loss_tokens, self.loss_sequences, self.loss_groups, self.total_sequences)
         return _encode_header((self.groups, *totals))
 
@@ -287,7 +287,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Return the batch of `header` and `columns`. The columns are trusted, because `BATCH_SCHEMA` has checked them.
 
         Raises:
-            InvalidRecord: the header is none, or has another number of sequences.
+            InvalidRecord: the header is malformed, or counts other sequences than `columns` have.
         """
         try:
             groups, loss_tokens, loss_sequences, loss_groups, total_sequences = _decode_header(header)
@@ -393,7 +393,7 @@ class Packer:
         """Return the batch that was filled, and empty the packer.
 
         Raises:
-            InvalidRecord: nothing was added.
+            InvalidRecord: no group was added.
         """
         if self._block is None:
             raise InvalidRecord("pack: expected at least one group, got none")
@@ -498,7 +498,7 @@ def oldest_versions(versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> 
 
 
 def _join_offsets(joined: NDArray[np.int64], starts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:
-    """Return [B + 1] the first token of each sequence of a batch, from its groups' offsets, which begin with 0."""
+    """Return [B + 1] the first token of each sequence of a batch, from its groups' offsets, each from 0 on."""
     bounds = np.zeros(len(joined) - len(counts) + 1, np.int64)
     if len(set(counts)) == 1:
         by_group = joined.reshape(len(counts), -1)[:, 1:]
@@ -518,7 +518,7 @@ def _by_token_or_sequence(
     counts: Sequence[int],
     bounds: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return one version a token, from groups of which some have one a token and some one a sequence.
+    """Return one version a token, from groups with one a token and groups with one a sequence.
 
     Where there happen to be as many tokens as sequences (some are empty), a column over tokens could be taken for one
     over sequences, so only the oldest version of each sequence is kept.

@@ -1,7 +1,7 @@
 """The bounds of the fields of messages: each number, text and sequence that a peer sends has one, checked at decoding.
 
-A peer may send anything. What it sends must fit the words that it is stored in, and takes no more memory than the
-message has bytes times a small factor. Senders cut what their users write, such as the text of an error, to its bound.
+A peer may send anything. Each value must fit the words that it is stored in, and take no more memory than the message
+has bytes times a small factor. Senders cut texts of their users, such as that of an error, to the bound.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SmallCount: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A protocol version, a process id, a place among workers."""
 
 Signed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=LARGEST)]
-"""A version of weights, or the id of a token, where −1 may stand for none."""
+"""A version of weights, or the id of a token; −1 may stand for an absent one."""
 
 Measure: TypeAlias = Annotated[float, Meta(description="may be infinite or NaN, as a metric of a user may")]
-"""A part of a metric. It is added to others, and nothing is decided by it."""
+"""A part of a metric. It is only added to others; no decision depends on it."""
 
 LONGEST_NAME, LONGEST_LINE, LONGEST_TEXT = 256, 4096, 8192
 

@@ -17,7 +17,7 @@ def check_choice(name: str, value: object, choices: Any) -> None:
     penstock.errors.InvalidConfig: mode: expected one of raw, text, got 'rar'
 
     Raises:
-        InvalidConfig: it is none of them.
+        InvalidConfig: it is not among them.
     """
     names: Iterable[str] = get_args(choices) or choices
     if value not in (known := tuple(names)):

@@ -1,7 +1,7 @@
 """The columns that a record may have, and the only place where their dtype, shape and contents are checked.
 
-Knows nothing about records as a whole: it gets arrays and a table of rules. A rule names the axes of a column by
-letter; the first column that uses a letter fixes its length, and every later one must have it.
+It sees arrays and a table of rules, never a whole record. A rule names the axes of a column by letter; the first column
+that uses a letter fixes its length, and every later one must have it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ColumnRule(NamedTuple):
 def as_column(name: str, values: object, dtype: DTypeLike) -> Array:
     """Return `values` as a C-contiguous array of exactly `dtype`.
 
-    Lists are converted once, here. An array is used unchanged when its dtype fits, and converted only where nothing can
-    be lost (int64 token ids that fit int32, float64 rewards): a float where integers belong is rejected.
+    Lists are converted once, here. An array is used unchanged when its dtype fits, and converted only where its meaning
+    survives (int64 token ids that fit int32, float64 rewards): a float where integers belong is rejected.
 
     Raises:
         InvalidRecord: the values cannot be converted to `dtype` without changing their meaning.
@@ -47,7 +47,7 @@ def as_column(name: str, values: object, dtype: DTypeLike) -> Array:
         return np.zeros(given.shape, want)
     if not _converts(given, want):
         raise InvalidRecord(f"{name}: expected dtype {want}, got {given.dtype}")
-    with np.errstate(over="ignore"):  # a float too large for `want` becomes inf, which the rule of the column rejects
+    with np.errstate(over="ignore"):  # a float too large for `want` becomes inf; the rule of the column rejects it
         return np.ascontiguousarray(given.astype(want))
 
 
@@ -104,7 +104,7 @@ def _check_shape(name: str, column: Array, rule: ColumnRule, lengths: dict[str, 
 
 
 def count_between(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [S] how many entries of `mask` [N] are true in each run offsets[s]:offsets[s + 1]; offsets is [S + 1]."""
+    """Return [S] the number of true entries of `mask` [N] in each run offsets[s]:offsets[s + 1]; offsets is [S + 1]."""
     lengths = offsets[1:] - offsets[:-1]
     counts = np.zeros(len(lengths), np.int64)
     longest = int(lengths.max(initial=0))

@@ -2,7 +2,7 @@
 
     reward: Expected `float`, got `str` - at `$.format_markers[1].reward`
 
-Knows nothing about any stage; a stage brings its own `Config`.
+Independent of the stages: each brings its own `Config`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base class of configurations: a frozen value that rejects unknown keys.
 
     Subclass it with fields, and repeat `frozen=True` for the type checkers. A rule over values goes into
-    `__post_init__`, which raises `InvalidConfig("field: expected …, got …")`.
+    `__post_init__` and raises `InvalidConfig("field: expected …, got …")`.
     """
 
     other_names: ClassVar[Mapping[str, str]] = {}
@@ -52,7 +52,7 @@ def load_config(schema: type[C], path: str | Path, *, root: str = "config") -> C
 
 
 def load_values(schema: type[Config], path: str | Path, *, root: str = "config") -> dict[str, Any]:
-    """Return the values in a YAML file by the fields of `schema`; none for an empty file. Raises as `load_config`."""
+    """Return the values in a YAML file by the fields of `schema`; `{}` for an empty file. Raises as `load_config`."""
     from .yaml_values import parse_yaml  # noqa: PLC0415 (yaml takes 30 ms, and workers read no file)
 
     try:
@@ -69,7 +69,7 @@ def load_values(schema: type[Config], path: str | Path, *, root: str = "config")
 
 
 def parse_config(schema: type[C], values: Mapping[str, Any], *, root: str = "config") -> C:
-    """Return the configuration in a mapping; nothing is converted except whole numbers to float.
+    """Return the configuration in a mapping; whole numbers are converted to float, other values stay as they are.
 
     Args:
         schema: the `Config` to return.
@@ -104,7 +104,7 @@ _UNKNOWN_KEY = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`")
 
 
 def _explained(schema: type[Config], values: Any, message: str) -> str:
-    """Return a message of msgspec with the actual value, the known names and the nearest of them, where it has none."""
+    """Return a message of msgspec, completed with the actual value, the known names and the nearest of them."""
     found = _MESSAGE.fullmatch(message)
     if found is None:
         return message
@@ -134,7 +134,7 @@ def counterpart_of_value(schema: type[Config], key: str, value: str) -> str:
 
 
 def _counterpart(schema: type[Config], path: Sequence[str]) -> str:
-    """Return the key that has the meaning of another program's key, which is the end of `path` or all of it."""
+    """Return the counterpart of another program's key, `path` or the end of it, as the end of an error message."""
     whole = [".".join(path[begin:end]) for end in range(len(path), 0, -1) for begin in range(end)]
     found = next((schema.other_names[each] for each in whole if each in schema.other_names), None)
     return f"; here it is {found}" if found else ""

@@ -53,7 +53,7 @@ MOST_NAME_CHARACTERS = 128
 
 
 def check_name(name: str) -> str:
-    """Return the name of a peer, which errors and logs quote as it is.
+    """Return the name of a peer. Errors and logs quote it unchanged.
 
     Raises:
         InvalidConfig: it is too long, or holds characters that a terminal or a log would not print, such as newlines.
@@ -90,10 +90,10 @@ class Connect(_Named, frozen=True):
     identity: Hash
     """The identity of its ZeroMQ socket: 16 random bytes."""
     name: Name
-    """The name that its script gave it, the same after every restart; empty where it has none."""
+    """The name that its script gave it, the same after every restart; empty without one."""
     pid: SmallCount
     tokenizer: TokenizerIdentity | None = None
-    """The tokenizer of the token ids that it will send; None where it is not known."""
+    """The tokenizer of the token ids that it will send; `None` if unknown."""
     ping_s: Annotated[float, msgspec.Meta(ge=0, le=3)] = 0.0
     """Seconds between two heartbeats of its ZeroMQ socket, over tcp."""
 
@@ -165,13 +165,13 @@ class Telemetry(_Message, frozen=True):
 
 
 Leaving: TypeAlias = Literal["done", "staying", "failed"]
-"""The way in which a sender closes. done: nothing more comes from it · staying: likewise, and it stays connected until
-it knows that all is saved, and then sends `done` · failed: the body of its `async with` raised or was cancelled, so
-more may follow on another connection."""
+"""The way a sender closes. done: its last record is sent · staying: likewise, and it stays connected until it knows
+that all is saved, and then sends `done` · failed: the body of its `async with` raised or was cancelled, so more may
+follow on another connection."""
 
 
 class Close(_Message, frozen=True):
-    """Nothing more comes on this connection; `sequence` is that of the sender's last record."""
+    """The sender is done with this connection; `sequence` is that of its last record."""
 
     sequence: Count
     how: Leaving = "done"
@@ -181,7 +181,7 @@ class Close(_Message, frozen=True):
 
 
 class CreditGrant(_Message, frozen=True):
-    """Credit: spans of which more records are released, as (first slot, generation, records)."""
+    """Credit: newly released records of spans, as (first slot, generation, records)."""
 
     spans: Annotated[tuple[tuple[Count, Count, Count], ...], msgspec.Meta(max_length=MOST_ENTRIES)]
 
@@ -288,7 +288,7 @@ class EndOfWeights(_Message, frozen=True):
 
 
 class WeightLayout(_Named, frozen=True):
-    """The publisher accepts a mirror, which answers Ready; the layout of each version follows from the header."""
+    """The publisher accepts a mirror; the mirror answers Ready. The layout of each version follows from the header."""
 
     version: SmallCount
     name: Name
@@ -371,7 +371,7 @@ def decode(encoded: bytes | memoryview) -> Message:
     """Return the message that `encoded` holds.
 
     Raises:
-        ProtocolMismatch: it holds none that this version knows.
+        ProtocolMismatch: this version knows no such message.
     """
     return _decoded(_decode, encoded, "a message")
 

@@ -2,7 +2,7 @@
 
 msgspec prepares a type, and those within it, when it first converts to it. The process crashes where two threads do so
 at once (seen with 0.22): a type is prepared here by one thread, before any converts to it. Decoders of a module are
-made when it is imported, which is done by one thread as well.
+made at its import, by one thread as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def convert(value: Any, kind: type[T], *, strict: bool = True, dec_hook: Callabl
     {'a': (1, 2)}
 
     Raises:
-        msgspec.ValidationError: it is none.
+        msgspec.ValidationError: it does not fit `kind`.
     """
     _prepare(kind)
     return msgspec.convert(value, kind, strict=strict, dec_hook=dec_hook)

@@ -17,7 +17,7 @@ class InvalidRecord(PenstockError, ValueError):
 
 
 class InvalidConfig(PenstockError, ValueError):
-    """A configuration or an argument cannot be used: the message has its name, what was expected and what came."""
+    """A configuration or an argument cannot be used: the message has its name, the expected and the actual value."""
 
 
 class ProtocolMismatch(PenstockError):

@@ -1,7 +1,7 @@
 """`TrajectoryGroup`: the unit that travels. All completions of one prompt, as numpy columns.
 
 Axes, used in every docstring below: S sequences, N tokens in all, K teacher candidates a token. Sequence s owns
-`tokens[offsets[s]:offsets[s + 1]]`: its prompt first, then what followed, with `loss_mask` true on the tokens that the
+`tokens[offsets[s]:offsets[s + 1]]`: its prompt first, then the rest, with `loss_mask` true on the tokens that the
 policy sampled and that train.
 
 `TrajectoryGroup.build` checks everything, once, where data enters; the plain constructor trusts its caller and is for
@@ -350,10 +350,10 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return msgspec.structs.replace(self, advantages=column)
 
     def select(self, keep: NDArray[np.bool_]) -> Self:
-        """Return a copy with only the sequences for which `keep` [S] is true; `meta` stays as it is.
+        """Return a copy of the sequences where `keep` [S] is true; `meta` stays as it is.
 
         Raises:
-            InvalidRecord: nothing would be left.
+            InvalidRecord: `keep` is false everywhere.
         """
         if not keep.any():
             raise InvalidRecord("select: expected to keep at least one sequence, got none")
@@ -384,7 +384,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.schema.columns(self)
 
     def header(self) -> bytes:
-        """Return everything that is not a column, as msgpack."""
+        """Return the fields that are not columns, as msgpack."""
         return _encode_header((self.env, self.instance_id, self.meta))
 
     @classmethod
@@ -392,7 +392,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Return the group of `header` and `columns`. The columns are trusted: `GROUP_SCHEMA` has checked them.
 
         Raises:
-            InvalidRecord: the header is none.
+            InvalidRecord: the header is malformed.
         """
         env, instance_id, meta = decode_header(header)
         return cls(env=env, instance_id=instance_id, meta=meta, **cls.schema.fields(columns))
@@ -402,7 +402,7 @@ def check_meta(meta: Mapping[str, Any]) -> None:
     """Raise an error if `meta` cannot be sent.
 
     Raises:
-        InvalidRecord: it has a value that JSON, or msgpack, cannot hold, or keys that are no text.
+        InvalidRecord: it has a value that JSON, or msgpack, cannot hold, or keys that are not text.
     """
     if not meta:
         return
@@ -416,7 +416,7 @@ def decode_header(header: bytes | memoryview) -> tuple[str, str, JsonObject]:
     """Return environment, instance and metadata.
 
     Raises:
-        InvalidRecord: it is no header.
+        InvalidRecord: the header is malformed.
     """
     try:
         return _decode_header(header)

@@ -1,9 +1,9 @@
-"""The layout of the columns of records: all that a receiver must know before it can read a span, and nothing more.
+"""The layout of the columns of records: the facts that a receiver must know before it can read a span.
 
 A *schema* is a table of rules for the columns that a kind of record may have. A *form* is the columns that one record
 has, with their dtypes and axes; a run uses few forms, so each is checked once. A *layout* is a form with the lengths of
 its axes: the begin and end of each column. The columns lie one after another, each on a cache line of its own, followed
-by the `BundleHeader`, which names form and lengths (docs/decisions/0002).
+by the `BundleHeader` with form and lengths (docs/decisions/0002).
 
 Several records of one form may lie together, as a *bundle*: then a column holds the part of the first record, then that
 of the second, and so on (docs/decisions/0005).
@@ -30,7 +30,7 @@ ALIGNMENT = 64
 """Bytes: every column begins on a cache line."""
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(map(np.dtype, (np.int64, np.int32, np.float32, np.uint8, np.bool_)))
-"""The dtypes that travel. No array of another dtype is made of the bytes of a peer."""
+"""The dtypes that travel. Bytes of a peer become arrays of these only."""
 
 CACHED_FORMS = 64
 """Forms that are cached; a peer that sends more invents them, and each is checked again."""
@@ -109,7 +109,7 @@ Length: TypeAlias = Count
 
 
 class BundleEntry(NamedTuple):
-    """One record of a bundle: the lengths of its axes, and everything that is not a column."""
+    """One record of a bundle: the lengths of its axes, and the fields that are not columns."""
 
     tokens: Length
     sequences: Length
@@ -216,7 +216,7 @@ class ColumnLayout:
         return self._layouts.get(lengths) or self._cached(self._layouts, lengths, self._lay_out)
 
     def framing(self, lengths: AxisSizes) -> Framing:
-        """Return how columns of these lengths are divided into the frames of a message.
+        """Return the division of columns of these lengths into the frames of a message.
 
         Raises:
             InvalidRecord: a length is negative.
@@ -387,7 +387,7 @@ class _LayoutCache:
         """Takes the shape of each column from those over tokens, over sequences, and of offsets."""
 
     def match(self, record: Columned) -> tuple[ColumnLayout, AxisSizes, Sequence[Array]] | None:
-        """Return the result of `Schema.laid_out` where `record` is alike; else None."""
+        """Return the result of `Schema.laid_out` if `record` is alike, else None."""
         values, parts = self._values(record), record.reward_parts
         columns = values[: self._own]
         if parts:
@@ -434,7 +434,7 @@ class Schema:
     def columns(self, record: Columned) -> dict[str, Array]:
         """Return the arrays that are present in a record, by name; reward parts with their prefix, sorted.
 
-        Otherwise the same parts, added in another order, would be another form, which cannot join a batch of this one.
+        Unsorted, the same parts added in another order would be another form, and could not join a batch of this one.
         """
         present = {
             name: column for name, column in zip(self.rules, self._values(record), strict=True) if column is not None
@@ -526,7 +526,7 @@ class Schema:
         """Check that the columns of a record are arrays of the right dtypes. Cheap: checks no shape and no value.
 
         Raises:
-            InvalidRecord: naming the first column that is not.
+            InvalidRecord: naming the first column that is none of these.
         """
         for column, dtype in zip(self._values(record), self._dtypes, strict=True):
             if column is not None and (type(column) is not np.ndarray or column.dtype != dtype):

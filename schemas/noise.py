@@ -2,8 +2,8 @@
 
 Rewards travel as float32, and a sum of parts that should be the same comes out an ulp or two apart: the error is a
 share of the summands, not of the sum. It belongs to one sequence. A bound that decided a reward (a clip, a fallback)
-replaced the sum, so that what it removed left no error; and a part that is not in the sum, such as a diagnostic, has
-none.
+replaced the sum, so that what it removed left no error; and a part outside the sum, such as a diagnostic, adds no
+error.
 
 Axes: S sequences.
 """

@@ -53,7 +53,7 @@ def finite_number(name: str, value: object, *, zero: bool = False) -> float:
 
 
 def number_or_nan(value: object) -> float:
-    """Return a number as a `float`; NaN, which every comparison refuses, for what is none. A bool is no number."""
+    """Return a number as a `float`; NaN, for which every comparison is false, for other values. A bool is no number."""
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
 
 

@@ -1,10 +1,10 @@
-"""The identity of a tokenizer, which can be compared without having the tokenizer.
+"""The identity of a tokenizer, comparable without the tokenizer itself.
 
-Ids mean nothing without the tokenizer they were made with, and a run in which two parts have different ones trains on
-noise without ever failing. So the decisive parts are compared: the vocabulary, the special tokens, the end token, the
-chat template, and the ids of a text, because two tokenizers of one vocabulary may split text in different ways. Names
-and revisions are reported and not compared: one tokenizer may lie in two folders, and two of one name may differ.
-Knows the methods that transformers and tokenizers give theirs, and imports neither.
+Ids are defined by the tokenizer that made them: a run of two parts with different ones trains on noise without ever
+failing. So the decisive parts are compared: the vocabulary, the special tokens, the end token, the chat template, and
+the ids of a text, because two tokenizers of one vocabulary may split text in different ways. Names and revisions are
+reported and not compared: one tokenizer may lie in two folders, and two of one name may differ. Knows the methods that
+transformers and tokenizers give theirs, and imports neither.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import InvalidConfig, TokenizersDiffer
 
 
 class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties that distinguish one tokenizer from another. None is unknown, and is not compared."""
+    """The properties that distinguish one tokenizer from another. `None` is unknown, and not compared."""
 
     name: Line
     """The folder or name that it was loaded from; else its class. Not compared."""
@@ -107,7 +107,7 @@ SPACES = {"Ġ": " ", "▁": " ", "Ċ": "\n"}
 
 
 def _text_hash(tokenizer: Any, vocabulary: Mapping[str, int]) -> str | None:
-    """Return SHA-256 of the ids of probes; None if the tokenizer encodes none of them."""
+    """Return SHA-256 of the ids of probes; None if the tokenizer cannot encode any."""
     words = sorted(vocabulary)[:: max(1, len(vocabulary) // WORDS)]
     joined = "".join(word + separator for word, separator in zip(words, cycle(("", " ", "\n", "1", "'", "."))))
     text = "".join(SPACES.get(letter, letter) for letter in joined)

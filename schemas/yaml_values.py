@@ -81,7 +81,7 @@ def parse_argument(text: str, types: Types, *, root: str) -> Any:
 
 
 def plain_value(text: str, types: Types) -> Any:
-    """Return the value of text without quotes in a field of `types`; where it is none of them, that of its looks."""
+    """Return the value of text without quotes in a field of `types`; that of its looks if it fits no other."""
     stripped = text.strip()
     if stripped in names_in(types):
         return stripped

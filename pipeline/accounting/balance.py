@@ -1,4 +1,4 @@
-"""The balance of a ledger, and the counts of ends by state and reason, of which there is a bounded number.
+"""The balance of a ledger, and the counts of ends by state and reason, bounded in number.
 
 Knows no trajectory and no other process.
 """
@@ -22,7 +22,7 @@ class Balance(msgspec.Struct, frozen=True):
     """The counts of a ledger at one moment."""
 
     admitted: int
-    """Trajectories of which sampling has begun."""
+    """Trajectories whose sampling has begun."""
     in_flight: int
     """Admitted trajectories that have not ended."""
     ended: dict[str, int]

@@ -29,7 +29,7 @@ Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=10**MAX_DIGITS)]
 
 
 class PromptRanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Prompts of one environment with one name before their numbers, of which the same repetitions were trained."""
+    """Prompts of one environment, with one name before their numbers and the same trained repetitions."""
 
     env: str
     name: str
@@ -106,7 +106,7 @@ class CommittedPrompts(Mapping[GroupId, int]):
         raise KeyError(group)
 
     def get(self, group: GroupId, default: Any = None, /) -> Any:
-        """Return the repetitions of `group` that were trained, as a bit mask; `default` where there are none."""
+        """Return the repetitions of `group` that were trained, as a bit mask; `default` without any."""
         return self.mask(group) or default
 
     def __iter__(self) -> Iterator[GroupId]:
@@ -143,7 +143,7 @@ class CommittedPrompts(Mapping[GroupId, int]):
 
     @classmethod
     def of_state(cls, state: Any) -> CommittedPrompts:
-        """Return the prompts of which `state` is the `state` or the `state_dict()`.
+        """Return the prompts of `state`: a `state` or a `state_dict()`.
 
         Raises:
             ValueError: it is no such state, or has a prompt twice.
@@ -164,7 +164,7 @@ class CommittedPrompts(Mapping[GroupId, int]):
 
 
 def _split(instance_id: str) -> tuple[str, int | None]:
-    """Return the part of a name before the number at its end, and the number; None where the name ends in no digit.
+    """Return the part of a name before the number at its end, and the number; None without a digit at its end.
 
     Leading zeros, and digits before the last `MAX_DIGITS`, belong to the first part: both parts joined are the name.
 
@@ -183,7 +183,7 @@ def _split(instance_id: str) -> tuple[str, int | None]:
 
 
 def _ranges_of(env: str, name: str, runs: list[Interval]) -> Iterator[PromptRanges]:
-    """Yield the ranges that a checkpoint stores for `runs`, which are in order."""
+    """Yield the ranges that a checkpoint stores for `runs`, given in order."""
     by_mask: defaultdict[int, list[int]] = defaultdict(list)
     for first, stop, mask in runs:
         by_mask[mask] += (first, stop)
@@ -193,7 +193,7 @@ def _ranges_of(env: str, name: str, runs: list[Interval]) -> Iterator[PromptRang
 
 
 def _runs_of(ranges: PromptRanges) -> Iterator[Interval]:
-    """Yield the runs of which `_ranges_of` made `ranges`.
+    """Yield the runs that `_ranges_of` made into `ranges`.
 
     Raises:
         ValueError: a range is empty, or incomplete.

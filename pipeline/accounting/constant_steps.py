@@ -1,15 +1,15 @@
-"""`ConstantSteps`: the steps of a run, of which none had a gradient from rewards."""
+"""`ConstantSteps`: the steps of a run without any gradient from rewards."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 STEPS_IN_A_ROW = 3
-"""Steps without a gradient at which a run warns, and after which it is no success: one or two may be chance."""
+"""Steps without a gradient at which a run warns, or ends without success: one or two may be chance."""
 
 
 class ConstantSteps(NamedTuple):
-    """All steps that a run has done, where none had a gradient from rewards."""
+    """All steps that a run has done, each without a gradient from rewards."""
 
     steps: int
     constant: str

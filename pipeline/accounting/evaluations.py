@@ -1,9 +1,9 @@
 """The evaluations of a run: every worker evaluates a part of the prompts, and the parts of one step are merged exactly.
 
 A part is held back until the parts of all workers are here, so that no metric is ever the mean of a part. Means are
-Σ/Σ over all prompts. What a worker sends before its part is whole is shown as progress, and not merged. An evaluation
-whose parts do not all arrive, because a worker died or has skipped a step, is dropped when a later one is complete. One
-event loop uses it.
+Σ/Σ over all prompts. A part that is not whole yet is shown as progress, and not merged. An evaluation whose parts do
+not all arrive, because a worker died or has skipped a step, is dropped when a later one is complete. One event loop
+uses it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..util.waiting import Waiters
 from .sample import Sample
 
 STEP = "eval/step"
-"""The metric that says which step was evaluated."""
+"""The metric with the step that was evaluated."""
 
 
 class EvaluationPart(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +61,7 @@ class Evaluations:
         self.samples: list[Sample] = []
         """Its samples, until `take_samples`."""
         self.completed: int = -1
-        """The last step whose evaluation is complete, or belongs to an earlier run; −1 for none."""
+        """The last step whose evaluation is complete, or belongs to an earlier run; −1 before the first."""
         self._changed = Waiters()
         self._open = False
 
@@ -70,7 +70,7 @@ class Evaluations:
 
     @contextmanager
     def expected(self, first: int = 0) -> Iterator[None]:
-        """Expect parts within the body, in which the source of a run runs; then `finished` waits no longer.
+        """Expect parts within the body, while the source of a run runs; afterwards `finished` waits no longer.
 
         Args:
             first: the optimizer step that the run begins with. Evaluations of earlier ones belong to the run before.
@@ -84,7 +84,7 @@ class Evaluations:
             self._changed.wake_all()
 
     def add(self, part: EvaluationPart) -> None:
-        """Add the part of a worker. A worker that was restarted may repeat one, which counts once."""
+        """Add the part of a worker. A worker that was restarted may repeat one: it counts once."""
         if part.step <= self.completed:
             return
         self._newest[part.worker] = part
@@ -101,12 +101,12 @@ class Evaluations:
             self._changed.wake_all()
 
     def take(self) -> dict[str, float]:
-        """Return the metrics of the last complete evaluation, once; empty where there is no new one."""
+        """Return the metrics of the last complete evaluation, once; empty without a new one."""
         taken, self.found = self.found, {}
         return taken
 
     def take_samples(self) -> list[Sample]:
-        """Return what its workers found to be the best and the worst, once; to be called right after `take`."""
+        """Return the best and the worst samples of its workers, once; to be called right after `take`."""
         taken, self.samples = self.samples, []
         return taken
 

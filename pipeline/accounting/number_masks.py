@@ -1,8 +1,8 @@
 """Store a bit mask for each of many whole numbers, in few bytes where neighbours have the same mask.
 
-Numbers lie in blocks of 1024, and a block has a bit set of numbers for each different mask. A block in which every
-number has the same mask is one number of the level above, which is built the same way: n numbers in a row with one mask
-take memory in proportion to log n, and gaps between them one bit a number. Knows neither prompts nor repetitions.
+Numbers lie in blocks of 1024, and a block has a bit set of numbers for each different mask. A block whose numbers all
+have one mask is a single number of the level above, built the same way: n numbers in a row with one mask take memory in
+proportion to log n, and gaps between them one bit a number. Knows neither prompts nor repetitions.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class NumberMasks:
         self._blocks: dict[int, dict[int, int]] = {}
         """The numbers of each block that have a mask, as a bit set, by mask; neither empty nor full of one mask."""
         self._above: NumberMasks | None = None
-        """The masks of blocks in which every number has the same."""
+        """The masks of blocks whose numbers all have the same one."""
 
     def get(self, number: int) -> int:
-        """Return the mask of `number`; 0 where it has none."""
+        """Return the mask of `number`; 0 without one."""
         block = self._blocks.get(number >> BLOCK_BITS)
         if block is None:
             return 0 if self._above is None else self._above.get(number >> BLOCK_BITS)
@@ -100,7 +100,7 @@ class NumberMasks:
         return self
 
     def remove(self, number: int, mask: int) -> None:
-        """Remove the mask of `number`, which is `mask`."""
+        """Remove `mask`, the mask of `number`."""
         index = number >> BLOCK_BITS
         if index not in self._blocks:
             self._level_above().remove(index, mask)
@@ -113,7 +113,7 @@ class NumberMasks:
             del self._blocks[index]
 
     def fill(self, run: Interval) -> None:
-        """Set the mask of the numbers of `run`, which have none."""
+        """Set the mask of the numbers of `run`, so far without one."""
         first, stop, mask = run
         while first < stop:
             index, place = divmod(first, BLOCK)
@@ -156,7 +156,7 @@ class NumberMasks:
         return self._above
 
     def _insert(self, index: int, numbers: int, mask: int) -> None:
-        """Set the mask of `numbers` of block `index`, which have none."""
+        """Set the mask of `numbers` of block `index`, so far without one."""
         block = self._blocks.get(index)
         if block is None:
             block = self._blocks[index] = {}

@@ -26,7 +26,7 @@ class Pace:
 
     @property
     def per_step(self) -> float | None:
-        """Return the average; before the first step what is expected, or None."""
+        """Return the average; before the first step the expected number, or None."""
         if not self.steps:
             return self.expected
         span = self.steps[-1][0] - self.steps[0][0] + 1

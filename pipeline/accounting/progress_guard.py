@@ -8,9 +8,9 @@ Counted where ends are counted, by counters of the ledger that only grow, of all
 between processes: while no success is added, all that ended since the last check ended in a row. Trajectories in flight
 do not count, so a first step may take any time.
 
-Two bounds on failures are not among its cases, for the ledger does not count what they count. A reward function that
-fails may give its trajectories a number, with which they are trained: `RewardFunctionFailed` counts its calls. The
-plug-in for SkyRL answers a repetition that failed three times with a row that does not train, and counts those.
+Two bounds on failures are not among its cases, for they count other things than the ledger. A reward function that
+fails may give its trajectories a number to train with: `RewardFunctionFailed` counts its calls. The plug-in for SkyRL
+answers a repetition that failed three times with a row that does not train, and counts those.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .telemetry import get_logger
 log = get_logger("penstock.progress")
 
 FAILURE_LIMIT = 64
-"""Failed rollouts in a row, in the whole run, at which it ends: eight groups of eight in which every rollout failed."""
+"""Failed rollouts in a row, in the whole run, that end it: as many as eight groups of eight."""
 
 LEAST_WARNED_AT = 1024
-"""Trajectories in a row without a trained one at which a run warns: 128 groups of eight."""
+"""Trajectories in a row without a trained one that make a run warn: 128 groups of eight."""
 
 WARNED_AT_STEPS = 10
 """The same in optimizer steps, where their size is known; the larger number counts."""
 
 ENDED_AT_WARNINGS = 10
-"""Ends at so many times the number at which it warns."""
+"""Ends at so many times the number of the warning."""
 
 ENDED_PER_WAITING = 2000
 """Ended trajectories for each that waits for the rest of its batch, or is sampled: with fewer, a step will come."""
@@ -59,7 +59,7 @@ REMEDIES: dict[str, str] = {
     "failed": "Fix what fails; the first traceback of each error is in the log",
     "lost": "See how the workers died",
 }
-"""Remedy of a run in which most trajectories end so."""
+"""The remedy where most trajectories end so."""
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class ProgressGuard:
     Args:
         ledger: of the run.
         per_step: trajectories of an optimizer step, where a stage states them.
-        delivered: returns the number of records that left the pipeline by a sink that trains nothing, each a success.
+        delivered: returns the number of records that left the pipeline by a sink that does not train, each a success.
     """
 
     def __init__(self, ledger: Ledger, *, per_step: int = 0, delivered: Callable[[], int] = lambda: 0) -> None:
@@ -180,7 +180,7 @@ class ProgressGuard:
             )
 
     def _waiting(self, in_a_row: int) -> int:
-        """Return how many trajectories have been in flight for so long that they must wait for others.
+        """Return the number of trajectories in flight for so long that they must wait for others.
 
         Those of an earlier look that have not ended since; of a look that is half as old as the row, at most.
         """
@@ -194,7 +194,7 @@ class ProgressGuard:
         return waiting
 
     def _hold(self, in_a_row: int) -> bool:
-        """Note what is in flight, for later looks; return whether anything is."""
+        """Note the trajectories in flight, for later looks; return whether there are any."""
         self._row.held, self._row.held_at = self._ledger.in_flight_by_group(), in_a_row
         return bool(self._row.held)
 

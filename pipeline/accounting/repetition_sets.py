@@ -34,7 +34,7 @@ def mask_in(column: NDArray[np.int64]) -> int:
 
 
 def masks_in(column: NDArray[np.int64], counts: Iterable[int]) -> list[int]:
-    """Return the bit masks of groups of `counts` repetitions each, which follow each other in `column`.
+    """Return the bit masks of groups of `counts` repetitions each, one after the other in `column`.
 
     >>> [bin(mask) for mask in masks_in(np.array([0, 3, 1]), [2, 1])]
     ['0b1001', '0b10']
@@ -90,7 +90,7 @@ def set_mask(masks: dict[GroupId, int], group: GroupId, mask: int) -> None:
 
 
 def exclude(record: TrajectoryGroup, mask: int) -> TrajectoryGroup | None:
-    """`record` less the repetitions in `mask`: itself where it has none of them, None where it has no others."""
+    """Return `record` less the repetitions in `mask`: itself if it has none of them, None if it has no others."""
     here = mask_in(record.repetition_ids)
     if not here & mask:
         return record

@@ -17,7 +17,7 @@ K = TypeVar("K")
 
 
 class Retention(Generic[K]):
-    """Maps what is kept to its trajectories that are not saved. Without any, it is kept no longer.
+    """Maps each kept item to its trajectories that are not saved; without any, the item is dropped.
 
     >>> retention = Retention[str]()
     >>> retention.keep("a file", GroupId("env", "7"), 0b11)
@@ -29,9 +29,9 @@ class Retention(Generic[K]):
 
     def __init__(self) -> None:
         self._unsaved: dict[GroupId, dict[K, int]] = {}
-        """Repetitions of each group that are not saved, as a bit mask, by what is kept for them."""
+        """Repetitions of each group that are not saved, as a bit mask, by the item kept for them."""
         self._groups: dict[K, int] = {}
-        """The number of groups for which each is kept, in the order in which it was first kept."""
+        """The number of groups that each is kept for, in the order of the first `keep`."""
 
     def __contains__(self, kept: K) -> bool:
         return kept in self._groups
@@ -55,14 +55,14 @@ class Retention(Generic[K]):
         self.keep(kept, record.id, mask_in(record.repetition_ids))
 
     def save(self, group: GroupId, mask: int) -> list[tuple[K, int]]:
-        """Note that these repetitions are saved; return what was kept for them, each with those of its own."""
+        """Note that these repetitions are saved; return the items kept for them, each with its own share of these."""
         saved = [(kept, unsaved & mask) for kept, unsaved in self._unsaved.get(group, {}).items() if unsaved & mask]
         for kept, own in saved:
             self._remove(kept, group, own)
         return saved
 
     def save_checkpoint(self, committed: Mapping[GroupId, int], ledger: Ledger) -> list[tuple[K, GroupId, int]]:
-        """Note that a checkpoint contains `committed`; return what `save` returns, for each group.
+        """Note that a checkpoint contains `committed`; return the results of `save`, for each group.
 
         Trajectories that `ledger` does not know were dropped.
         """

@@ -22,7 +22,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One trajectory that an optimizer step trained, or that an evaluation completed; a line of `samples.jsonl`."""
 
     step: Count
-    """The optimizer step; of an evaluation, the one with whose metrics it is emitted."""
+    """The optimizer step; of an evaluation, the one whose metrics it is emitted with."""
     evaluated: Count | None = None
     """The step whose weights an evaluation evaluated; None for a trajectory that was trained."""
     set: Name = ""
@@ -72,7 +72,7 @@ def best_and_worst(rows: Sequence[T], count: int, key: Callable[[T], tuple[Any, 
     Args:
         rows: to choose from.
         count: of the best, and of the worst.
-        key: returns the reward of a row, and then what orders rows of equal reward, the first one first.
+        key: returns the reward of a row, and then the order of rows of equal reward, the first one first.
 
     >>> [(kind, row) for kind, _, row in best_and_worst([3.0, 1.0, 2.0], 1, lambda reward: (reward,))]
     [('best', 3.0), ('worst', 1.0)]

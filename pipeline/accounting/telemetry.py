@@ -153,7 +153,7 @@ class Metrics:
             self.evaluated(part)
 
     def forget(self, names: Collection[str]) -> None:
-        """Drop what was observed of some metrics since the last step, and their gauges."""
+        """Drop the observations of some metrics since the last step, and their gauges."""
         observed = self._observed
         for values in (observed.means, observed.totals, observed.maxima, observed.minima, observed.gauges):
             for name in values.keys() & names:
@@ -192,7 +192,7 @@ class Metrics:
 
 
 def _sums(values: ArrayLike, weight: ArrayLike | None) -> tuple[float, float]:
-    """Return Σ value · weight, and Σ weight. Most values are single numbers, which need no array."""
+    """Return Σ value · weight, and Σ weight. Most values are single numbers, and need no array."""
     if isinstance(values, int | float) and (weight is None or isinstance(weight, int | float)):
         weighs = 1.0 if weight is None else float(weight)
         return float(values) * weighs, weighs
@@ -248,7 +248,7 @@ class WaitAggregator:
 
     @property
     def evaluations(self) -> Evaluations:
-        """Return those of the run."""
+        """Return the evaluations of the run."""
         return self._metrics.evaluations
 
 
@@ -257,8 +257,8 @@ class JsonlMetrics:
 
     Args:
         path: of the file; existing lines stay.
-        after_step: the step that this run continues from: lines of later steps, which an earlier run wrote and no
-            checkpoint holds, and an incomplete line are cut off. None leaves all.
+        after_step: the step that this run continues from: lines of later steps, written by an earlier run and in no
+            checkpoint, and an incomplete line are cut off. `None` leaves all.
 
     Raises:
         DiskFull, NotWritable, OutOfFileDescriptors: a line cannot be written; no part of it stays.

@@ -10,9 +10,9 @@ from ..._schemas.tokenizer import disagreements
 
 
 class Admission:
-    """The decision which senders may join, and their number.
+    """Decides whether a sender may join, and counts those that did.
 
-    A connection counts as a sender as soon as it is granted a place. Until then it takes none, however many there are.
+    A connection counts as a sender as soon as it is granted a place. Until then it takes no place.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The two ends of a channel, as protocols: what every transport implements, and all that a stage may use of it.
+"""The two ends of a channel, as protocols: every transport implements them, and a stage uses only these.
 
 The synchronous `…_nowait` method holds the logic of each end, the async one waits around it. Three transports implement
 this pair (memory, shm, tcp) and pass one conformance suite, `penstock.testing.check_channel`.
@@ -63,7 +63,7 @@ class SendChannel(Protocol[T_contra]):
     """The end that a stage writes to."""
 
     async def send(self, record: T_contra, /) -> None:
-        """Send `record`, waiting for credit if need be. Cancelled, it has sent nothing.
+        """Send `record`, waiting for credit if need be. A call that is cancelled has not sent it.
 
         Raises:
             RecordTooLarge: the record would not fit an empty channel.
@@ -77,7 +77,7 @@ class SendChannel(Protocol[T_contra]):
         """Send `record` if there is credit for it now.
 
         Raises:
-            ChannelFull: there is none. Besides, what `send` raises.
+            ChannelFull: there is no credit. Also the errors of `send`.
         """
         ...
 
@@ -90,7 +90,7 @@ class SendChannel(Protocol[T_contra]):
         ...
 
     def statistics(self) -> ChannelStatistics:
-        """Return what this end holds and waits for."""
+        """Return the contents and the waits of this end."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -102,13 +102,13 @@ class SendChannel(Protocol[T_contra]):
 class ReceiveChannel(Protocol[T_co]):
     """The end that a stage reads from. Iterating it ends when every sender has closed.
 
-    Where senders are counted by name (`serve(senders=n)`), a lost sender is awaited: nothing is raised before its time
+    Where senders are counted by name (`serve(senders=n)`), a lost sender is awaited: no error is raised before its time
     is over. Otherwise no sender is awaited, and `receive` raises, and so does iterating; to go on with the other
     senders, receive or iterate again. Both hold over shm and tcp (docs/decisions/0012).
     """
 
     async def receive(self) -> T_co:
-        """Return the next record, waiting for one if need be. Cancelled, it has taken nothing.
+        """Return the next record, waiting for one if need be. A call that is cancelled has not taken any.
 
         Raises:
             anyio.EndOfStream: every sender closed and everything was received.
@@ -123,7 +123,7 @@ class ReceiveChannel(Protocol[T_co]):
         """Return the next record if there is one now.
 
         Raises:
-            anyio.WouldBlock: there is none. Besides, what `receive` raises.
+            anyio.WouldBlock: there is no record. Also the errors of `receive`.
         """
         ...
 
@@ -134,7 +134,7 @@ class ReceiveChannel(Protocol[T_co]):
         ...
 
     def statistics(self) -> ChannelStatistics:
-        """Return what this end holds and waits for."""
+        """Return the contents and the waits of this end."""
         ...
 
     async def __aenter__(self) -> Self: ...

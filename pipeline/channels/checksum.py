@@ -1,7 +1,7 @@
 """A checksum over the bytes of a bundle, where a receiver requires one.
 
 CRC-32 of zlib, as in the journal: it detects every error burst of up to 32 bits and needs no other package. xxHash is
-about fifteen times as fast (9.6 against 0.6 GB/s), which would be worth a dependency if this were on by default.
+about fifteen times as fast (9.6 against 0.6 GB/s): that would be worth a dependency if this were on by default.
 """
 
 from __future__ import annotations

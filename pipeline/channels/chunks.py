@@ -1,4 +1,4 @@
-"""Receive several records at a time, for stages in which a numpy call costs more than the values that it processes.
+"""Receive several records at a time, for stages whose numpy calls cost more than the values that they process.
 
 Only the first record of a chunk is waited for; those that have arrived already come with it. So no record is held back
 to fill a chunk, and a stage that keeps up works on one record at a time.

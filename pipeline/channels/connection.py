@@ -37,7 +37,7 @@ class SenderControl(Protocol):
     """Detects, for a sender, that its receiver has closed, died or become unresponsive."""
 
     async def next_event(self, receiver: str) -> Message | PeerLost:
-        """Return the next message that arrives beside the ZeroMQ socket; at the end, why nothing can be sent any more.
+        """Return the next message that arrives beside the ZeroMQ socket; at the end, the reason why sending has ended.
 
         `receiver` names the other end.
         """
@@ -48,7 +48,7 @@ class SenderControl(Protocol):
         ...
 
     def delivered_bytes(self) -> int:
-        """Return the bytes that have reached the receiver's host on this connection; 0 where nothing counts them."""
+        """Return the bytes that have reached the receiver's host on this connection; 0 if they are not counted."""
         ...
 
     async def aclose(self) -> None:
@@ -68,5 +68,5 @@ class PeerControl(Protocol):
         ...
 
     def shutdown_read(self) -> None:
-        """End the connection from this side, when what was sent before has left."""
+        """End the connection from this side, once all earlier messages have left."""
         ...

@@ -1,4 +1,4 @@
-"""The control connection: a stream socket for the handshake of a peer, which stays open as long as the peer lives.
+"""The control connection: a stream socket for the handshake of a peer, open as long as the peer lives.
 
 A frame is a 4-byte length and a message. When a process dies, however it dies, the kernel closes its end, and the other
 side detects this within a millisecond: the end of the stream is the notice of death, no timeout has to expire.
@@ -34,7 +34,7 @@ LARGEST_FRAME = 64 * 1024
 """Bytes: control messages are short. A longer frame is invalid, and is rejected before it is read."""
 
 ACCEPT_RETRY_S = 0.1
-"""Pause in accepting connections when this process has no file descriptor left: none signals that it was freed."""
+"""Pause in accepting connections when this process has no file descriptor left: a freed one gives no signal."""
 
 BACKLOG_RETRY_S = 0.01
 """Pause between attempts at a connection while the listener's backlog is full: the kernel does not signal room."""
@@ -64,7 +64,7 @@ class ControlConnection(AsyncCloseable):
             await anyio.aclose_forcefully(self._stream)
 
     def shutdown_read(self) -> None:
-        """Receive nothing more from the other side, which may not know yet: `receive` reaches the end of the stream."""
+        """Stop receiving, without notice to the other side: `receive` reaches the end of the stream."""
         with suppress(OSError):
             self._raw.shutdown(socket.SHUT_RD)
 
@@ -184,9 +184,9 @@ async def serve_control(
     accept: Callable[[ControlConnection], Awaitable[None]],
     rejections: RejectionCounter,
 ) -> None:
-    """Accept connections for ever, each in a task that handles what comes on it.
+    """Accept connections for ever, each in a task that handles its messages.
 
-    Count in `rejections` those for which no file descriptor is left, and those of which the handler raises.
+    Count in `rejections` those that find no file descriptor left, and those whose handler raises.
     """
 
     async def open_and_accept(stream: SocketStream) -> None:

@@ -1,7 +1,7 @@
 """The return of credit to senders, with the outcomes of their trajectories.
 
 Every message wakes four threads, so credit is returned in batches. A sender that still has some gets more when half of
-the capacity is unreturned; a sender that has none, or requests some, gets it as soon as no more of its records wait to
+the capacity is unreturned; a sender without any, or with a request, gets it as soon as no more of its records wait to
 be read.
 """
 
@@ -22,15 +22,15 @@ ten microseconds."""
 
 
 class CreditReturner:
-    """Decides when to return credit and outcomes to senders; runs in the event loop in which it was made."""
+    """Decides when to return credit and outcomes to senders; runs in the event loop that it was made in."""
 
     def __init__(self, send: Callable[[bytes, Message], object]) -> None:
         self._send = send
         self._pending: dict[bytes, Peer] = {}
-        """Senders for which credit or outcomes may be due."""
+        """Senders whose credit or outcomes may be due."""
         self._scheduled = False
         self._ticks_held = 0
-        """Ticks for which some credit has been withheld."""
+        """Ticks in a row with some credit withheld."""
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -87,5 +87,5 @@ class CreditReturner:
             self._send(peer.identity, Outcomes(entries))
 
     def close(self) -> None:
-        """Send nothing any more."""
+        """Stop sending."""
         self._closed = True

@@ -76,7 +76,7 @@ def connect_message(
 
 
 async def request_session(connection: Conversation, request: Connect) -> Accept:
-    """Ask to join, and return what the receiver grants.
+    """Ask to join, and return the receiver's grant.
 
     Raises:
         ProtocolMismatch: the receiver carries another kind of record, or has another protocol version.
@@ -96,7 +96,7 @@ async def complete_handshake(connection: Conversation, sending: Awaitable[None])
 
     Raises:
         OutOfSharedMemory: the receiver cannot map this sender's segment.
-        OutOfFileDescriptors: the receiver has none left for it.
+        OutOfFileDescriptors: the receiver has no descriptor left for it.
         PeerClosed: it rejected for another reason, or disconnected.
     """
     answer = await _answer(connection, sending)

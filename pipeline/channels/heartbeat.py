@@ -1,11 +1,11 @@
-"""Heartbeats, which detect an unresponsive peer: a stopped process, or one on a host that hangs; its streams stay open.
+"""Heartbeats detect an unresponsive peer: a stopped process, or one on a host that hangs; its streams stay open.
 
 ZeroMQ's own threads send and answer them without the interpreter, so a busy process, however long, stays responsive.
 Life is a message that ZeroMQ has decoded, or the answer to a heartbeat. Bytes that arrive are not: a length that was
 changed on the way turns all that follows into one message without end.
 
-Over ipc both ends send heartbeats, and a monitor reports that a connection was closed for want of an answer, though not
-which one. Over TCP only the side that connects sends them: its answers come through both directions of the connection,
+Over ipc both ends send heartbeats, and a monitor reports that a connection was closed for want of an answer, without
+naming it. Over TCP only the side that connects sends them: its answers come through both directions of the connection,
 and heartbeats of the other side would hide that this direction is damaged. Knows sockets, not peers.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import zmq
 
 DEFAULT_HEARTBEAT_TIMEOUT_S = 30.0
-"""Bound on the time in which a peer is unresponsive: longer than a machine that swaps, or a debugger that inspects a
+"""Bound on the time that a peer may be unresponsive: longer than a machine that swaps, or a debugger that inspects a
 process, takes."""
 
 PING_S = 1.5
@@ -39,7 +39,7 @@ DAMAGED = "sent bytes that cannot be decoded: they were changed on their way, or
 
 
 def enable_heartbeats(socket: zmq.Socket[bytes], heartbeat_timeout_s: float | None) -> None:
-    """Close connections of `socket`, which has none yet, if the other side is unresponsive for `heartbeat_timeout_s`.
+    """Close connections of `socket`, unused so far, if the other side is unresponsive for `heartbeat_timeout_s`.
 
     A heartbeat is sent every third of that time, two messages that wake a thread on each side; the rest is for the
     answer.
@@ -62,9 +62,9 @@ def timeout_with(ping_s: float, heartbeat_timeout_s: float | None) -> float | No
 
 
 def ping(socket: zmq.Socket[bytes], heartbeat_timeout_s: float | None) -> None:
-    """Send heartbeats on the connection of `socket`, which it has not begun, over TCP.
+    """Send heartbeats on the TCP connection that `socket` will begin.
 
-    ZeroMQ closes the connection where, for `heartbeat_timeout_s` from a heartbeat on, it has decoded nothing.
+    ZeroMQ closes the connection if it has decoded no message for `heartbeat_timeout_s` from a heartbeat on.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * ping_interval_s(heartbeat_timeout_s))))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * (heartbeat_timeout_s or 0)))

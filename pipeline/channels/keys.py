@@ -1,7 +1,7 @@
 """The key of a tcp channel: only processes that have it can connect, and no other can read or change a message.
 
 Everything travels under CurveZMQ, with a pair of keys for each end derived from the one secret. To complete the
-handshake a sender needs the receiver's public key, which is never sent and can only be derived from the secret.
+handshake a sender needs the receiver's public key: it is never sent, and can only be derived from the secret.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ChannelKey:
 
         Raises:
             FileExistsError: there is one already.
-            DiskFull, NotWritable: the file cannot be written; none is left.
+            DiskFull, NotWritable: the file cannot be written; no part of it stays.
         """
         key = cls(secrets.token_bytes(SECRET_BYTES))
         with explaining_os_errors("a key", Path(path)):
@@ -75,7 +75,7 @@ class ChannelKey:
         """Return the key in a file that `create` wrote.
 
         Raises:
-            InvalidKey: the file holds none, or others than its owner may read it.
+            InvalidKey: the file holds no key, or others than its owner may read it.
             OSError: there is no such file.
         """
         with Path(path).open("rb") as file:

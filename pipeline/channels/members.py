@@ -39,13 +39,13 @@ class Members:
         self._done: set[str] = set()
         """Members that are done, or no longer awaited, and have not joined again."""
         self._lost: dict[str, tuple[float, str]] = {}
-        """The deadline of each lost member, and how it was lost; in the order in which they were lost."""
+        """The deadline of each lost member and the way it was lost, in the order of their loss."""
         self._seen: set[str] = set()
         """Members that have ever joined."""
         self._missing_due_s = math.inf
-        """The deadline of those that have not."""
+        """The deadline of those that have never joined."""
         self._without_missing = False
-        """Whether the stream goes on without those that have never joined."""
+        """True if the stream goes on without those that have never joined."""
 
     def __repr__(self) -> str:
         return (
@@ -59,7 +59,7 @@ class Members:
 
     @property
     def due_s(self) -> float:
-        """Return when `expire` has something to do; infinity while no member is absent."""
+        """Return the time at which `expire` is due; infinity while no member is absent."""
         lost_due_s = next(iter(self._lost.values()))[0] if self._lost else math.inf
         return min(lost_due_s, self._missing_due_s)
 

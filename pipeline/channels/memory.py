@@ -1,4 +1,4 @@
-"""The memory transport: a channel within one event loop. The record itself is passed on, nothing is copied.
+"""The memory transport: a channel within one event loop. The record itself is passed on, without a copy.
 
 Credit is a place in the queue: `send` takes it and `receive` returns it. Several receivers may share the receiving end;
 each record goes to one of them.
@@ -79,7 +79,7 @@ class _End(AsyncCloseable, Generic[T]):
         self._until_checkpoint = CHECKPOINT_EVERY
 
     async def _checkpoint(self) -> None:
-        """Let other tasks run now and then, and allow a cancellation before anything is moved."""
+        """Let other tasks run now and then, and allow a cancellation before a record moves."""
         self._until_checkpoint = CHECKPOINT_EVERY
         await anyio.lowlevel.checkpoint()
 
@@ -94,7 +94,7 @@ class _End(AsyncCloseable, Generic[T]):
         return type(self)(self._queue)
 
     def statistics(self) -> ChannelStatistics:
-        """Return what this end holds and waits for."""
+        """Return the contents and the waits of this end."""
         return self._queue.statistics(self._clock)
 
     async def aclose(self) -> None:
@@ -102,7 +102,7 @@ class _End(AsyncCloseable, Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Close this end without awaiting: there is nothing to flush."""
+        """Close this end without awaiting: it has no buffer."""
         if not self._closed:
             self._closed = True
             self._on_close()
@@ -238,7 +238,7 @@ class memory_channel(tuple[MemorySender[T], MemoryReceiver[T]]):  # noqa: N801 (
 
     Args:
         capacity: records that may wait in it, at least 1.
-        capacity_bytes: bytes that may wait in it, counted by each record's `nbytes` (0 where it has none).
+        capacity_bytes: bytes that may wait in it, counted by each record's `nbytes` (0 without one).
 
     Raises:
         InvalidConfig: a capacity that is no whole number, or below 1.

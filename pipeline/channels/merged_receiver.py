@@ -22,7 +22,7 @@ class MergedReceiver(AsyncReceiver[R]):
     """The receiving ends of several channels; the stream ends when each of them has ended. See `ReceiveChannel`."""
 
     def __init__(self, receivers: Sequence[RemoteReceiver[R]]) -> None:
-        """Merge `receivers`, which the caller closes; nothing else may receive from them."""
+        """Merge `receivers`. The caller closes them, and receives from them through this object alone."""
         self._receivers = receivers
         self._open = deque(receivers)
         """Those whose stream has not ended; the first one is tried first."""
@@ -68,7 +68,7 @@ class MergedReceiver(AsyncReceiver[R]):
         raise anyio.EndOfStream
 
     def statistics(self) -> ChannelStatistics:
-        """Return what these ends hold and wait for, added up."""
+        """Return the contents and the waits of these ends, added up."""
         each = [receiver.statistics() for receiver in self._receivers]
         return ChannelStatistics(
             transport=" and ".join(part.transport for part in each),
@@ -84,7 +84,7 @@ class MergedReceiver(AsyncReceiver[R]):
         )
 
     async def aclose(self) -> None:
-        """Close these ends; closing them again does nothing."""
+        """Close these ends; closing twice is fine."""
         for receiver in self._receivers:
             await receiver.aclose()
 

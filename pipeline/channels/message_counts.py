@@ -28,10 +28,10 @@ class MessageCounts:
     received: int = 0
     answer_due: bool = False
     """True if the other side has reported its count, and waits for this end's. One that asks often gets one answer for
-    each check of its connection: more would take memory while it receives none."""
+    each check of its connection: more would take memory while it does not receive."""
 
     def report(self) -> MessageCount:
-        """Return the message that tells the other side how many were sent before it."""
+        """Return the message with the number of those that were sent before it."""
         return MessageCount(self.sent)
 
     def complete(self, reported: MessageCount) -> bool:

@@ -1,4 +1,4 @@
-"""A sender, as its receiver knows it: what it has sent, and its unreturned credit."""
+"""A sender, as its receiver knows it: its records, and its unreturned credit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Peer:
         self.name: str = request.name or f"process {request.pid}"
         """Its name in messages."""
         self.member: str = request.name
-        """The name under which it is counted; empty where it has none."""
+        """The name that it is counted by; empty without one."""
         self.pid: int = request.pid
         self.reader: PayloadReader
         """Set when it is admitted."""
@@ -47,20 +47,20 @@ class Peer:
         self.gone: anyio.Event = anyio.Event()
         """Set when its connection has ended."""
         self.awaits_saved = False
-        """Whether it has sent Close("staying") and waits until all is saved, when it sends Close("done")."""
+        """True while it waits, after Close("staying"), until all is saved; then it sends Close("done")."""
         self.violation = ""
-        """How it violated the protocol, after its name in a sentence. Nothing that it sends later is trusted."""
+        """Its violation of the protocol, as a predicate after its name. Its later messages are not trusted."""
         self.dismissed: bool = False
-        """Whether the channel was closed for it alone."""
+        """True if the channel was closed for it alone."""
         self.connected = False
-        """Whether a message of it has arrived since it was admitted."""
+        """True if a message of it has arrived since it was admitted."""
         self.rejection: Reject | None = None
         """The message for the sender itself, in case it still receives: it violated the protocol, or was unresponsive.
         Not the error, because that would keep this peer and its memory alive until cycles are collected."""
         self.unresponsive_s: float | None = None
-        """Seconds for which it was unresponsive, where that is why it was disconnected."""
+        """Seconds that it was unresponsive, if it was disconnected for that."""
         self.admitted_s: float = time.monotonic()
-        """When it was admitted."""
+        """The time of its admission."""
         self.inflow: Inflow = Inflow()
         """Bytes of its messages that were handled."""
         self.counts: MessageCounts = MessageCounts()
@@ -76,12 +76,12 @@ class Peer:
         self.nbytes = 0
         """Bytes of all its records that arrived."""
         self.releases: deque[tuple[Descriptor, int]] = deque()
-        """Records that were released since `collect_releases`; any thread may append, and do nothing else."""
+        """Records that were released since `collect_releases`; any thread may append, and that alone."""
         self.unreturned_credit: list[tuple[int, int, int]] = []
         """Slot, generation and records of bundles whose credit was not returned."""
         self.unreturned_records: int = 0
         self.credit_requested: bool = False
-        """Whether it waits for credit, or is about to: true until some is returned."""
+        """True while it waits for credit, or is about to: until some is returned."""
         self.endings: list[tuple[GroupId, tuple[int, ...], str, int]] = []
         """Outcomes that have not been sent yet."""
         self._send = send
@@ -98,7 +98,7 @@ class Peer:
         self._send(self.identity, message)
 
     async def dismiss(self) -> None:
-        """Close the channel for this sender alone, which gets PeerClosed."""
+        """Close the channel for this sender alone: it gets PeerClosed."""
         if self.open:
             self.dismissed = True
             with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
@@ -116,7 +116,7 @@ class Peer:
             self._schedule(self)
 
     def collect_releases(self) -> None:
-        """Count what was released since the last call."""
+        """Count the releases since the last call."""
         while self.releases:
             released, records = self.releases.popleft()
             self.unreturned_credit.append((released.slot, released.generation, records))
@@ -134,7 +134,7 @@ class Peer:
         return unreturned_credit
 
     def ended(self, group: GroupId, mask: int, state: str, step: int) -> None:
-        """Send the sender how some of its trajectories ended, or that they are saved."""
+        """Send the sender the end state of some of its trajectories, or that they are saved."""
         self.endings.append((group, tuple(iter_bits(mask)), state, step))
         self._schedule(self)
 

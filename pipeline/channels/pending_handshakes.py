@@ -1,4 +1,4 @@
-"""The connections to an acceptor that have not completed the handshake: how long each may take, and how many there are.
+"""The connections to an acceptor that have not completed the handshake: their deadlines, and their number.
 
 Shared by all acceptors: of channels over shm and tcp, and of published weights. Knows neither sockets nor messages.
 """
@@ -17,7 +17,7 @@ MAX_HANDSHAKES = 64
 """Handshakes in progress at a time, beside those of as many peers as may join: each holds a file descriptor."""
 
 SETTLED_S = 1.0
-"""Age of a connection from which on it may be closed because there are too many: an honest handshake takes
+"""The age of a connection that may be closed because there are too many, at least: an honest handshake takes
 milliseconds, unless a port is busy with many of them."""
 
 CROWD = 4
@@ -37,7 +37,7 @@ class Pending(Protocol):
 
     @property
     def unserved(self) -> bool:
-        """Return whether something that it sent waits to be read here: that it is late is no fault of its peer."""
+        """Return whether bytes of it wait to be read here: then its delay is no fault of its peer."""
         ...
 
 
@@ -47,7 +47,7 @@ P = TypeVar("P", bound=Pending)
 class PendingHandshakes(Generic[P]):
     """The deadline of each handshake, and the limit on their number, for an acceptor with `places`.
 
-    A handshake ends by `end`, with a reason; `read` handles first what has arrived, which may complete some.
+    A handshake ends by `end`, with a reason; `read` is called before, and may complete some by the bytes that came.
     """
 
     def __init__(self, places: int, read: Callable[[], object], end: Callable[[P, str], None]) -> None:

@@ -25,7 +25,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class RejectionCounter:
-    """A counter of what is rejected; it logs the first few rejections, then those at every power of two."""
+    """A counter of rejections; it logs the first few of them, then those at every power of two."""
 
     LOGGED = 8
 
@@ -53,7 +53,7 @@ class RejectionCounter:
 class DisconnectOnError(Generic[*Ts]):
     """Handle the bytes of a peer in the body of a `with`; call `disconnect(*args, error)` where it raises anything.
 
-    Cancellations, and what ends the process, are no errors of a peer.
+    Cancellations, and exceptions that end the process, are no errors of a peer.
 
     >>> with DisconnectOnError(print, "worker 3:"):
     ...     [][7]

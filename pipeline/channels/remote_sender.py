@@ -53,7 +53,7 @@ from .transport import EVENTS, POLLIN, POLLOUT, PayloadWriter, R, Record
 log = get_logger("penstock.channel")
 
 FLUSH_AT = 64
-"""Records in one message: a larger batch saves nothing measurable."""
+"""Records in one message: a larger batch saves no measurable time."""
 
 CLOSE_TIMEOUT_S = 10.0
 """Bound on the wait of a closing sender for a receiver that is connected but does not answer."""
@@ -97,8 +97,8 @@ class SenderConnection:
         self.sent: int = 0
         """Sequence number of the last record."""
         self.failure: PeerClosed | PeerLost | InvalidRecord | None = None
-        """Why nothing can be sent any more: the receiver closed or died, or a record was changed before it was
-        copied."""
+        """The reason why sending has ended: the receiver closed or died, or a record was changed before it was copied.
+        """
         self.failed: anyio.Event = anyio.Event()
         """Set with `failure`."""
         self.disconnected: anyio.Event = anyio.Event()
@@ -108,25 +108,25 @@ class SenderConnection:
         self.on_published: Callable[[int], None] = lambda _version: None
         """Called with each version of the weights that is published."""
         self.on_instruction: Callable[[bytes], None] | None = None
-        """Called with what the pipeline tells this worker."""
+        """Called with each instruction of the pipeline to this worker."""
         self.waiting: Waiters = Waiters()
         self._control = control
         self._socket = socket
         self._loop = asyncio.get_running_loop()
         self._credit_requested = False
-        """Whether credit was requested, and none granted since. It need not be while all records are in flight."""
+        """True if credit was requested, and none granted since. It need not be while all records are in flight."""
         self._unsent = 0
         """Records that were placed since the last message."""
         self._unreachable = False
-        """Whether the socket has no connection any more."""
+        """True once the socket has lost its connection."""
         self._close_sent: Leaving | None = None
         """The last Close that was sent."""
         self.close_acknowledged: bool = False
-        """Whether the receiver has answered a Close."""
+        """True once the receiver has answered a Close."""
         self._delivered = 0
         """Bytes that had reached the receiver's host when a closing sender looked last."""
         self.body_failed = False
-        """Whether the body of an `async with` of this connection raised."""
+        """True if the body of an `async with` of this connection raised."""
         self._flush_scheduled = False
         self._close_done = anyio.Event()
         self._fd = int(socket.getsockopt(zmq.FD))
@@ -216,7 +216,7 @@ class SenderConnection:
                 self._loop.call_soon_threadsafe(self.request_credit)
 
     def full(self) -> ChannelFull:
-        """Return the error that reports what is in flight."""
+        """Return the error that reports the records in flight."""
         if self._unreachable:
             return ChannelFull(f"the connection to {self.accepted.name} has ended, and the reason is not known yet")
         return ChannelFull(
@@ -294,7 +294,7 @@ class SenderConnection:
         self._control.disconnected()
 
     def _handle(self, message: Message) -> None:
-        """Handle a message of the receiver, whichever way it came."""
+        """Handle a message of the receiver, from the socket or from the control."""
         if isinstance(message, MessageCount):
             self._counts.check(message)
             return
@@ -330,7 +330,7 @@ class SenderConnection:
                 self.on_ended(group, sum(1 << r for r in repetitions), state, step)
 
     def send_close(self, how: Leaving) -> None:
-        """Send that nothing more comes from here. Calling it twice is fine."""
+        """Send Close: no more records come from here. Calling it twice is fine."""
         if self._close_sent in {None, "staying"} and how != self._close_sent:
             if self._can_send:
                 self._close_done = anyio.Event()
@@ -457,12 +457,12 @@ class RemoteSender(AsyncCloseable, Generic[R]):
         self._connection.on_published = listener
 
     def on_instruction(self, listener: Callable[[bytes], None]) -> None:
-        """Have `listener` called with what the pipeline tells this worker, encoded."""
+        """Have `listener` called with each instruction of the pipeline to this worker, encoded."""
         self._connection.on_instruction = listener
 
     @property
     def failure(self) -> PeerClosed | PeerLost | InvalidRecord | None:
-        """Return the error that `send` raises from now on; None while there is none.
+        """Return the error that `send` raises from now on, or None.
 
         The receiver closed the channel, or died; or a record was changed after `send` and before it was copied, and
         the connection is closed.
@@ -478,7 +478,7 @@ class RemoteSender(AsyncCloseable, Generic[R]):
         await self._connection.disconnected.wait()
 
     def send_close(self, how: Leaving = "staying") -> None:
-        """Notify the receiver that nothing more comes from this end and its clones, and go on handling its messages."""
+        """Notify the receiver that this end and its clones are done, and go on handling its messages."""
         self._connection.send_close(how)
 
     async def wait_close_acknowledged(self) -> bool:
@@ -511,7 +511,7 @@ class RemoteSender(AsyncCloseable, Generic[R]):
         """Close this end; with the last one, wait until the receiver has everything. Closing twice is fine.
 
         Raises:
-            InvalidRecord: a record was changed before it was copied: it was not sent, nor was anything after it.
+            InvalidRecord: a record was changed before it was copied: neither it nor any later one was sent.
         """
         if not self._closed:
             self._closed = True
@@ -522,7 +522,7 @@ class RemoteSender(AsyncCloseable, Generic[R]):
                     raise self._connection.failure
 
     def statistics(self) -> ChannelStatistics:
-        """Return what this end holds and waits for. Requests withheld credit, so that the next call is accurate."""
+        """Return the state and the waits of this end. Requests withheld credit, so that the next call is accurate."""
         connection = self._connection
         connection.request_credit_soon()
         return ChannelStatistics(

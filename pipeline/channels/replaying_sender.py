@@ -1,8 +1,8 @@
 """A sender that outlives its receiver: it keeps each record until a checkpoint holds it, and sends it again if need be.
 
 When the receiver has disconnected, it connects to a new one, and sends the records that it keeps, in order, before
-any new one. The ledger there refuses those that are not needed, because they are in flight there or were trained. Knows
-nothing about checkpoints but that the receiver reports trajectories as `saved`: those trained, and those dropped.
+any new one. The ledger there refuses those that are not needed, because they are in flight there or were trained. All
+it knows of checkpoints is that the receiver reports trajectories as `saved`: those trained, and those dropped.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Retained:
 
     record: TrajectoryGroup
     sent: bool = False
-    """Whether it was sent at least once."""
+    """True if it was sent at least once."""
 
 
 class ReplayingSender:
@@ -68,17 +68,17 @@ class ReplayingSender:
         self._capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
         self._reconnect_timeout_s = finite_number("reconnect_timeout_s", reconnect_timeout_s, zero=True)
         self._unsaved = Retention[_Retained]()
-        """In the order in which they were sent."""
+        """In the order of sending."""
         self._nbytes = 0
         self._connection: RemoteSender[TrajectoryGroup] | None = None
         """The connection, while there is one and all kept records have been sent on it."""
         self._failure: Exception | None = None
-        """Why there will be no connection any more."""
+        """The reason why there will be no other connection."""
         self._name = name
         self._counted = name is not None
-        """Whether a receiver may wait until this sender is done: the newest one decided it."""
+        """True if a receiver may wait until this sender is done: the newest one decided it."""
         self._finished = False
-        """Whether nothing more comes, all of it is saved, and every receiver that has to know this does."""
+        """True once all records are sent and saved, and every receiver that has to know this does."""
         self._changed = Waiters()
         self._clock = WaitClock()
 
@@ -92,7 +92,7 @@ class ReplayingSender:
         return len(self._unsaved)
 
     async def send(self, record: TrajectoryGroup, /) -> None:
-        """Send `record`, waiting for a receiver and for credit if need be. Cancelled, it has sent nothing.
+        """Send `record`, waiting for a receiver and for credit if need be. A cancelled call has not sent it.
 
         Raises:
             ReplayBufferFull: so much is kept already that `record` has no room.
@@ -224,7 +224,7 @@ class ReplayingSender:
             self._changed.wake_all()
 
     def statistics(self) -> ChannelStatistics:
-        """Return what is kept, and what is waited for."""
+        """Return the records that are kept, and the wait."""
         connection = self._connection.statistics() if self._connection is not None else None
         return ChannelStatistics(
             transport=connection.transport if connection else "none",

@@ -1,7 +1,7 @@
 """A segment: anonymous shared memory that one process writes and another reads.
 
-It has no name, so SIGKILL leaves nothing behind: the kernel frees it with its last holder. It is sealed against
-shrinking and allocated in full before use, so that a full machine is an error at the start and never a SIGBUS.
+It has no name: the kernel frees it with its last holder, also after SIGKILL. It is sealed against shrinking and
+allocated in full before use, so that a full machine is an error at the start and never a SIGBUS.
 
 First a table of `HEADER_BYTES` a slot, then the slots. The header of a span's first slot is the truth about it (state,
 generation, sequence, bytes; the state is written last), the descriptor on the socket only announces it. A span holds
@@ -102,7 +102,7 @@ class SegmentWriter:
         target[at : at + len(contents)] = contents
 
     def publish(self, span: Span, contents_bytes: int, nbytes: int) -> None:
-        """Give the span to the reader, which finds it even if this process is killed before it sends the descriptor."""
+        """Give the span to the reader: it is found even if this process is killed before it sends the descriptor."""
         at, target = span.start * HEADER_BYTES, self._bytes
         _HEADER.pack_into(target, at, WRITING, span.records, contents_bytes, span.generation, span.sequence, nbytes)
         target[at] = PUBLISHED

@@ -1,4 +1,4 @@
-"""Anonymous shared memory: nothing is left of it when the last process that holds it dies.
+"""Anonymous shared memory: the kernel frees it when the last process that holds it dies.
 
 It is a memfd, sealed so that no holder can shrink what another has mapped (that would be a SIGBUS), and its pages are
 allocated before it is used, so that a full machine is an error at the start. Where there is no memfd (an old kernel, a
@@ -45,7 +45,7 @@ def allocate(nbytes: int, purpose: str, remedy: str) -> int:
 
 
 def scratch(name: str) -> int:
-    """Return the file descriptor of an anonymous file in memory, which is empty; the caller closes it.
+    """Return the file descriptor of an empty, anonymous file in memory; the caller closes it.
 
     Raises:
         OutOfSharedMemory: there is neither a memfd nor a /dev/shm that can be written to.

@@ -163,7 +163,7 @@ class SlotWriter:
         """Write the bundle that is being filled, and publish it.
 
         Raises:
-            InvalidRecord: one of its records has changed since it was placed. Nothing may be sent after it.
+            InvalidRecord: one of its records has changed since it was placed. No record may be sent after it.
         """
         open_bundle, self._bundle = self._bundle, None
         if open_bundle is None:
@@ -206,7 +206,7 @@ class SlotWriter:
 
 
 class _Reading:
-    """A bundle that is being read, with its contents, which conform to the schema and to each other."""
+    """A bundle that is being read. Its contents conform to the schema and to each other."""
 
     __slots__ = ("candidates", "descriptor", "form", "layout", "parts", "rows", "tokens")
 
@@ -239,7 +239,7 @@ class SlotReader:
         """The bundle that was read last: its records are mostly taken one after the other."""
 
     def fetch(self, bundle: Bundle, index: int, released: Released) -> tuple[bytes, dict[str, Array]]:
-        """Return views of a record, which release it when the last one dies; see `PayloadReader.fetch`."""
+        """Return views of a record; the death of the last one releases it; see `PayloadReader.fetch`."""
         descriptor = bundle[0]
         open_bundle = self._read(descriptor)
         form, places = open_bundle.form, open_bundle.layout.places

@@ -45,7 +45,7 @@ class _Handshake:
     holds_place: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     ended_for: str = ""
-    """Why it was ended, in words for its peer."""
+    """The reason of its end, in words for its peer."""
 
     @property
     def unserved(self) -> bool:
@@ -77,7 +77,7 @@ class ShmAcceptor:
         self._timers: WeakSet[asyncio.TimerHandle] = WeakSet()
         """Checks for senders whose ZeroMQ connection has ended, or was not made in time."""
         self._monitor: SocketMonitor | None = None
-        """Reports the end of a ZeroMQ connection, though not which one it was."""
+        """Reports that a ZeroMQ connection has ended, without naming it."""
         if self._heartbeat_timeout_s is not None:
             self._monitor = SocketMonitor(socket, zmq.EVENT_DISCONNECTED, lambda *_: self._check_in(GRACE_S))
         self._accept_task = self._loop.create_task(self._serve(), name="penstock shm acceptor")

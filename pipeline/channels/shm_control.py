@@ -22,7 +22,7 @@ class ShmControl:
         self._connection = connection
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._deadline = math.inf
-        """When the receiver is unresponsive, unless this connection has ended before."""
+        """The time at which the receiver counts as unresponsive, unless this connection ends before."""
         self._scope = anyio.CancelScope()
         """Ends the wait for the next message at the deadline."""
 
@@ -40,7 +40,7 @@ class ShmControl:
         self._scope.deadline = self._deadline
 
     def delivered_bytes(self) -> int:
-        """See `SenderControl.delivered_bytes`: what was sent is there at once."""
+        """See `SenderControl.delivered_bytes`: messages arrive at once."""
         return 0
 
     async def aclose(self) -> None:

@@ -2,7 +2,7 @@
 
 A slot is a fixed-size cell of a segment. A bundle of records takes a *span* of adjacent slots, first fit, the lowest
 address first, so that a small hot set of slots is used again and again and stays in the cache. Only the producer
-allocates in its own segment, so there is no lock and nothing for a killed process to leave locked.
+allocates in its own segment, so there is no lock for a killed process to leave locked.
 
     free ──allocate──▶ writing ──publish──▶ published ──release of every record──▶ free
                           └──trim (of its end)──▶ free
@@ -95,11 +95,11 @@ class SlotTable:
         return span
 
     def trim(self, span: Span, count: int) -> int:
-        """Shorten `span`, which is being written, to its first `count` slots; return how many are free again.
+        """Keep the first `count` slots of `span`, still being written; return the number of those freed.
 
         Raises:
             IllegalTransition: the span is not being written.
-            ValueError: it has fewer, or would keep none.
+            ValueError: it has fewer, or `count` is 0.
         """
         self._expect(span, "writing", "trim")
         if not 0 < count <= span.count:

@@ -23,7 +23,7 @@ PREFIX = "penstock-"
 LOCK = "owner"
 
 EXIT_TIMEOUT_S, RETRY_S = 1.0, 0.005
-"""Bound on the time in which a dying process releases its lock, and the pause between two checks of that."""
+"""Bound on the time that a dying process takes to release its lock, and the pause between two checks of that."""
 
 LONGEST_PATH = 80
 """A Unix socket's path holds 107 bytes, and names are appended to this."""
@@ -82,7 +82,7 @@ def _claimed(path: Path) -> LockFile | None:
 def sweep() -> None:
     """Remove the directories of owners that were killed. Blocks.
 
-    Making a directory does so too; this is for a process that detects a death and makes none.
+    Making a directory does so too; this is for a process that detects a death and makes no directory.
     """
     for path in _root().glob(PREFIX + "*"):
         with suppress(OSError):
@@ -94,8 +94,8 @@ def sweep() -> None:
 def sweep_after(path: Path) -> None:
     """Remove directory `path`, whose owner was found dead, and those of others. Blocks.
 
-    A process that is killed closes one descriptor after the other: its connection may have ended, which was detected,
-    while its lock is still held.
+    A process that is killed closes one descriptor after the other: the end of its connection may be detected while its
+    lock is still held.
     """
     sweep()
     deadline = time.monotonic() + EXIT_TIMEOUT_S
@@ -138,7 +138,7 @@ def _make(root: Path) -> tuple[Path, LockFile]:
 
 
 def _take_lock(path: Path) -> LockFile | None:
-    """Return the lock of a directory, or None where its owner lives or it has none."""
+    """Return the lock of a directory, or None where its owner lives or there is no lock."""
     try:
         opened = LockFile(path / LOCK, create=False)
     except OSError:

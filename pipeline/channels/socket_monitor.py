@@ -1,4 +1,4 @@
-"""The events of a ZeroMQ socket's connections, delivered to the event loop in the order in which they happened.
+"""The events of a ZeroMQ socket's connections, delivered to the event loop in their order.
 
 Knows sockets and file descriptors, not peers.
 """
@@ -18,8 +18,8 @@ import zmq
 from .transport import EVENTS, POLLIN
 
 MOST_EVENTS = 100_000
-"""Events that may wait for a blocked loop: some 20 MB. ZeroMQ's thread waits for the loop when there are more, so that
-none is lost."""
+"""Events that may wait for a blocked loop: some 20 MB. ZeroMQ's thread waits for the loop when there are more, and no
+event is lost."""
 
 _EVENT = struct.Struct("=Hi")
 

@@ -1,9 +1,9 @@
 """The tcp transport: the same descriptors, with the columns in extra frames of the message. For senders on other hosts.
 
 Small columns are copied into frames that they share, a large one is a frame that ZeroMQ sends from where it is
-(`Framing`). Frames become arrays on the other side without copying. Nothing is recovered from a sender that dies: what
-had not left its process is lost, and reported so. Both sides need the same `ChannelKey`; on loopback they use this
-user's unless they are given one.
+(`Framing`). Frames become arrays on the other side without copying. Records that have not left the process of a sender
+when it dies are lost, and reported so. Both sides need the same `ChannelKey`; on loopback they use this user's unless
+they are given one.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class FrameWriter:
         self.nbytes -= nbytes
 
     def close(self) -> None:
-        """Forget what is in flight."""
+        """Forget the records in flight."""
         self._in_flight.clear()
 
 
@@ -162,7 +162,7 @@ class FrameReader:
         return contents.parts[index].header, columns
 
     def recover(self, sequence: int) -> list[Bundle]:
-        """Return nothing: what had not left the process is lost with it."""
+        """Return an empty list: unsent records are lost with their process."""
         del sequence
         return []
 

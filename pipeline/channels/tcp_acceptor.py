@@ -1,11 +1,11 @@
-"""The acceptor of a tcp port, at which senders of a channel or mirrors of weights join: one ZeroMQ socket, with a key.
+"""The acceptor of a tcp port, where senders of a channel or mirrors of weights join: one ZeroMQ socket, with a key.
 
 ZeroMQ's own handshake proves the key before a byte of a connection reaches this process, and its events report the
 descriptor of each connection and its end. They come in order: a descriptor is reported closed before it is reported
 open again. So after reading all events, the connection of a message with that descriptor is known, unless it has ended
 meanwhile. A peer therefore is admitted when it has answered this side: by then its connection is known to have been
 open after its events were read. Messages of a connection that has ended may still come, with the descriptor of a new
-one: they cost that one nothing, because their sender can be sent no answer.
+one: they do it no harm, because their sender can be sent no answer.
 
 `PendingHandshakes` limits the connections without an admitted peer. Knows neither records nor weights: a `Service`
 answers first messages, and each peer is its `Session` from then on.
@@ -42,8 +42,8 @@ from .transport import EVENTS
 from .unread import FRAMING_BYTES, BlockedLoopWatch, Inflow
 
 CLOSE_WAIT_S, FLUSH_S, FLUSH_CHECK_S = 4.0, 5.0, 0.001
-"""Bound on the time in which peers handle the last messages, which they confirm by closing; bound on the time in which
-ZeroMQ sends them, and the pause between two checks of that."""
+"""Bound on the time that peers take to handle the last messages, confirmed by closing; bound on the time that ZeroMQ
+takes to send them, and the pause between two checks of that."""
 
 CHECK_INTERVAL_S = 1.0
 """The longest interval between checks for peers that are unresponsive, or have sent too much."""
@@ -57,7 +57,7 @@ class Session(Protocol):
     most_unread: int
     """Bytes of it that may wait to be handled."""
     timeout_s: float | None
-    """Seconds without a byte after which it is unresponsive."""
+    """Seconds without a byte that make it unresponsive."""
     holds_place: bool
     """True if a place is granted to it: it is not among the connections that are too many."""
 
@@ -95,7 +95,7 @@ class Session(Protocol):
         ...
 
     def on_end(self, *, damaged: bool) -> None:
-        """Release what is held for it: its connection has ended; `damaged` if ZeroMQ ended it for what came on it."""
+        """Release what is held for it: its connection has ended; `damaged` if ZeroMQ ended it for the bytes on it."""
         ...
 
 
@@ -116,7 +116,7 @@ class Service(Protocol):
         ...
 
     def drain(self) -> bool:
-        """Handle the messages that have arrived, of each peer as many as it may send; return whether none is left."""
+        """Handle the messages that have arrived, of each peer as many as it may send; return whether that was all."""
         ...
 
     def send(self, identity: bytes, message: Message) -> bool:
@@ -145,7 +145,7 @@ class Connection:
 
     @property
     def unserved(self) -> bool:
-        """Return whether something that came on it waits to be read."""
+        """Return whether bytes of it wait to be read."""
         return is_unserved(self.fd, self.host, self._port)
 
     @property
@@ -174,7 +174,7 @@ class TcpAcceptor:
         heartbeat_timeout_s: float | None,
         places: int = 0,
     ) -> None:
-        """Accept connections to `port`, to which `socket` is bound; `places` is how many the service may grant."""
+        """Accept connections to `port`, where `socket` is bound; the service may grant `places`."""
         self._service = service
         self._socket = socket
         self._port = port
@@ -221,7 +221,7 @@ class TcpAcceptor:
         if connection is None:
             return
         self._handshakes.remove(connection)
-        # ZeroMQ has closed its descriptor; where the connection is not ended, that was for what came on it.
+        # ZeroMQ has closed its descriptor; where the connection is not ended, that was for its bytes.
         damaged = connection.tcp is not None and connection.tcp.established
         if connection.session is not None:
             connection.session.on_end(damaged=damaged)
@@ -345,7 +345,7 @@ class TcpAcceptor:
             session.on_unresponsive()
 
     def _shut_down_floods(self) -> None:
-        """End connections that have sent more than twice what they may, while the loop is blocked: in a thread."""
+        """End connections that have sent more than twice their bound, while the loop is blocked: in a thread."""
         for event, fd in self._monitor.undelivered():
             if event == zmq.EVENT_ACCEPTED:
                 shut_down_flood(fd, None, self._port, _exceeds_handshake)

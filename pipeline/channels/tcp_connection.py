@@ -1,7 +1,7 @@
 """A second descriptor of a TCP connection that ZeroMQ reads and writes: the kernel's state of it, and a way to end it.
 
-ZeroMQ reports the descriptor on which a message arrived, and that a connection has ended, but not why, and it closes
-none on request. A second descriptor can do both. Nothing is read from it or written to it while ZeroMQ does so.
+ZeroMQ reports the descriptor of a message, and the end of a connection without its reason, and closes no connection on
+request. A second descriptor can do both. It is neither read nor written while ZeroMQ does so.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ class TcpConnection:
 
     @property
     def idle_s(self) -> float:
-        """Return the seconds for which nothing was received; 0 while ZeroMQ has not read everything."""
+        """Return the seconds since bytes were received; 0 while ZeroMQ has not read everything."""
         return 0.0 if self.unread else self._info()[_LAST_DATA_RECEIVED] / 1000
 
     def unresponsive(self, timeout_s: float | None) -> bool:
-        """Return whether nothing was received for `timeout_s` in two checks in a row.
+        """Return whether two checks in a row have found it idle for `timeout_s`.
 
         One check does not suffice: this process may be the one that was stopped.
         """
@@ -117,7 +117,7 @@ class TcpConnection:
         return _INFO.unpack(self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
 
     def limit_unsent(self) -> None:
-        """Keep what ZeroMQ sends in its process until the kernel can send it; see `UNSENT_BYTES`."""
+        """Keep the output of ZeroMQ in its process until the kernel can send it; see `UNSENT_BYTES`."""
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
     def shutdown(self) -> None:
@@ -126,7 +126,7 @@ class TcpConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     async def finish(self, within_s: float) -> None:
-        """Discard what the other side still sends until it has closed; after `within_s`, shut down this direction.
+        """Discard the bytes of the other side until it has closed; after `within_s`, shut down this direction.
 
         ZeroMQ must hold it no more. Closing at once would reset the connection and lose the last messages with it.
         Shutting down at once would make ZeroMQ on the other side discard the messages that were not read yet.

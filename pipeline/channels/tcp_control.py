@@ -1,6 +1,6 @@
 """A sender's connection over tcp: everything goes through its one ZeroMQ socket, and ends with it.
 
-Connects in steps, so that each way in which a connection may fail has its own reason.
+Connects in steps, so that each failure of a connection has its own reason.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ADDRESS_S = 5.0
 """Bound on the attempt at one of several addresses of a host."""
 
 NEVER_MS = 2**31 - 1
-"""When ZeroMQ would reconnect. Where it must not reconnect at all, it discards what it has received when a connection
-ends; where it waits, and has no connection meanwhile (`ZMQ_IMMEDIATE`), it delivers that first."""
+"""The delay until ZeroMQ would reconnect: longer than a run. If it must not reconnect at all, it discards received
+messages when a connection ends; if it waits, without a connection meanwhile (`ZMQ_IMMEDIATE`), they come first."""
 
 NO_CONNECTION = "is its process stopped, or does a firewall drop what is sent there?"
 NO_HANDSHAKE = "is its process stopped or too busy, or does a program other than penstock listen there?"
@@ -112,7 +112,7 @@ async def connected(url: str, place: TcpAddress, identity: bytes, heartbeat_time
     """Connect to the first address of `place` where a receiver with its key answers.
 
     Raises:
-        NobodyListens: no connection can be made, its cause is the reason; or what listens there does not answer.
+        NobodyListens: no connection can be made, its cause is the reason; or the listener does not answer.
         PeerClosed: the receiver ended the handshake: it has another key.
     """
     for address in place.addresses:
@@ -154,7 +154,7 @@ class _Attempt:
             event, fd = await self._events.get()
         if event != zmq.EVENT_CONNECTED:
             return None
-        with suppress(OSError):  # it has ended already, which the next event reports
+        with suppress(OSError):  # it has ended already: the next event reports it
             self._connection = TcpConnection(fd)
             self._connection.limit_unsent()
         connected_s = anyio.current_time()
@@ -168,7 +168,7 @@ class _Attempt:
         return TcpControl(self._socket, self._connection, heartbeat_timeout_s)
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close the socket, its monitor and its connection."""
         self._monitor.close()
         self._socket.close(linger=0)
         if self._connection is not None:

@@ -1,4 +1,4 @@
-"""Connections to a tcp port that have not completed the handshake: what they may send, and how they are closed.
+"""Connections to a tcp port that have not completed the handshake: the bytes that they may send, and their end.
 
 Shared by the ports of channels and of published weights. Knows neither keys nor messages.
 """
@@ -17,7 +17,7 @@ MOST_OF_HANDSHAKE = 2 * LARGEST_HANDSHAKE_MESSAGE
 """Bytes that a peer sends until its handshake is complete, at most."""
 
 FAILED = "a connection ended in the handshake: the peer has another key or none, is another program, or left"
-"""The reason for which a connection is counted that ended before it sent a message."""
+"""The counted reason of a connection that ended before it sent a message."""
 
 
 def is_unserved(fd: int, host: str, port: int | None) -> bool:
@@ -35,7 +35,7 @@ def shut_down(fd: int, host: str, port: int | None) -> None:
 def shut_down_flood(fd: int, host: str | None, port: int | None, exceeds: Callable[[int], bool]) -> bool:
     """End the connection of `fd` where `exceeds` finds the bytes too many that it has received, and return whether.
 
-    Not where the descriptor is none of a connection from `host`, None for any, to `port` of this host.
+    Only if the descriptor is of a connection from `host`, None for any, to `port` of this host.
     """
     with suppress(OSError), TcpConnection(fd) as tcp:
         if tcp.local_port == port and host in {None, tcp.host} and exceeds(tcp.bytes_received):

@@ -42,7 +42,7 @@ def receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
     """Return the frames of the next message; `recv_multipart` asks the socket about each of them once more.
 
     Raises:
-        zmq.Again: there is none.
+        zmq.Again: there is no message.
     """
     frames = [socket.recv(NOBLOCK, copy=False)]
     while frames[-1].more:
@@ -86,7 +86,7 @@ class PayloadWriter(Protocol):
 
         Raises:
             RecordTooLarge: there never will be enough.
-            InvalidRecord: a record that was placed before has changed since; nothing may be sent any more.
+            InvalidRecord: a record that was placed before has changed since; no more may be sent.
         """
         ...
 
@@ -99,7 +99,7 @@ class PayloadWriter(Protocol):
         ...
 
     def free(self, slot: int, generation: int, records: int) -> None:
-        """Return the credit of some records of a bundle, which the receiver released.
+        """Return the credit of some records of a bundle that the receiver released.
 
         Raises:
             StaleDescriptor: the bundle is not in flight.
@@ -112,7 +112,7 @@ class PayloadWriter(Protocol):
 
 
 Bundle: TypeAlias = tuple[Descriptor, Frames]
-"""A bundle in flight: where it lies, and the frames that carry it where it does not lie in shared memory."""
+"""A bundle in flight: its place, and the frames that carry it where it does not lie in shared memory."""
 
 Released: TypeAlias = Callable[[Descriptor, int], None]
 """Called when some more records of a bundle are released."""
@@ -136,10 +136,10 @@ class PayloadReader(Protocol):
 
 
 def start_zero_copy() -> None:
-    """Start the thread with which pyzmq frees frames that are sent without a copy, and wait until it runs.
+    """Start pyzmq's thread that frees frames sent without a copy, and wait until it runs.
 
     The first such frame of a process starts it. Starting it here keeps that out of the event loop: a busy machine may
-    take long to run a new thread. Once it runs, this costs nothing.
+    take long to run a new thread. Once it runs, this is free.
     """
     zmq.Frame(b"\0", copy=False)
 

@@ -1,6 +1,6 @@
 """The messages that are handled before other tasks run: bounded in number and in bytes.
 
-ZeroMQ takes messages from its connections in turn. Knows neither peers nor what messages mean.
+ZeroMQ takes messages from its connections in turn. Knows neither peers nor the meaning of messages.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Turn:
         return self._messages <= 0 or self._nbytes <= 0
 
     def spend(self, _: bytes, nbytes: int) -> bool:
-        """Count a message; return whether its sender is to be refused, which it never is."""
+        """Count a message; return False: its sender is never refused."""
         self._messages -= 1
         self._nbytes -= nbytes
         return False
 
 
 class TurnOfEach:
-    """A turn in which every connection has a share: it is over when one has had as many messages handled.
+    """A turn with a share for every connection: it is over when one has had as many messages handled.
 
-    By then the others, of which ZeroMQ takes messages in turn, have had as many handled, or have none left.
+    By then the others, which ZeroMQ serves in turn, have had as many handled, or have no more.
     """
 
     __slots__ = ("_left", "over", "share")
@@ -53,7 +53,7 @@ class TurnOfEach:
         self.over: bool = False
         """True if other tasks must run."""
         self._left: dict[bytes, Share] = {}
-        """The rest of the share of each connection of which a message was handled."""
+        """The rest of the share of each connection that had a message handled."""
 
     def spend(self, identity: bytes, nbytes: int) -> bool:
         """Count a message of a connection; return whether these are more bytes than its share has."""

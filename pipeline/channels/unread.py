@@ -36,7 +36,7 @@ class Inflow:
         self.handled: int = 0
         """Bytes of the messages that were handled. Advanced by the event loop."""
         self._since = (0, 0, time.monotonic())
-        """Bytes that had arrived and bytes that had been handled when none was left, and when that was."""
+        """The bytes that had arrived and those handled when last all were handled, and the time of that."""
 
     def begin(self, received: int) -> None:
         """Count from now on, when `received` bytes have arrived."""
@@ -45,7 +45,7 @@ class Inflow:
     def settle(self, received: int) -> None:
         """Record that all messages were handled, when `received` bytes have arrived.
 
-        Where none has been handled since the last time, what arrived is of a message that has not ended.
+        If no message has been handled since the last time, these bytes are of one that has not ended.
         """
         if self.handled != self._since[1]:
             self.begin(received)
@@ -61,7 +61,7 @@ class BlockedLoopWatch:
     """Calls `sweep` in a thread, again and again, while the event loop that should call `beat` is blocked."""
 
     def __init__(self, late_s: float, sweep: Callable[[], None]) -> None:
-        """Prepare; `late_s` is the time without `beat` after which the loop is blocked."""
+        """Prepare; `late_s` is the time without `beat` that counts as a blocked loop."""
         self._late_s = late_s
         self._sweep = sweep
         self._beat_s = time.monotonic()

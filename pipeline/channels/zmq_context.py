@@ -19,7 +19,7 @@ class _ProcessContext:
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._inherited: list[zmq.Context[zmq.Socket[bytes]]] = []
-        """Contexts of the processes from which this one was forked. Their threads do not exist here, and a context that
+        """Contexts of the processes that this one was forked from. Their threads do not exist here, and a context that
         is collected closes its sockets, so they are kept."""
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._reset)

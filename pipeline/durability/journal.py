@@ -1,8 +1,8 @@
-"""The files of a journal: a folder of volumes, to which records are appended and from which they are read again.
+"""The files of a journal: a folder of volumes that records are appended to and read from again.
 
-A *volume* is an append-only file of entries; only the newest grows, and a volume of which every trajectory has ended is
+A *volume* is an append-only file of entries; only the newest grows, and a volume whose trajectories have all ended is
 deleted. Every run begins a new volume. One process at a time has the folder. Blocks, so it is used in a thread; one
-thread at a time. Knows no ledger: the caller knows which trajectories have ended.
+thread at a time. Knows no ledger: the caller knows the trajectories that have ended.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LogFile:
     """One volume."""
 
     number: int
-    """Its place in the order in which volumes were begun."""
+    """Its place in the order of the volumes."""
     path: Path
     nbytes: int
 
@@ -67,7 +67,7 @@ class JournalFiles:
         self.volumes = _volumes(folder)
         """Oldest first."""
         self._fd: int | None = None
-        """Descriptor of the last volume, which grows; None before the first record of this run and after a full one."""
+        """Descriptor of the volume that grows; None before the first record of this run and after a full one."""
 
     def __repr__(self) -> str:
         return f"<JournalFiles {self._folder}: {self.nbytes} bytes in {len(self.volumes)} volumes>"
@@ -107,7 +107,7 @@ class JournalFiles:
             return self._write(entries, nbytes)
 
     def delete(self, volumes: Iterable[LogFile]) -> None:
-        """Delete `volumes`, in which every trajectory has ended."""
+        """Delete `volumes`: all their trajectories have ended."""
         for volume in volumes:
             if volume is self.volumes[-1]:
                 self.close()
@@ -143,7 +143,7 @@ class JournalFiles:
 
 @contextmanager
 def open_journal(folder: Path, *, capacity_bytes: int, fsync: bool) -> Iterator[JournalFiles]:
-    """Lock the journal in `folder` within the body; one is created where there is none. Blocks.
+    """Lock the journal in `folder` within the body; it is created if need be. Blocks.
 
     Raises:
         JournalInUse: another process has locked it, or this one has already.

@@ -39,7 +39,7 @@ class CorruptRange(NamedTuple):
 
 
 def encode_entry(group: TrajectoryGroup) -> bytes:
-    """`group` as an entry.
+    """Return `group` as an entry.
 
     Raises:
         InvalidRecord: it does not conform to its schema.

@@ -7,8 +7,8 @@
     <folder>/config.json                   the configuration; see `run_changes`
 
 Stages take part by optional methods: the sink by `with_checkpoints`, any other stage that begins differently in a
-resumed run by `resume_from`, and a stage with state by `state_dict` and `load_state_dict`. Knows nothing about the
-content of a checkpoint.
+resumed run by `resume_from`, and a stage with state by `state_dict` and `load_state_dict`. The content of a checkpoint
+is left to them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WithCheckpoints(Protocol):
         """Return the same sink with checkpoints in `folder`, resumed from the last one, and the progress of that one.
 
         Args:
-            folder: holds the checkpoints, of which the run has verified the last one.
+            folder: holds the checkpoints; the run has verified the last one.
             gathering: stages whose state checkpoints are to hold, by name.
         """
         ...
@@ -164,7 +164,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def is_running(folder: Path) -> bool:
-    """Return whether a process runs in `folder`. Opens nothing for writing; blocks.
+    """Return whether a process runs in `folder`. Opens files only to read; blocks.
 
     Raises:
         OSError: there is no such folder, or it was never that of a run, or it cannot be read.

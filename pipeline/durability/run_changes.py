@@ -3,7 +3,7 @@
     <folder>/config.json                  configuration and facts of the part that began the run
     <folder>/config.step-00000200.json    those of the part that was continued from step 200, where they differ
 
-A part of which all steps are trained again leaves no file, as it leaves no line of metrics; so a checkpoint is compared
+A part whose steps are all trained again leaves no file, as it leaves no line of metrics; so a checkpoint is compared
 with the part that trained it. Knows no checkpoint and no stage.
 """
 
@@ -38,7 +38,7 @@ log = get_logger("penstock.pipeline")
 
 
 class StageFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a stage by which a continued run is compared with its folder, as JSON values."""
+    """Facts about a stage, to compare a continued run with its folder, as JSON values."""
 
     fixed: Mapping[str, Any] = {}
     """Facts that change with `allow_changes` alone, such as the identity of the data."""
@@ -158,17 +158,17 @@ def refuse(changes: Iterable[Change], folder: Path, step: int, *, allow_changes:
 
 
 def without_facts(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration in what `config_before` returns."""
+    """Return the configuration in a result of `config_before`."""
     return {key: value for key, value in part.items() if key != STAGES}
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON has it: with lists for tuples and arrays, and text for what JSON cannot hold."""
+    """Return `value` as JSON has it: with lists for tuples and arrays, and text for values that JSON cannot hold."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain))
 
 
 def text_of(value: object) -> str:
-    """Return the repr of `value` without addresses, which differ from process to process."""
+    """Return the repr of `value` without addresses: they differ from process to process."""
     return ADDRESS.sub("", repr(value))
 
 
@@ -188,7 +188,7 @@ def _are_lists_of_mappings(before: Any, now: Any) -> bool:
 
 
 def _later_parts(folder: Path) -> list[tuple[Path, int]]:
-    """Return the files of the parts that were continued, oldest first, each with the step at which it begins."""
+    """Return the files of the parts that were continued, oldest first, each with the step where it begins."""
     found = ((path, LATER.fullmatch(path.name)) for path in folder.iterdir())
     return sorted(((path, int(name[1])) for path, name in found if name), key=lambda each: each[1])
 

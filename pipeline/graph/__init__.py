@@ -1,1 +1,1 @@
-"""Stages, the edges between them, and what is known of both before they run."""
+"""Stages, the edges between them, and the facts about both before they run."""

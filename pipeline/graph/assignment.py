@@ -1,6 +1,6 @@
-"""The assignment of prompts: a source yields them in order, and its workers, or itself, sample what they are told.
+"""The assignment of prompts: a source yields them in order, and its workers, or itself, sample those assigned.
 
-The pipeline admits a prompt when it assigns it, so its ledger knows at any moment what the workers hold.
+The pipeline admits a prompt when it assigns it, so its ledger knows the prompts that workers hold at any moment.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Samplers(Protocol):
 
 
 Assign: TypeAlias = Callable[[Samplers], AsyncIterator[Sequence[Assignment]]]
-"""Yields the prompts of a source, each when it may begin, which it admits to the ledger of its context. Prompts that
+"""Yields the prompts of a source, each when it may begin, and admits them to the ledger of its context. Prompts that
 come together are one window: they are sampled with the same weights, and shared by all who sample."""
 
 
 class Assignments(Protocol):
-    """The prompts that a source's worker is told to sample; the pipeline has admitted their trajectories."""
+    """The prompts that a source's worker is assigned; the pipeline has admitted their trajectories."""
 
     async def next(self) -> Sequence[Assignment]:
-        """Return the next prompts, waiting until the pipeline allows some; none if no more come."""
+        """Return the next prompts, waiting until the pipeline allows some; empty if no more come."""
         ...

@@ -1,4 +1,4 @@
-"""Find problems of a chain before anything starts: `problems` lists all of them, each with what to change.
+"""Find problems of a chain before anything starts: `problems` lists all of them, each with a remedy.
 
 The facts that are compared come from `stage_info()` of each stage.
 """
@@ -32,7 +32,7 @@ BYTES_PER_TOKEN = 9
 
 
 def problems(nodes: Sequence[StageNode]) -> list[str]:
-    """Return all problems of a chain; empty where there are none."""
+    """Return all problems of a chain."""
     found = list(_of_chain(nodes))
     identities = _identities(nodes)
     _log_unknown_tokenizers(nodes, {name for name, _ in identities})
@@ -72,7 +72,7 @@ def _of_types(nodes: Sequence[StageNode], types: Sequence[RecordTypes]) -> Itera
 
 
 def _line_instead(before: object, after: object) -> str:
-    """Return what to write in place of two stages that do not fit: the other order, if it fits, or a stage between."""
+    """Return the line to write for two stages that do not fit: the other order if that fits, or a stage between."""
     first, second = record_types(before), record_types(after)
     if None not in (*first, *second) and not never_fits(second.sent, first.received):
         return f"write .then({written(after)}).then({written(before)})"

@@ -36,7 +36,7 @@ class Worker:
     restart: SmallCount = 0
     """Times that the worker was restarted."""
     on_host: SmallCount = 1
-    """Workers of the stage that share the processors which this process may use."""
+    """Workers of the stage that share the processors of this process."""
     evaluates_from: Count = 0
     """The first optimizer step whose evaluation is not complete: a restarted worker repeats no earlier one."""
 
@@ -105,7 +105,7 @@ class Context:
     holding: list[Callable[[], bool]] = field(default_factory=list)
     """While the stage waits for a record: returns whether it holds some back."""
     sample_sinks: list[SampleSink] = field(default_factory=list)
-    """Called with samples of what a step trained; one list for all stages of a run."""
+    """Called with the samples of a step; one list for all stages of a run."""
     nothing_on_the_way: Callable[[], bool] = _always
     """Returns whether every trajectory in flight is in this stage or downstream of it."""
     schedule: Schedule = UNBOUNDED
@@ -138,7 +138,7 @@ _context: ContextVar[Context] = ContextVar("penstock")
 
 
 def current() -> Context:
-    """Return the context of the running stage; where there is none, a detached one, which is kept."""
+    """Return the context of the running stage; without one, a detached context that is kept."""
     try:
         return _context.get()
     except LookupError:

@@ -22,11 +22,11 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True, slots=True)
 class Each(Generic[In, Out]):
-    """A stage that calls `function` for every record, and sends what it returns."""
+    """A stage that calls `function` for every record, and sends the results."""
 
     function: Callable[[In], Awaitable[Out]]
     concurrency: int = 1
-    """Calls at a time; above 1, results leave in the order in which they are ready."""
+    """Calls at a time; above 1, results leave as they become ready."""
 
     def __post_init__(self) -> None:
         normalize_counts(self, "concurrency")
@@ -66,9 +66,8 @@ def each(function: Callable[[In], Awaitable[Out]], *, concurrency: int = 1) -> E
 
     pipeline = source(SourceEnv(…)).then(each(judge, concurrency=16)).sink(…)
 
-    With one call at a time order is kept; with more, results leave in the order in which they are ready. An exception
-    in `function` ends the pipeline, with the function's name; so does a function that returns None. To drop records,
-    write a stage.
+    With one call at a time order is kept; with more, results leave as they become ready. An exception in `function`
+    ends the pipeline, with the function's name; so does a function that returns None. To drop records, write a stage.
 
     Raises:
         InvalidConfig: `concurrency` is no whole number, or below 1.

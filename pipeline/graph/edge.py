@@ -25,7 +25,7 @@ from .statistics import EdgeStatistics
 T = TypeVar("T")
 
 RECORDS = (TrajectoryGroup, TrainBatch)
-"""Records of which the trajectories are counted."""
+"""Records whose trajectories are counted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +60,12 @@ class EdgeCounter:
         return cast("T | None", admitted)
 
     def take_back(self, record: object) -> None:
-        """Undo the admission of `record`, which could not be sent."""
+        """Undo the admission of `record`: it could not be sent."""
         if self.admits_to is not None and isinstance(record, RECORDS):
             self.admits_to.take_back(record)
 
     def count(self, record: object) -> None:
-        """Count `record`, which has passed."""
+        """Count `record` as passed."""
         if isinstance(record, RECORDS):
             self.trajectories += len(record)
         if self.on_sent is not None:
@@ -125,7 +125,7 @@ class CountingSendChannel(AsyncCloseable, Generic[T]):
         return CountingSendChannel(self._end.clone(), self._counter, self._ends)
 
     async def aclose(self) -> None:
-        """Close this end; closing it again does nothing."""
+        """Close this end. Closing twice is fine."""
         if self in self._ends.open:
             self._ends.open.remove(self)
             self._ends.waited_s += self._end.statistics().waited_s
@@ -148,7 +148,7 @@ class CountingSendChannel(AsyncCloseable, Generic[T]):
 
     @property
     def waits(self) -> tuple[bool, float]:
-        """Return whether this end or a clone waits for credit, and how long they have waited in all, in seconds."""
+        """Return whether this end or a clone waits for credit, and the seconds that they have waited in all."""
         taken = [end.statistics() for end in self._ends.open]
         return any(each.waiting_for for each in taken), self._ends.waited_s + sum(each.waited_s for each in taken)
 
@@ -199,7 +199,7 @@ class StoppableReceiveChannel(AsyncReceiver[T]):
         return self._end.receive_nowait()
 
     async def aclose(self) -> None:
-        """Close this end; closing it again does nothing."""
+        """Close this end. Closing twice is fine."""
         await self._end.aclose()
 
     def statistics(self) -> ChannelStatistics:

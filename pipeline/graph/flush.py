@@ -1,8 +1,7 @@
 """Flush: stages that hold records back send them on, because no more will come for now and senders wait for their end.
 
 A source requests it; a stage that holds records back receives from a `FlushableInbox`, which returns None as soon as
-no trajectory is on its way to the stage. So stages flush in the order in which records pass. The stream goes on
-afterwards.
+no trajectory is on its way to the stage. So stages flush in the order of the stream. The stream goes on afterwards.
 """
 
 from __future__ import annotations

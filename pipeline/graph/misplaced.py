@@ -1,4 +1,4 @@
-"""Refuse invalid arguments of `source`, `then` and `sink`, and say which line to write instead."""
+"""Refuse invalid arguments of `source`, `then` and `sink`, and give the line to write instead."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 def written(stage: object) -> str:
-    """Return how a stage is written in a chain, without its arguments."""
+    """Return a stage as a chain has it, without its arguments."""
     if isinstance(stage, Each):
         return f"each({stage.name})"
     return f"{stage.__name__ if isinstance(stage, type) else type(stage).__name__}(…)"
@@ -110,7 +110,7 @@ def refuse_unknown_placement(on: object) -> None:
 
 
 def ends_in_a_sink(run: Run) -> Run:
-    """Refuse a call of `Flow.run` without an outbox, which is meant for `Pipeline.run`; type checkers refuse it too."""
+    """Refuse a call of `Flow.run` without an outbox: it is meant for `Pipeline.run`. Type checkers refuse it too."""
 
     @wraps(run)
     async def checked(flow: Any, *args: Any, **options: Any) -> None:

@@ -1,7 +1,7 @@
-"""Find the stages of a chain that need a column which no stage before them fills.
+"""Find the stages of a chain that need a column not filled by any stage before them.
 
-The facts come from `StageInfo.needs_columns` and `fills_columns`. Where a stage does not state what it fills, any
-column may be there, and the stages after it are not judged.
+The facts come from `StageInfo.needs_columns` and `fills_columns`. Where a stage does not state its own, any column may
+be there, and the stages after it are not judged.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ REMEDIES = {
     "token_rewards": "set turn_rewards=True of SourceEnv, or put KLReward(…, level='token') before it",
     "values": "put a stage of your own with a critic before it, or take advantages that need no critic, as grpo",
 }
-"""What to do where a column is absent, for those that penstock fills or reads."""
+"""The remedies for absent columns, of those that penstock fills or reads."""
 
 ALWAYS = frozenset(name for name, rule in GROUP_RULES.items() if rule.required)
 """The columns that every record has."""
 
 
 def missing_columns(nodes: Sequence[StageNode]) -> Iterator[str]:
-    """Yield a problem for each stage that lacks a column, and for each name that is none of a column."""
+    """Yield a problem for each stage that lacks a column, and for each name that no column has."""
     stages = list(_flat(nodes))
     known: set[str] | None = set(ALWAYS)
     for node in stages:
@@ -52,7 +52,7 @@ def _unknown_names(stage: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _absent(stage: str, names: Sequence[str], stages: Sequence[StageNode]) -> Iterator[str]:
-    """Say who fills the absent columns; those with the same remedy are one problem."""
+    """Yield the problems of absent columns; those with the same remedy are one."""
     by_remedy: dict[str, list[str]] = {}
     for name in (each for each in names if each in GROUP_RULES):
         by_remedy.setdefault(_remedy(name, stages), []).append(name)
@@ -62,7 +62,7 @@ def _absent(stage: str, names: Sequence[str], stages: Sequence[StageNode]) -> It
 
 
 def _remedy(name: str, stages: Sequence[StageNode]) -> str:
-    """Return what to do about an absent column: move the stage that fills it too late, or add one."""
+    """Return the remedy for an absent column: move the stage that fills it too late, or add one."""
     later = next((node.name for node in stages if name in (info_of(node.stage).fills_columns or ())), None)
     if later is not None:
         return f"put {later} before it"

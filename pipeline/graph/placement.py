@@ -84,7 +84,7 @@ Strategy: TypeAlias = Literal["PACK", "SPREAD"]
 
 
 class RayActors(Config, frozen=True, kw_only=True):
-    """The actors of Ray in which a stage runs: what each reserves, and in which cluster.
+    """The actors of Ray that run a stage: their resources and their cluster.
 
     Raises:
         InvalidConfig: a number that is not finite or negative, or another strategy.
@@ -195,9 +195,9 @@ class Joining(JoinedAt, frozen=True, kw_only=False):
     """Place a stage in workers that are started on other hosts, by `penstock worker --join URL --key FILE …`.
 
     They may join, leave and come back while the run goes on. Each makes the stage of the configuration, or of the
-    script, on its own host, which must be equal to that of the pipeline. `SourceEnv` tells every worker which prompts
-    to sample, so there can be any number of them. Another source is shared by `expected` workers: more wait until one
-    leaves. A worker that dies is not restarted from here; the others get the prompts that it held.
+    script, on its own host; it must be equal to that of the pipeline. `SourceEnv` assigns prompts to its workers, so
+    there can be any number of them. Another source is shared by `expected` workers: more wait until one leaves. A
+    worker that dies is not restarted from here; the others get the prompts that it held.
 
     >>> str(joining(expected=4))
     'workers that join at tcp://0.0.0.0:5555, 4 expected'
@@ -207,12 +207,12 @@ class Joining(JoinedAt, frozen=True, kw_only=False):
     """
 
     expected: int
-    """Workers that share the work of a source that cannot tell them which prompts to sample; more wait for a place."""
+    """Workers that share the work of a source that cannot assign them prompts; more wait for a place."""
     weights: WeightAddress | None = None
-    """What `publisher.serve(…)` yields, if they sample with published weights. Workers must reach its port too, at the
-    host of the URL that they join."""
+    """The address that `publisher.serve(…)` yields, if they sample with published weights. Workers must reach its port
+    too, at the host of the URL that they join."""
     digest: str = ""
-    """The digest of what they make the stage of; by default that of the running script."""
+    """The digest of their configuration or script; by default that of the running script."""
     stop_timeout_s: float = STOP_TIMEOUT_S
     """Seconds that a worker has to stop before its connection is closed."""
 
@@ -231,7 +231,7 @@ class Joining(JoinedAt, frozen=True, kw_only=False):
 
     @property
     def restarts(self) -> int:
-        """Nothing is restarted from here: a worker may leave and come back as often as it likes."""
+        """No restarts from here: a worker may leave and come back as often as it likes."""
         return 0
 
     @property

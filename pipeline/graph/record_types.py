@@ -1,7 +1,7 @@
 """The types of the records that a stage receives and sends, read from the annotations of its `run`.
 
-Knows nothing about pipelines. Where an annotation is absent, cannot be evaluated or is `Any`, the type is unknown,
-which is None here, and `never_fits` is false: only a certain mismatch is refused.
+Knows no pipeline. Where an annotation is absent, cannot be evaluated or is `Any`, the type is unknown (None), and
+`never_fits` is false: only a certain mismatch is refused.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     """Optimizer steps done, those before a resumption included."""
     nothing_learned: str = ""
-    """Where no step of this run had a gradient from rewards, what was the same in them; else empty."""
+    """The part that was the same in all steps, if no step of this run had a gradient from rewards; else empty."""
     folder: str = ""
     """The folder of the run; "" for a run without one."""
     checkpoint: str = ""
-    """Path of the last checkpoint that this run wrote; "" where it wrote none."""
+    """Path of the last checkpoint that this run wrote; "" if it wrote none."""
     statistics: PipelineStatistics
     """The statistics at the end of the run."""
 

@@ -13,7 +13,7 @@ from ..accounting.balance import Balance
 from .statistics import StageStatistics
 
 PLAIN_WIDTH = 120
-"""Columns of a report as text, which may be written anywhere."""
+"""Columns of a report as text, for any destination."""
 
 REASONS_SHOWN = 3
 """Reasons for each end state, those that came most often."""
@@ -50,7 +50,7 @@ def _balance(balance: Balance) -> Table:
 
 
 def _reasons(counts: dict[str, int]) -> str:
-    """Return the most frequent reasons, with their counts: `13 too old, 2 too long`; empty where none was given."""
+    """Return the most frequent reasons, with their counts: `13 too old, 2 too long`; empty without any."""
     named = sorted(((count, reason) for reason, count in counts.items() if reason), reverse=True)
     more = [f"{len(named) - REASONS_SHOWN} more"] if len(named) > REASONS_SHOWN else []
     return ", ".join([f"{count:,} {reason}" for count, reason in named[:REASONS_SHOWN]] + more)

@@ -14,7 +14,7 @@ Out_co = TypeVar("Out_co", covariant=True)
 
 
 class Source(Protocol[Out_co]):
-    """The first stage of a pipeline, which only sends."""
+    """The first stage of a pipeline: it only sends."""
 
     async def run(self, outbox: SendChannel[Out_co], /) -> None:
         """Send records until there are no more."""
@@ -30,7 +30,7 @@ class Stage(Protocol[In_contra, Out_co]):
 
 
 class Sink(Protocol[In_contra]):
-    """The last stage of a pipeline, which only receives."""
+    """The last stage of a pipeline: it only receives."""
 
     async def run(self, inbox: ReceiveChannel[In_contra], /) -> None:
         """Receive until the stream ends."""

@@ -5,7 +5,7 @@ A stage states them by one optional method:
     def stage_info(self) -> StageInfo:
         return StageInfo(takes_at_most_tokens=self.max_tokens)
 
-A misspelled field is a type error. This module knows nothing about how the facts are used.
+A misspelled field is a type error. The use of the facts is left to others.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class StageInfo:
     max_steps: int | None = None
     """The optimizer step at which a sink ends the run; None where it has no such step."""
     commits: bool = False
-    """True if a sink commits what is trained; one that does not may do anything with what it receives."""
+    """True if a sink commits what is trained; any other may do anything with its records."""
     keeps_groups: int = 0
     """The number of groups that it holds, not copied, before it sends any."""
     sees_everything: bool = False
     """True where it must receive every record, so that it cannot run in several processes."""
     follows_trajectories: bool = False
-    """True where it asks the ledger of the run what became of trajectories that it has sent, so that it cannot run in a
-    worker."""
+    """True where it asks the ledger of the run about the end of trajectories that it has sent, so that it cannot run in
+    a worker."""
     assign: Assign | None = None
-    """Of a source whose workers, however many, can be told which prompts to sample, by `Context.assignments`."""
+    """Of a source that can assign prompts to any number of workers, by `Context.assignments`."""
     groups_at_once: int = 1
     """Of a source that can `assign`, the number of groups that one worker samples at a time."""
     tokenizers: tuple[Any, ...] | None = None
-    """The tokenizers that it uses, or their `TokenizerIdentity`. Empty where it uses one that is not known; None where
-    it uses none. The first one of a chain is that of the pipeline: `Context.tokenizer`."""
+    """The tokenizers that it uses, or their `TokenizerIdentity`. Empty where it uses an unknown one; None if it uses no
+    tokenizer. The first one of a chain is that of the pipeline: `Context.tokenizer`."""
     needs_tokenizer: bool = False
     """True where it needs to know the tokenizer of the tokens that it receives."""
     saved: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class StageInfo:
     evaluation: object | None = None
     """The evaluation that a source does; the pipeline hands it to its sink."""
     needs_columns: tuple[str, ...] = ()
-    """The columns without which it cannot process a record: `("teacher_ids", "teacher_logprobs")`."""
+    """The columns that it needs to process a record: `("teacher_ids", "teacher_logprobs")`."""
     fills_columns: tuple[str, ...] | None = None
     """The columns that its records may have besides those that it receives. None where they are not known: then any
     column may be among them."""
@@ -92,7 +92,7 @@ class HasTokenizer(Protocol):
 
 @runtime_checkable
 class NeedsColumns(Protocol):
-    """A trainer or a loss that knows which optional columns of a batch it cannot do without."""
+    """A trainer or a loss that knows the optional columns of a batch that it needs."""
 
     @property
     def needs_columns(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class NeedsColumns(Protocol):
 
 
 def info_of(stage: object) -> StageInfo:
-    """Return what `stage` states about itself; the defaults where it states nothing, and for a class."""
+    """Return the facts that `stage` states about itself; the defaults for one without any, and for a class."""
     if isinstance(stage, DescribesItself) and not isinstance(stage, type):
         return call_user(stage.stage_info)
     return StageInfo()

@@ -24,7 +24,7 @@ class StageNode:
     """Records in the edge that leads to this stage; None for the default, and in the first node."""
     capacity_bytes: int | None = None
     max_lag: int | None = None
-    """In the first node, the bound on lag; None for none, or for that of the pipeline around a fragment."""
+    """In the first node, the bound on lag; None for no bound, or for that of the pipeline around a fragment."""
 
     def __post_init__(self) -> None:
         """Convert the capacities that are whole numbers; `check()` refuses the others by name.

@@ -32,9 +32,9 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = ""
     """`shm` or `tcp`; "" before it has connected."""
     numa: str = ""
-    """`node 1`, the NUMA node of its host to which it is bound, or the reason for which it is not; likewise."""
+    """`node 1`, the NUMA node that it is bound to on its host, or the reason why it is not; likewise."""
     lag: int | None = None
-    """Optimizer steps since the newest weights with which its last record was sampled; None before it has sent one."""
+    """Optimizer steps since the newest weights that sampled its last record; None before it has sent one."""
 
 
 class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int]
     """Trajectories that it dropped here, by end state."""
     workers: tuple[WorkerStatistics, ...]
-    """Its processes; none where it runs here."""
+    """Its processes; empty where it runs here."""
 
 
 class EdgeStatistics(msgspec.Struct, frozen=True, kw_only=True):

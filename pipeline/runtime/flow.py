@@ -58,7 +58,7 @@ class Flow(Generic[Out_co]):
     """The stages so far, each with the edge that leads to it."""
 
     def stage_info(self) -> StageInfo:
-        """Return the names of its stages, what the last one sends, and the prompts of the first one."""
+        """Return the names of its stages, the records of the last one, and the prompts of the first one."""
         last = sent_along(record_types(node.stage) for node in self.nodes)[-1]
         bounds = (info_of(node.stage).sends_at_most_tokens for node in reversed(self.nodes))
         first = info_of(self.nodes[0].stage)
@@ -96,7 +96,7 @@ class Flow(Generic[Out_co]):
         """Return the flow with `stage` at its end.
 
         Args:
-            stage: receives what the flow sends.
+            stage: receives the records of the flow.
             on: `here()` or `processes(n)`.
             capacity: records that may wait in front of `stage`: 2 by default; between processes 64 for each worker.
             capacity_bytes: bytes that may wait; between processes 64 MiB for each worker, allocated when it starts.
@@ -109,7 +109,7 @@ class Flow(Generic[Out_co]):
         return Flow(named((*self.nodes, StageNode(stage, name_of(stage), on, capacity, capacity_bytes))))
 
     def sink(self, stage: Sink[Out_co], *, capacity: int | None = None, capacity_bytes: int | None = None) -> Pipeline:
-        """Return the pipeline that ends in `stage`, which runs here; capacities as in `then`.
+        """Return the pipeline that ends in `stage`, placed here; capacities as in `then`.
 
         Raises:
             InvalidPipeline: `stage` is a class, or no sink; with the line to write.
@@ -122,7 +122,7 @@ class Flow(Generic[Out_co]):
         """Run the stages, and send the records of the last one to `outbox`: `Source.run` of a flow.
 
         Raises:
-            InvalidPipeline: there is no `outbox`: the call was meant for a pipeline, which ends in a sink.
+            InvalidPipeline: there is no `outbox`: the call was meant for a pipeline with its sink.
             StageFailed: a stage raised.
         """
         await Run(self.nodes, current(), outbox).run()
@@ -147,7 +147,7 @@ class Pipeline:
         """Check the chain for problems, before anything starts.
 
         Raises:
-            InvalidPipeline: with every problem, and what to change.
+            InvalidPipeline: with every problem, and its remedy.
         """
         found = problems(self.nodes)
         if len(found) == 1:
@@ -176,7 +176,7 @@ class Pipeline:
         skip_damaged: bool = False,
         stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> Report:
-        """Run until the sink has returned, which it does when the stream ends or when it needs no more records.
+        """Run until the sink has returned: when the stream ends, or when it needs no more records.
 
         However the run ends, cancellation included, `report` is set afterwards.
 
@@ -190,7 +190,7 @@ class Pipeline:
             ledger: counts the trajectories, a restored one to continue a run; a new one by default.
             metrics: collects the metrics of stages; give one with sinks to see them.
             view: shows the run on stderr: `live` as a table on the terminal, `lines` as plain lines, `auto` as the
-                table where stderr is a terminal, and otherwise as lines. None shows nothing.
+                table where stderr is a terminal, and otherwise as lines. None for no view.
             trackers: given metrics, samples and `config`, each in a thread of its own. One that raises, hangs or lags
                 behind is logged, and neither ends nor delays the run.
             config: hyper-parameters, as plain values; written to `config.json` in the folder too. A run that is
@@ -209,10 +209,10 @@ class Pipeline:
             NothingTrained: too many trajectories in a row ended without a trained one, no prompt may be sampled, or the
                 run ended by itself without training.
             StageFailed: a stage raised; it is named, and `__cause__` is its exception.
-            WorkerFailed: a stage raised in a worker, whose traceback is in the message, or a worker died too often.
+            WorkerFailed: a stage raised in a worker (its traceback is in the message), or a worker died too often.
             RunStopped: a signal has stopped the run; alone, or in an exception group. Leave it to end the script.
             RuntimeError: the pipeline is running already.
-            InvalidConfig: `view` is none of its values, one of `trackers` is none, or `stop_timeout_s` is not positive.
+            InvalidConfig: `view` is none of its values, a tracker is no `Tracker`, or `stop_timeout_s` is not positive.
         """
         if view is not None:
             check_choice("view", view, View)

@@ -26,13 +26,13 @@ def check_outcome(report: Report, ledger: Ledger, *, commits: bool) -> None:
     Args:
         report: of the run.
         ledger: of the run.
-        commits: whether the sink commits what is trained. Another one may do anything with received records, as long
-            as it records their end in the ledger.
+        commits: true if the sink commits what is trained. Another one may do anything with received records, as long as
+            it records their end in the ledger.
 
     Raises:
         RecordsSwallowed: stages received trajectories, and neither sent nor dropped them.
-        NothingTrained: the run ended by itself, and nothing was trained, by the run that this one resumes neither, or
-            no step had a gradient from rewards.
+        NothingTrained: the run ended by itself, and neither it nor the run that it resumes has trained, or no step had
+            a gradient from rewards.
     """
     if report.stop_reason == END_OF_STREAM and ledger.unaccounted:
         names = " and ".join(f"{name} ({count} trajectories)" for name, count in ledger.unaccounted.items())
@@ -60,7 +60,7 @@ def _refuse_or_warn(constant: ConstantSteps, done: int) -> None:
 
 
 def _ends(report: Report) -> str:
-    """Return how the trajectories of a run ended, with the most frequent reasons."""
+    """Return the ends of the trajectories of a run, with the most frequent reasons."""
     balance = report.balance
     if not balance.admitted:
         return "the source sent nothing"

@@ -71,7 +71,7 @@ class _StageTask:
             watch_loop=context.watch_loop,
             nothing_on_the_way=lambda: run.nothing_before(self),
         )
-        """A context of its own, in which the trajectories that the stage drops are counted."""
+        """A context of its own, to count the trajectories that the stage drops."""
         self.state: StageState = "not started"
         self.scope = anyio.CancelScope()
         self.before: Edge | None = None
@@ -132,7 +132,7 @@ class _StageTask:
 
     @property
     def waits(self) -> bool:
-        """Return whether it waits for records, and does nothing else."""
+        """Return whether it only waits for records."""
         # There are four cases:
         #
         # 1. A sink: one that states how many it waits for takes records ahead of the steps that train them.
@@ -179,13 +179,13 @@ class Run:
         if per_step:
             context.ledger.expect_per_step(per_step)
         self._open_error: Exception | None = None
-        """The exception for which channels could not be opened."""
+        """The exception that opening the channels raised."""
         self._scope = anyio.CancelScope()
-        """The scope in which the stages run."""
+        """The scope of the stages."""
         self._opening = anyio.CancelScope()
-        """The scope in which the channels are opened."""
+        """The scope of the opening channels."""
         self._stopped_by = ""
-        """The signal that stopped the run; empty where none did."""
+        """The signal that stopped the run; empty without one."""
         self._inbox: StoppableReceiveChannel[Any] | None = None
         """The channel that the sink receives from."""
         self._stream_ended = False
@@ -279,7 +279,7 @@ class Run:
             self._end_failed()
 
     def _delivered(self) -> int:
-        """Return the number of records that a sink received which does not state that it commits what it trains."""
+        """Return the number of records that the sink has received; 0 if it commits what it trains."""
         return 0 if self.commits or not self._edges else self._edges[-1].inbox.statistics().received
 
     @property
@@ -398,7 +398,7 @@ class Run:
 
     @property
     def stop_reason(self) -> str:
-        """The reason for which the run ended, for the report."""
+        """The reason why the run ended, for the report."""
         if self._failure is not None:
             return str(self._failure).partition("\n")[0]
         if self._open_error is not None:
@@ -417,12 +417,12 @@ class Run:
         return ledger.in_flight <= held - ledger.balance().ended["trained"]
 
     def all_wait_after(self, task: _StageTask) -> bool:
-        """Return whether every stage after `task` waits for records, so that none is on its way."""
+        """Return whether every stage after `task` waits for records: then none is on its way."""
         return all(after.waits for after in self._tasks[self._tasks.index(task) + 1 :])
 
     @property
     def _end_of_rest(self) -> tuple[EndState, str]:
-        """Return how trajectories end that are in flight when the run has ended, and why: lost where it failed."""
+        """Return the end state of trajectories in flight at the end of the run, and its reason: lost if it failed."""
         return ("unfinished", RUN_ENDED) if self._failure is None else ("lost", RUN_FAILED)
 
     def end_in_flight(self, ledger: Ledger) -> None:

@@ -1,10 +1,10 @@
 """Handle SIGTERM, SIGINT and SIGHUP during a run: the first one stops it gracefully, a second ends the process at once.
 
-Handlers are installed where a run is in the main thread of a script, for signals for which the script has no handler of
-its own, and are restored when the last run has ended without a signal. One that the process was started to ignore, as
-by nohup, stays ignored. `stoppable` extends this to the code that prepares a run and evaluates its result. From the
-first signal on the process has `stop_timeout_s` to end. A thread enforces that: a stage may block the event loop, and a
-step the interpreter's exit. Knows no stage.
+Handlers are installed where a run is in the main thread of a script, for signals that the script does not handle
+itself, and are restored when the last run has ended without a signal. One that the process was started to ignore, as by
+nohup, stays ignored. `stoppable` extends this to the code that prepares a run and evaluates its result. From the first
+signal on the process has `stop_timeout_s` to end. A thread enforces that: a stage may block the event loop, and a step
+the interpreter's exit. Knows no stage.
 """
 
 from __future__ import annotations

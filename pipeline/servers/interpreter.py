@@ -1,4 +1,4 @@
-"""Another Python interpreter for a child process: one with packages of its own, of which penstock is one.
+"""Another Python interpreter for a child process: one with packages of its own, penstock among them.
 
 Its module path is its own: `PYTHONPATH` and `PYTHONHOME` are for the interpreter of this process, and are not passed.
 """

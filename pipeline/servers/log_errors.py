@@ -1,7 +1,7 @@
 """Find the error in the output of a program that explains its end.
 
 The last lines are often about something else: an inference server of several processes prints the traceback of the one
-that failed first, and then those of the others, which lost it. Knows neither processes nor files.
+that failed first, and then those of the others, for want of it. Knows neither processes nor files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`OutsideServer`: a server of others (for inference, for an environment), started and stopped with a run.
 
 It is ready when a probe succeeds, and it is watched while it is used. When the body ends, or the process that started
-it is killed, `subreaper.py` ends its whole tree of processes: SIGTERM, a deadline, SIGKILL. No process that was not
-started here is ever signalled, also none that holds the port or has the same name. The server's output is stored,
+it is killed, `subreaper.py` ends its whole tree of processes: SIGTERM, a deadline, SIGKILL. Only processes that were
+started here are signalled, never another one that holds the port or has the same name. The server's output is stored,
 unless it goes to the streams of this process.
 """
 
@@ -122,7 +122,7 @@ class RunningServer:
 
     @property
     def log(self) -> Path:
-        """Return the file to which the output of both streams is appended.
+        """Return the file that the output of both streams is appended to.
 
         Raises:
             InvalidConfig: its output goes to the streams of this process.
@@ -179,7 +179,7 @@ class RunningServer:
             log.info("server_stopped", server=self.name, pid=self.pid)
 
     def excerpt(self) -> str:
-        """Return the end of its output, and the first error in its output; nothing where it is not stored. Blocks."""
+        """Return the end of its output, and the first error in its output; empty if it is not stored. Blocks."""
         if self._log is None:
             return ""
         try:
@@ -267,7 +267,7 @@ class OutsideServer:
         return RunningServer(label, path, process, log_start=log_start, pidfd=pidfd)
 
     async def _until_probe_fails(self) -> None:
-        """Wait until the probe fails: it cannot distinguish this server from an earlier one, which has time to end."""
+        """Wait until the probe fails, for an earlier server to end: the probe cannot distinguish the two."""
         deadline = anyio.current_time() + self.stop_timeout_s
         async for error in self._probes():
             if error is not None:
@@ -310,7 +310,7 @@ class OutsideServer:
 
 @asynccontextmanager
 async def _while_it_runs(server: RunningServer, tasks: TaskGroup) -> AsyncGenerator[None]:
-    """Cancel the body when the server ends, which is then the cause of every exception of the body."""
+    """Cancel the body when the server ends: that is then the cause of every exception of the body."""
 
     async def cancel() -> None:
         await server.ended.wait()

@@ -2,10 +2,10 @@
 
 A script of its own that imports the standard library alone, so that it starts at once and has no threads. It is a
 subreaper: every process that the server started becomes its child once it is orphaned. It signals only children that it
-has not reaped, whose ids cannot refer to other processes, and continues until it has no child left, which proves that
-no process of the server is left. It does so when it is asked to, when the server ends, and when the process that
-started it dies, in any way. If the subreaper itself is killed, the kernel kills the server, but not the processes that
-the server had started.
+has not reaped, whose ids cannot refer to other processes, and continues until it has no child left: then no process of
+the server is left. It does so when it is asked to, when the server ends, and when the process that started it dies, in
+any way. If the subreaper itself is killed, the kernel kills the server, but not the processes that the server had
+started.
 
     python -I -S subreaper.py <parent's pid> <stop timeout in seconds> <stop descriptor> <status descriptor> <command> …
 
@@ -54,7 +54,7 @@ def main(parent: int, stop_timeout_s: float, stop_fd: int, status_fd: int, comma
 
 
 def _open_signal_pipe() -> int:
-    """Return a descriptor on which the numbers of signals arrive: SIGCHLD and SIGTERM."""
+    """Return a descriptor that the numbers of signals arrive on: SIGCHLD and SIGTERM."""
     signals, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM):

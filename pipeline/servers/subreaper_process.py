@@ -33,7 +33,7 @@ def start_subreaper(
     output: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> SubreaperProcess:
-    """Start a subreaper, which starts `command`. Blocks.
+    """Start a subreaper that starts `command`. Blocks.
 
     Args:
         command: program and arguments; no shell.
@@ -75,7 +75,7 @@ def describe_end(status: str, value: int) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """Describe the exit of a process by its exit code, which is negative for a signal."""
+    """Describe the exit of a process by its exit code, negative for a signal."""
     if code >= 0:
         return f"exited with status {code}"
     with suppress(ValueError):  # a real-time signal has no name

@@ -1,1 +1,1 @@
-"""Tools with which stages and channels are tested, also those of users."""
+"""Tools to test stages and channels, also those of users."""

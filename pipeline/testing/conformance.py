@@ -179,7 +179,7 @@ async def records_of_a_late_joiner_arrive(make: MakeChannel) -> None:
 
 
 async def what_was_sent_before_closing_arrives(make: MakeChannel) -> None:
-    """Check that closing the sending end loses nothing."""
+    """Check that closing the sending end loses no record."""
     got = list[str]()
     async with make(capacity=16) as ends, anyio.create_task_group() as tasks:
         tasks.start_soon(_send_all, ends, _records(9))
@@ -238,7 +238,7 @@ async def closing_the_receiver_fails_the_senders(make: MakeChannel) -> None:
 
 
 async def a_cancelled_send_or_receive_moves_nothing(make: MakeChannel) -> None:
-    """Check cancellation at every await: no record is lost, none is duplicated."""
+    """Check cancellation at every await: no record is lost or duplicated."""
     records = _records(60)
     got: list[TrajectoryGroup] = []
     async with make(capacity=2) as ends, anyio.create_task_group() as tasks:
@@ -306,7 +306,7 @@ async def groups_of_no_tokens_and_of_very_many_arrive(make: MakeChannel) -> None
 
 
 async def statistics_name_the_present_wait(make: MakeChannel) -> None:
-    """Check that an end that waits reports for what, and for how long."""
+    """Check that a waiting end reports the wait and its time."""
     async with make(capacity=1) as ends, ends.join() as outbox, anyio.create_task_group() as tasks:
         tasks.start_soon(ends.inbox.receive)
         await _until(lambda: ends.inbox.statistics().waiting_for == "record")
@@ -355,7 +355,7 @@ async def _send_all(ends: Ends, records: list[TrajectoryGroup]) -> None:
 
 
 async def _lose_one(ends: Ends) -> bool:
-    """Lose a sender of which one record was received; return whether that is possible."""
+    """Lose a sender after one record of it was received; return whether that is possible."""
     async with ends.join() as outbox:
         await outbox.send(group(instance_id="0"))
         assert (await ends.inbox.receive()).instance_id == "0"

@@ -1,1 +1,1 @@
-"""Trackers: where metrics, samples and hyper-parameters of a run are written."""
+"""Trackers: destinations of the metrics, samples and hyper-parameters of a run."""

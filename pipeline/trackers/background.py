@@ -26,7 +26,7 @@ CAPACITY = 64
 """Calls that may wait for a tracker; further ones are left out, and counted."""
 
 FINISH_TIMEOUT_S = 30.0
-"""Bound on what a tracker does at the end of a run: an upload may take long."""
+"""Bound on the work of a tracker at the end of a run: an upload may take long."""
 
 STOP_TIMEOUT_S = 1.0
 """The same where the run failed or was stopped."""
@@ -104,7 +104,7 @@ async def tracking(
     sample_sinks: list[SampleSink],
     stopped: Callable[[], bool],
 ) -> AsyncIterator[None]:
-    """Pass metrics and samples to `trackers` within the body, which is the run.
+    """Pass metrics and samples to `trackers` within the body, the run.
 
     Args:
         trackers: each is called in a thread of its own.
@@ -135,7 +135,7 @@ def require_trackers(trackers: Sequence[object]) -> None:
     """Check that all are trackers.
 
     Raises:
-        InvalidConfig: one is none.
+        InvalidConfig: one is no tracker.
     """
     for tracker in trackers:
         if not isinstance(tracker, Tracker) or isinstance(tracker, type):

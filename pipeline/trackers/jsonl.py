@@ -1,6 +1,6 @@
 """Jsonl: a tracker that writes files of JSON lines. Every run in a folder has one.
 
-`metrics.jsonl` has a line for each optimizer step, `samples.jsonl`, which is rotated by size, one for each sample, and
+`metrics.jsonl` has a line for each optimizer step, `samples.jsonl`, rotated by size, one for each sample, and
 `config.json` the hyper-parameters; in its own folder a run writes those itself.
 """
 
@@ -69,14 +69,14 @@ class Jsonl:
             self._lines.append(msgspec.json.encode(sample) + b"\n" for sample in samples)
 
     def close(self, ok: bool) -> None:  # noqa: FBT001 (the protocol's)
-        """Do nothing: every line is written when it comes."""
+        """Return at once: every line is written when it comes."""
 
     def _writing(self, what: str) -> AbstractContextManager[None]:
         return explaining_os_errors(what, self._folder, or_else="then run again")
 
 
 def _cut_samples(folder: Path, after_step: int) -> None:
-    """Cut off the samples of later steps, which the run trains again."""
+    """Cut off the samples of later steps: the run trains these again."""
     for file in files_of(folder / SAMPLES):
         if not cut_lines(file, after_step):
             return  # nor are there any in older files

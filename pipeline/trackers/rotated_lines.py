@@ -40,7 +40,7 @@ class RotatedLines:
             self._rotate()
 
     def _rotate(self) -> None:
-        """Rename every file to the next number, the oldest first, so that a kill in between loses none."""
+        """Rename every file to the next number, the oldest first, so that a kill in between loses no file."""
         for number in range(OLD_FILES, 0, -1):
             newer = rotated(self._path, number - 1)
             if newer.exists():

@@ -17,7 +17,7 @@ from .tracker import RunInfo
 class TensorBoard:
     """Writes metrics as scalars, samples as text, and hyper-parameters for the tab HPARAMS, as event files.
 
-    A run that is continued has its later steps removed from the display, which it trains again.
+    The steps that a continued run trains again are first removed from the display.
 
     Args:
         folder: of the files; by default `tensorboard` in the folder of the run.
@@ -67,7 +67,7 @@ class TensorBoard:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Yield every value of a configuration with its path: `algorithm.optimizer.lr`; what is no number is text."""
+    """Yield every value of a configuration with its path: `algorithm.optimizer.lr`; what is no number as text."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")

@@ -37,7 +37,7 @@ class Tracker(Protocol):
         ...
 
     def samples(self, samples: Sequence[Sample], step: int, /) -> None:
-        """Take samples of what an optimizer step trained, and of the evaluation that is emitted with it."""
+        """Take the samples of an optimizer step, and of the evaluation that is emitted with it."""
         ...
 
     def close(self, ok: bool, /) -> None:  # noqa: FBT001 (the protocol's only argument)

@@ -1,4 +1,4 @@
-"""Read the samples that a run has written, while it runs or afterwards. Opens nothing for writing."""
+"""Read the samples that a run has written, while it runs or afterwards. Opens files only to read."""
 
 from __future__ import annotations
 

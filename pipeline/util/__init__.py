@@ -1,1 +1,1 @@
-"""Helpers that know nothing of records: errors of the system, tasks, files."""
+"""Helpers that know no record: errors of the system, tasks, files."""

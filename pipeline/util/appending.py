@@ -1,4 +1,4 @@
-"""Append to a file so that it is whole after every write, also after a write for which the disk had no room."""
+"""Append to a file so that it is whole after every write, also after a write that the disk had no room for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def append_whole(fd: int, pieces: Iterable[bytes]) -> None:
-    """Append all of `pieces` or none of them to the file behind `fd`, which is open for appending. Blocks.
+    """Append all of `pieces` or none of them to the file of `fd`, open for appending. Blocks.
 
     Raises:
         OSError: they could not be written.

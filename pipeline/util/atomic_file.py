@@ -2,7 +2,7 @@
 
 A file is written beside its path, synced to the disk, and renamed; then its folder is synced. Several processes may
 write the same path: each has a file of its own, and the last one stays. The file beside the path is removed if writing
-fails; that of a process which was killed is removed by `remove_unfinished`. Knows nothing about contents.
+fails; that of a killed process is removed by `remove_unfinished`. Knows bytes, not their meaning.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def link_atomically(path: Path, target: str) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes have left in `folder`, into which no other process writes now. Blocks."""
+    """Remove the files that killed processes left in `folder`; no other process may write there. Blocks."""
     for left in folder.glob(f".*{UNFINISHED}"):
         left.unlink(missing_ok=True)
 
@@ -98,7 +98,7 @@ def _written(path: Path, content: bytes, mode: int) -> Iterator[Path]:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path` that no other process has; whatever still has it afterwards is removed."""
+    """Yield a name beside `path` that no other process has; a file that still has it afterwards is removed."""
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         yield unfinished

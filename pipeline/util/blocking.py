@@ -1,4 +1,4 @@
-"""Call what blocks, and enter and leave blocking context managers, without blocking the event loop."""
+"""Make blocking calls, and enter and leave blocking context managers, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 async def in_thread(call: Callable[..., R], *arguments: Any) -> R:
-    """Return the result of a call in a worker thread, which goes on where the wait is cancelled."""
+    """Return the result of a call in a worker thread; the call goes on if the wait is cancelled."""
     return await anyio.to_thread.run_sync(call, *arguments, abandon_on_cancel=True)
 
 

@@ -1,4 +1,4 @@
-"""Cancel what waits for one thing when another one happens first."""
+"""Cancel a wait for one event when another one happens first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import anyio
 
 @asynccontextmanager
 async def cancelled_after(happened: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-    """Cancel the body, which is left without an error, when `happened` returns before its end."""
+    """Cancel the body, without an error, when `happened` returns before its end."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_cancel_after, happened, tasks.cancel_scope)
         yield

@@ -3,8 +3,7 @@
 A checkpoint is written under a temporary name, synced to the disk with a manifest of its files, and renamed. After a
 power failure the earlier checkpoints are intact. A run that resumes verifies the newest one first. Removal renames a
 checkpoint, then deletes its files. A second checkpoint of the same step is named `step-00000100.2`, so that the first
-is kept until the second is complete: few file systems can replace a folder atomically. Knows nothing about the
-contents.
+is kept until the second is complete: few file systems can replace a folder atomically. Knows files, not their contents.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def write_folder(path: Path, unfinished: Path, write: Callable[[Path], None]) ->
 
 
 def settle_checkpoints(folder: Path, *, skip_damaged: bool) -> None:
-    """Verify the newest checkpoint in `folder`, from which a run is about to resume. Blocks.
+    """Verify the newest checkpoint in `folder`, before a run resumes from it. Blocks.
 
     1. Folders that were never completed, without a manifest, are set aside if they are empty or a whole checkpoint is
        left.
@@ -123,7 +122,7 @@ def verify_if_listed(folder: Path, needed: Callable[[str], bool]) -> bool:
     """Compare files in `folder` with its manifest, and return whether it has one; other programs write none. Blocks.
 
     Args:
-        folder: a model, which may be a checkpoint or an exported one.
+        folder: a model, perhaps a checkpoint or an exported one.
         needed: see `verify_checkpoint`.
 
     Raises:
@@ -178,7 +177,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`. An empty folder is none."""
+    """Return the checkpoints in `folder`. An empty folder is not one."""
     return [path for path in _folders(folder) if _has_files(path)]
 
 

@@ -40,7 +40,7 @@ def unwrap_single() -> Iterator[None]:
 def unwrap_first() -> Iterator[None]:
     """Raise the first exception in a group that the body raises, with its own cause, instead of the group.
 
-    For tasks that fail of the same cause: the others add nothing.
+    For tasks that fail of the same cause: the others add no information.
 
     >>> with unwrap_first():
     ...     raise ExceptionGroup("tasks", [ValueError("the cause"), ValueError("the same cause")])
@@ -82,12 +82,12 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def all_of(error: BaseException, kind: type[BaseException]) -> bool:
-    """Return whether `error` is of one `kind`, or groups that hold nothing else."""
+    """Return whether `error` is of one `kind`, or groups that hold only such."""
     return all(isinstance(leaf, kind) for leaf in leaves(error))
 
 
 def consists_of(error: BaseException, failure: BaseException | None) -> bool:
-    """Return whether `error` is `failure`, or groups that hold nothing else."""
+    """Return whether `error` is `failure`, or groups that hold only it."""
     if isinstance(error, BaseExceptionGroup):
         return all(consists_of(inner, failure) for inner in error.exceptions)
     return error is failure

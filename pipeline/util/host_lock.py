@@ -33,11 +33,11 @@ log = get_logger("penstock.host_lock")
 
 
 def host_lock(purpose: str, *, timeout_s: float = TIMEOUT_S) -> HostLock:
-    """Return the lock of this user for `purpose`, which one process of this host, and one task of it, holds at a time.
+    """Return the lock of this user for `purpose`: one process of this host, and one task of it, holds it at a time.
 
     `async with` waits for it in a stage's `run`, and can be cancelled; `with` blocks, and is for functions that run in
-    threads, such as `make_model` and `prepare`. The kernel releases the lock of a process that dies. What that one was
-    making may be incomplete, so make it under another name:
+    threads, such as `make_model` and `prepare`. The kernel releases the lock of a process that dies. Its files may be
+    incomplete, so make them under another name:
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -49,8 +49,8 @@ def host_lock(purpose: str, *, timeout_s: float = TIMEOUT_S) -> HostLock:
     >>> (folder / "squares").read_text()
     '0 1 4 9'
 
-    The lock is a file in a folder of mode 0700, `penstock-locks-<uid>` in the folder for temporary files, which must be
-    the same for all of these processes. A wait of ten seconds is logged with the process that holds the lock.
+    The lock is a file in a folder of mode 0700, `penstock-locks-<uid>` in the folder for temporary files, the same for
+    all of these processes. A wait of ten seconds is logged with the process that holds the lock.
 
     Args:
         purpose: a name that all of these processes give.
@@ -74,7 +74,7 @@ class HostLock:
         self._purpose = purpose
         self._timeout_s = timeout_s
         self._held: LockFile | None = None
-        """The file of the task that holds the lock: others, which wait with this object, have their own."""
+        """The file of the task that holds the lock: others that wait with this object have their own."""
 
     def __repr__(self) -> str:
         return f"<HostLock: {self._purpose}>"
@@ -107,7 +107,7 @@ class HostLock:
         self.__exit__()
 
     def _opened(self) -> LockFile:
-        """Return the lock's file, which is made if it does not exist."""
+        """Return the lock's file, made if it does not exist."""
         return open_host_lock(hashlib.sha256(self._purpose.encode()).hexdigest()[:16], f"the lock for {self._purpose}")
 
 

@@ -34,14 +34,14 @@ _FILE = re.compile(r".*\.(jsonl?|parquet|csv|tsv|gz|zst|txt|yaml)", re.IGNORECAS
 
 
 def is_hub_name(text: str, folder: Path) -> bool:
-    """Return whether `text` has the form of a name of the hub, and its first part names nothing in `folder`."""
+    """Return whether `text` has the form of a name of the hub, and its first part is no name in `folder`."""
     first, _, rest = text.partition("/")
     is_file = "/" not in rest and _FILE.fullmatch(rest) is not None
     return _NAME.fullmatch(text) is not None and not is_file and not (folder / first).exists()
 
 
 def absent(path: Path) -> str:
-    """Return that a file is at `path`, or nothing, with the nearest name beside it, as the end of an error message."""
+    """Return whether a file is at `path`, with the nearest name beside it, as the end of an error message."""
     if path.exists():
         return "a file"
     missing = next((each for each in [*reversed(path.parents), path] if not each.exists()), path)
@@ -109,7 +109,7 @@ def _snapshot(hub: Any, name: str, kind: Kind, wanted: list[str], unused: Sequen
 
 
 def _called(name: str, kind: Kind, call: Callable[[Any], T]) -> T:
-    """Return what `call` returns of huggingface_hub, with its errors explained."""
+    """Return the result of `call` with huggingface_hub; its errors are explained."""
     repository = name if kind == "model" else "/".join(name.split("/")[:2]) + " --repo-type dataset"
     try:
         import huggingface_hub  # noqa: PLC0415 (optional)

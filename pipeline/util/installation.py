@@ -1,7 +1,7 @@
 """The command that installs an extra: it follows how penstock itself was installed.
 
-penstock is in no package index, where anyone may take its name, so a command never asks an index for it: it gives the
-folder, the repository or the file that penstock came from. Where that is not known, it gives the packages of the extra.
+penstock is in no package index, and anyone may take its name there, so a command never asks one for it: it gives the
+folder, the repository or the file that penstock came from. If that is unknown, it gives the packages of the extra.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Folder(msgspec.Struct, frozen=True):
 
 
 class _Origin(msgspec.Struct, frozen=True):
-    """The content of `direct_url.json` (PEP 610), which installers write for what does not come from an index."""
+    """The content of `direct_url.json` (PEP 610), written by installers for packages that no index has."""
 
     url: str
     vcs_info: _Vcs | None = None
@@ -69,7 +69,7 @@ def command_for(installed: Distribution, extra: str) -> str:
 
 
 def _origin(installed: Distribution) -> _Origin | None:
-    """Return where `installed` came from; None if it came from an index."""
+    """Return the origin of `installed`; None if it came from an index."""
     text = installed.read_text("direct_url.json")
     try:
         return None if text is None else decode_json(text, _Origin)

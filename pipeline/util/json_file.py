@@ -72,7 +72,7 @@ def read_json_or_set_aside(path: Path, kind: type[T], *, consequence: str) -> T 
 
 
 def set_aside(path: Path, reason: str, consequence: str) -> None:
-    """Rename the file or folder at `path`, which nothing needs, and warn of `reason` and `consequence`. Blocks.
+    """Rename the file or folder at `path`, not needed any more, and warn of `reason` and `consequence`. Blocks.
 
     Raises:
         OSError: it cannot be renamed.
@@ -100,7 +100,7 @@ def _decoded(path: Path, kind: type[T]) -> T:
 
 
 def _value(content: bytes, kind: type[T]) -> T:
-    """Return the object in `content`, whose checksum is compared if it has one."""
+    """Return the object in `content`; its checksum is compared if it has one."""
     members = decode_json(content, dict[str, Any])
     written = members.pop(CHECKSUM, None)
     encoded = msgspec.json.encode(members)

@@ -1,4 +1,4 @@
-"""A lock on a file, which the kernel releases when its process ends: for what one process has at a time.
+"""A lock on a file, for one process at a time. The kernel releases it when the process ends.
 
 It is a lock of an open file (fcntl(2), F_OFD_SETLK). It works on NFS, can be taken on single bytes of the file, and can
 be looked at without being taken. The file has the number of the process that took it last.
@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 
 LONGEST_NAME = 512
-"""Bytes that are read of a file's content, which another program may have written."""
+"""Bytes that are read of a file's content: another program may have written it."""
 
 _FLOCK = struct.Struct("hhqqi4x")
-"""struct flock: type, whence, first byte, number of bytes (0 for all), and a process, which these locks do not have."""
+"""struct flock: type, whence, first byte, number of bytes (0 for all), and a process, unused by these locks."""
 
 
 class LockFile:
@@ -74,7 +74,7 @@ class LockFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file, which releases the lock unless a forked process still has its descriptor."""
+        """Close the file; this releases the lock unless a forked process still has its descriptor."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -87,7 +87,7 @@ class LockFile:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process has locked the whole file at `path`. Opens nothing for writing; blocks.
+    """Return whether a process has locked the whole file at `path`. Opens the file only to read; blocks.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
@@ -101,7 +101,7 @@ def is_locked(path: Path) -> bool:
 
 
 def _named(pid: int, host: str) -> str:
-    """Return the name of a process, which has its command if it is one of this host that can be looked at."""
+    """Return the name of a process, with its command if it is one of this host that can be looked at."""
     if host != platform.node():
         return f"process {pid} of {''.join(filter(str.isprintable, host))}"
     try:

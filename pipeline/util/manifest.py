@@ -2,8 +2,8 @@
 
     manifest.json   {"files": {"model.safetensors": {"nbytes": 988097824, "xxh3": "…"}, …}, "checksum": "crc32:…"}
 
-It is written last, so a folder without one was never completed. The hash is XXH3 (128 bits), which finds damage by
-disks and people; it does not authenticate: a user who can write the folder can write a fitting manifest.
+It is written last, so a folder without one was never completed. The hash is XXH3 (128 bits): it finds damage by disks
+and people, and does not authenticate: a user who can write the folder can write a fitting manifest.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def damage_of(folder: Path, needed: Callable[[str], bool] = lambda _: True) -> str | None:
-    """Return which file of `folder` is not as it was written, and how; None if all are. Blocks.
+    """Return the first damage to a file of `folder`, as text; None if all are as they were written. Blocks.
 
     Args:
         folder: has a manifest.

@@ -42,7 +42,7 @@ def import_object(name: str, root: str = "config") -> Any:
     3.0
 
     Args:
-        name: the module, a colon, and the name within it, which may contain dots.
+        name: the module, a colon, and the name within it, with dots if need be.
         root: the path of the value, at the beginning of error messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Raise errors of the operating system that a user can fix as one class each, with the path and with what to do.
+"""Raise errors of the operating system that a user can fix as one class each, with the path and a remedy.
 
 A full disk, a folder that cannot be written, and exhausted file descriptors can occur in many places: checkpoints,
 journals, metrics, weights, sockets. Each place names its operation and the path; the errno values and the advice are
@@ -40,7 +40,7 @@ def explaining_os_errors(
     or_else: str = "or choose another folder",
     elsewhere: str = "choose another folder",
 ) -> Iterator[None]:
-    """Raise an error of the operating system in the body as one that says what to do; other errors pass unchanged.
+    """Raise an error of the operating system in the body as one with a remedy; other errors pass unchanged.
 
     Args:
         what: the object that the body writes.

@@ -1,8 +1,8 @@
-"""Pickle what another process of this host gets.
+"""Pickle values for another process of this host.
 
-A child imports the script of its parent for what the script defines. A script from standard input (`python -`), from an
-argument (`python -c`) or of an interactive session (a notebook) is in no file that a child could import: functions and
-classes that it defines are pickled by value.
+A child imports the script of its parent for the names that it defines. A script from standard input (`python -`), from
+an argument (`python -c`) or of an interactive session (a notebook) is in no file that a child could import: functions
+and classes that it defines are pickled by value.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ MAIN = "__main__"
 
 
 def main_is_in_a_file() -> bool:
-    """Return whether another process can import what runs here as `__main__`."""
+    """Return whether another process can import the `__main__` of this one."""
     main = sys.modules[MAIN]
     path = getattr(main, "__file__", None)
     return getattr(main, "__spec__", None) is not None or (path is not None and Path(path).exists())
 
 
 def pickled(value: object) -> bytes:
-    """Return the pickle of `value`, which `pickle.loads` reads. Blocks.
+    """Return the pickle of `value`, for `pickle.loads`. Blocks.
 
     Raises:
         Exception: raised by pickling a part of it.

@@ -16,7 +16,7 @@ def print_line(line: str) -> None:
 
 
 def leave_closed_terminal() -> None:
-    """Send what is printed to a terminal that was closed nowhere: `print` would raise in the code of a user."""
+    """Discard output to a terminal that was closed: `print` would raise in the code of a user."""
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)

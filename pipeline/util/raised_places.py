@@ -8,7 +8,7 @@ from pathlib import Path
 from .user_code import raised_text
 
 OWN = str(Path(__file__).resolve().parent.parent.parent)
-"""The folder of penstock's code, of which no frame is the user's."""
+"""The folder of penstock's code: its frames are not the user's."""
 
 
 def located_text(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The pauses between attempts to connect or to take a lock, and the time in which one of them must succeed.
+"""The pauses between attempts to connect or to take a lock, and the time until one of them must succeed.
 
 Retries are timed, because the return of a peer, of the network, or of a lock of another process is no event that can be
 awaited.
@@ -16,7 +16,7 @@ class RetryPace:
     """The pace of attempts, from now or from the last `restart`."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Begin the time in which an attempt must succeed."""
+        """Begin the time that the attempts may take."""
         self._timeout_s = timeout_s
         self.restart()
 

@@ -15,7 +15,7 @@ _RAISE = opcode.opmap["RAISE_VARARGS"]
 
 
 def raised_by_signal(error: BaseException) -> bool:
-    """Return whether a signal raised `error`: a handler of its own, or Python's, which raises KeyboardInterrupt."""
+    """Return whether a signal raised `error`: a handler of its own, or Python's with KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         return False
     places = list(_places(error))
@@ -30,7 +30,7 @@ def raised_by_signal(error: BaseException) -> bool:
 
 
 def _places(error: BaseException) -> Iterator[TracebackType]:
-    """Yield the places of the traceback, that which raised last."""
+    """Yield the places of the traceback; the last one raised."""
     place = error.__traceback__
     while place is not None:
         yield place
@@ -38,7 +38,7 @@ def _places(error: BaseException) -> Iterator[TracebackType]:
 
 
 def _code_of(handler: Any) -> CodeType | None:
-    """Return the code of a function, a method or a partial of either; None for what is not written in Python."""
+    """Return the code of a function, a method or a partial of either; None for other callables."""
     while isinstance(handler, partial):
         handler = handler.func
     code = getattr(getattr(handler, "__func__", handler), "__code__", None)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import anyio
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, what `kill` and schedulers send, and what a closed terminal or a dropped ssh session sends."""
+"""Those of Ctrl-C, of `kill` and schedulers, and of a closed terminal or a dropped ssh session."""
 
 REPEATED = signal.SIGHUP
 """The kernel and the shell each send it when a terminal closes, so another one does not ask for anything more."""

@@ -1,12 +1,12 @@
 """Call code of users: environments, rewards, engines, stages, trainers, trackers, tokenizers.
 
-A function may raise what ends a task, a thread or a process without an error: CancelledError from an HTTP client that
-was closed, SystemExit from a script that is called as a function, StopIteration from `next`. They are failures of that
-call, so they leave it as `UserCodeExited`, an ordinary exception.
+A function may raise an exception that ends a task, a thread or a process without an error: CancelledError from an HTTP
+client that was closed, SystemExit from a script that is called as a function, StopIteration from `next`. They are
+failures of that call, so they leave it as `UserCodeExited`, an ordinary exception.
 
-Two kinds of exceptions pass: a cancellation that was requested outside the call, and what a signal raised in the main
-thread. A task of a task group is cancelled by a scope, so a request without one came from the call; any other task
-belongs to its caller, and each request counts.
+Two kinds of exceptions pass: a cancellation that was requested outside the call, and an exception that a signal raised
+in the main thread. A task of a task group is cancelled by a scope, so a request without one came from the call; any
+other task belongs to its caller, and each request counts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def call_user(function: Callable[..., R], *arguments: Any) -> R:
 
 
 async def await_user(function: Callable[..., Awaitable[R]], *arguments: Any) -> R:
-    """Return the result of a user's async function; raises what `call_user` does.
+    """Return the result of a user's async function; raises as `call_user`.
 
     The function leaves the task as it found it: requests to cancel the task that its own code made are withdrawn.
     """

@@ -20,7 +20,7 @@ STEP_S = 1.0
 async def happens_within(event: anyio.Event, running_s: float) -> bool:
     """Wait for `event`, up to `running_s` in which the event loop runs, and return whether it is set.
 
-    While code holds the loop, nothing that arrives is handled: that time is not the other side's.
+    While code holds the loop, messages that arrive are not handled: that time is not the other side's.
     """
     while running_s > 0 and not event.is_set():
         step_s, begun_s = min(STEP_S, running_s), time.monotonic()
@@ -38,7 +38,7 @@ class Waiters:
 
     def __init__(self) -> None:
         self._queue: deque[asyncio.Future[None]] = deque()
-        """One for each waiting task, which removes it itself: a task that was woken still counts until it runs."""
+        """One for each waiting task, removed by the task itself: a task that was woken still counts until it runs."""
 
     def __bool__(self) -> bool:
         """Return whether any task waits: a new one must queue behind them."""
@@ -85,7 +85,7 @@ class WaitClock:
 
     def __init__(self) -> None:
         self.waiting_for: str = ""
-        """The cause of the present wait; empty while there is none."""
+        """The cause of the present wait; empty without one."""
         self._name = ""
         self._since = 0.0
         self._total_s = 0.0

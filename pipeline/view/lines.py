@@ -17,10 +17,10 @@ EVERY_S = 5.0
 """Seconds between two lines: a run of a day writes at most 17,280."""
 
 START_S = 1.0
-"""Seconds from the beginning of a run to its first line, which says what every stage waits for."""
+"""Seconds from the beginning of a run to its first line, with the wait of every stage."""
 
 QUIET_S = 30.0
-"""Seconds without an optimizer step, or a change of what stages wait for before the first one, between two lines."""
+"""Seconds without an optimizer step, or a change of the waits of stages before the first one, between two lines."""
 
 EVALUATION = " for evaluation of step "
 """The beginning of a wait for an evaluation."""
@@ -34,7 +34,7 @@ class Lines:
         self._printed = 0
         """The step of the last line."""
         self._waits = ""
-        """What stages waited for in the last line."""
+        """The waits of stages in the last line."""
         self._samples: tuple[Sample, ...] = ()
         """The samples that were printed last."""
 
@@ -51,7 +51,7 @@ class Lines:
             await self._news()
 
     async def _news(self) -> None:
-        """Wait for an optimizer step, for QUIET_S, or for a change of what stages wait for.
+        """Wait for an optimizer step, for QUIET_S, or for a change of the waits of stages.
 
         Between two steps only the progress of an evaluation is such a change: others come with each record.
         """
@@ -101,7 +101,7 @@ def line(shown: Snapshot) -> str:
 
 
 def waits(statistics: PipelineStatistics) -> str:
-    """Return what every stage waits for; empty where none waits."""
+    """Return the waits of all stages; empty without any."""
     causes = [
         f"{stage.name} for {stage.waiting_for}"
         for stage in statistics.stages

@@ -1,4 +1,4 @@
-"""A run as a live table on the terminal of stderr. What the script prints and logs meanwhile appears above it."""
+"""A run as a live table on the terminal of stderr. The output and the logs of the script appear above it."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class LiveTable:
 class _Above(FileProxy):
     """Prints lines above the table, each between two drawings of it.
 
-    rich composes what it writes before it takes a lock. So two threads could write in another order than they composed,
-    and a line would be appended to the table, and erased with it.
+    rich composes its output before it takes a lock. So two threads could write in another order than they composed, and
+    a line would be appended to the table, and erased with it.
     """
 
     def __init__(self, console: Console, file: IO[str], writing: threading.RLock) -> None:
@@ -97,7 +97,7 @@ class _Above(FileProxy):
 
 @contextmanager
 def _printed_above(console: Console, writing: threading.RLock) -> Iterator[None]:
-    """Print what is written to the terminal by stdout, stderr and log handlers above the table within the body.
+    """Print the output of stdout, stderr and log handlers to the terminal above the table within the body.
 
     A handler keeps the stream that it was made with.
     """

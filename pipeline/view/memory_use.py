@@ -26,7 +26,7 @@ class MemoryUse(NamedTuple):
     here_bytes: int
     workers_bytes: int
     devices: tuple[DeviceUse, ...] = ()
-    """By number; none where this process uses no CUDA."""
+    """By number; empty where this process uses no CUDA."""
 
 
 NONE = MemoryUse(0, 0)

@@ -28,7 +28,7 @@ SHOWN = (
 """Metrics that the view shows where they are emitted, in this order; a name with a slash at its end is a prefix."""
 
 RECENT = 10
-"""Optimizer steps over which speeds are averaged."""
+"""Optimizer steps that speeds are averaged over."""
 
 
 RATES = {"tokens/s": "perf/total_num_tokens", "trajectories/s": "batch/trajectories"}
@@ -45,11 +45,11 @@ class ProgressState(NamedTuple):
     step: int
     """The last optimizer step; those before a resumption count."""
     max_steps: int | None
-    """The step at which the run ends; None where that is not known."""
+    """The last step of the run; None if unknown."""
     seconds: float
     """Seconds since the run began."""
     left_s: float | None
-    """Seconds until the last step at the present speed; None where that is not known."""
+    """Seconds until the last step at the present speed; None if unknown."""
     rates: dict[str, float]
     """The speeds that are known, by unit."""
     metrics: tuple[tuple[str, float | None, str], ...]
@@ -62,7 +62,7 @@ class Progress:
     """The steps of a run so far: their number, their speed, and the course of some metrics.
 
     Args:
-        max_steps: the step at which the run ends; None where that is not known.
+        max_steps: the last step of the run; None if unknown.
     """
 
     def __init__(self, max_steps: int | None = None) -> None:
@@ -71,7 +71,7 @@ class Progress:
         """The last optimizer step that emitted metrics; those before a resumption count."""
         self._trends: dict[str, Trend] = {}
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT)
-        """Metrics of the last steps, without the first one, which includes the start of the workers."""
+        """Metrics of the last steps, without the first one: it includes the start of the workers."""
         self.samples: tuple[Sample, ...] = ()
         """The best and the worst of the last step with samples, then of the last evaluation."""
         self._began = time.monotonic()

@@ -24,7 +24,7 @@ EVERY_S = 1.0
 """Seconds between two writes."""
 
 LATE_S = 5.0
-"""Age of a view from which it is said: the event loop of the run is blocked, or its process is stopped."""
+"""The age of a late view: the event loop of the run is blocked, or its process is stopped."""
 
 log = get_logger("penstock.view")
 
@@ -33,7 +33,7 @@ class ViewFile(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the file."""
 
     written_s: float
-    """The time of the host's monotonic clock, which all its processes share."""
+    """The time of the host's monotonic clock, shared by all its processes."""
     shown: Snapshot
 
 
@@ -106,7 +106,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seen(folder: Path) -> Seen:
-    """Return the run in `folder` as it is now. Opens nothing for writing; blocks.
+    """Return the run in `folder` as it is now. Opens files only to read; blocks.
 
     Raises:
         NoView: there is no run in `folder`, and there was none that wrote its view.

@@ -7,7 +7,7 @@ from .snapshot import number
 
 
 def place(sample: Sample) -> str:
-    """Return where a sample is from: `step 20`, or `evaluation of step 20, gsm8k`."""
+    """Return the origin of a sample: `step 20`, or `evaluation of step 20, gsm8k`."""
     if sample.evaluated is None:
         return f"step {sample.step}"
     return f"evaluation of step {sample.evaluated}, {one_line(sample.set)}"
@@ -24,7 +24,7 @@ def heading(sample: Sample) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text without control characters, which a model may sample too; lines and tabs stay."""
+    """Return text without control characters (a model may sample them too); lines and tabs stay."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
 
 

@@ -42,7 +42,7 @@ class Snapshot:
     statistics: PipelineStatistics
     balance: Balance
     stop_reason: str = ""
-    """The reason for which the run has ended; "" while it goes on."""
+    """The reason why the run has ended; "" while it goes on."""
     memory: MemoryUse = NONE
 
     def with_memory(self) -> Snapshot:

@@ -15,7 +15,7 @@ from .sample_text import heading, one_line, place
 from .snapshot import Snapshot, duration, number
 
 WIDE = 100
-"""Columns of a terminal from which the table has the waits in all."""
+"""The least columns of a terminal for the waits in all."""
 
 
 def table(shown: Snapshot) -> RenderableType:

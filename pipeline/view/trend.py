@@ -11,7 +11,7 @@ WIDTH = 20
 
 
 class Trend:
-    """The last value of a metric, and its means over equal numbers of steps, which grow with the run."""
+    """The last value of a metric, and its means over equal numbers of steps that grow with the run."""
 
     __slots__ = ("_added", "_means", "_share", "_sum", "last")
 
@@ -22,7 +22,7 @@ class Trend:
         """Values in each mean."""
         self._sum = 0.0
         self._added = 0
-        """Values in the sum, which is not yet a mean."""
+        """Values in the sum; it is not yet a mean."""
 
     def add(self, value: float) -> None:
         """Add the value of a step; one that is not finite is shown, and is in no mean."""
@@ -39,7 +39,7 @@ class Trend:
             self._share *= 2
 
     def bars(self) -> str:
-        """Return the means as bars, the lowest at the bottom and the highest at the top; one bar says nothing."""
+        """Return the means as bars, the lowest at the bottom and the highest at the top; empty for one bar."""
         if len(self._means) < 2:  # noqa: PLR2004 (a course has two points)
             return ""
         low, high = min(self._means), max(self._means)

@@ -34,7 +34,7 @@ OUTPUT_TIMEOUT_S = 5.0
 
 
 async def say(view: View | None, line: str) -> None:
-    """Print what is done before a run begins, unless `view` is None."""
+    """Print a line about the preparation of a run, unless `view` is None."""
     if view is not None:
         with anyio.move_on_after(OUTPUT_TIMEOUT_S):
             await in_thread(print_line, line)
@@ -50,15 +50,15 @@ async def watching(
     max_steps: int | None,
     folder: Path | None,
 ) -> AsyncIterator[None]:
-    """Show a run within the body, which is the run.
+    """Show a run within the body, the run.
 
     Args:
         view: how; None where it is not shown here.
         context: of the run: its ledger, and its metrics.
         statistics: returns those of the run now.
         report: returns the report once the run has ended, and None before.
-        max_steps: the step at which the run ends; None where that is not known.
-        folder: of the run, whose view is written there for other processes; None for none.
+        max_steps: the last step of the run; None if unknown.
+        folder: of the run, whose view is written there for other processes; None for no file.
     """
     from .progress import Progress  # noqa: PLC0415 (most processes that import penstock show nothing)
     from .snapshot import Watched  # noqa: PLC0415 (as above)

@@ -1,6 +1,6 @@
-"""Call a function in a process of its own, which is ended where the call is given up; the parent's side.
+"""Call a function in a process of its own, ended where the call is given up; the parent's side.
 
-For calls that keep an interpreter busy without end, whose time nothing else bounds. A process that hangs or dies is
+For calls that keep an interpreter busy without end, with no other bound on their time. A process that hangs or dies is
 replaced. `reply_loop.py` is the child's side.
 """
 

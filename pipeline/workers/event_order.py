@@ -1,4 +1,4 @@
-"""The order in which a worker that has a place reports its events: each once, and none after its end."""
+"""The order in which a worker that has a place reports its events: each once, and no more after its end."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Join a pipeline as a worker, from any host; the worker's side.
 
-What the worker runs is made on its own host, of a configuration or a script whose digest the pipeline compares. Over
-the wire come its place, the address of the weights and the numbers of prompts: no code, and nothing is unpickled.
+The worker makes its stage on its own host, of a configuration or a script whose digest the pipeline compares. Over the
+wire come its place, the address of the weights and the numbers of prompts, decoded strictly, and no code.
 
-A worker that is asked to stop takes nothing more, and completes what it has begun, until a deadline. One whose
-connection ends before the pipeline is done connects again.
+A worker that is asked to stop takes no more work, and completes its present one, until a deadline. One whose connection
+ends before the pipeline is done connects again.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ from .worker_messages import (
 from .worker_stage import Instructions, Link, description_of, importing_main, run_connected, send_event, traceback_of
 
 DRAIN_TIMEOUT_S = 25.0
-"""Seconds that a worker which is asked to stop may take to complete what it has begun: SLURM and Kubernetes give 30
-between SIGTERM and SIGKILL."""
+"""Seconds that a worker may take, once it is asked to stop, to complete its work: SLURM and Kubernetes give 30 between
+SIGTERM and SIGKILL."""
 
 NO_PIPELINE_TIMEOUT_S = 3600.0
-"""Seconds without a pipeline after which a worker ends: it may evaluate its model before workers can join."""
+"""Seconds without a pipeline until a worker ends: one may evaluate its model before workers can join."""
 
 MakeStage: TypeAlias = Callable[[WeightAddress | None], Any]
-"""Makes the stage, which samples with the weights at this address, if the pipeline publishes any."""
+"""Makes the stage. It samples with the weights at this address, if the pipeline publishes any."""
 
 LOST_TOGETHER_S = 5.0
 """Seconds between the ends of two connections to one process that died, or less."""
@@ -91,7 +91,7 @@ _UNAVAILABLE = (*_UNREACHABLE, TooManySenders, socket.gaierror)
 """Errors that may pass while a worker waits: no pipeline listens yet, or no resolver knows its name."""
 
 _OF_THIS_HOST = (OutOfFileDescriptors, OutOfSharedMemory, DiskFull, NotWritable)
-"""Errors by a limit of this host, which other workers may not have."""
+"""Errors by a limit of this host; other workers may not have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +100,13 @@ class Program:
 
     make_stage: MakeStage
     digest: str
-    """Of the configuration or the script from which it is made."""
+    """Of the configuration or the script that it is made of."""
 
 
 def program_in(script: str) -> Program:
-    """Return what a worker runs of a script, `train.py:sampler`: a stage, or a function that returns one. Blocks.
+    """Return the program of a worker in a script, `train.py:sampler`: a stage, or a function that returns one. Blocks.
 
-    The function takes nothing, or the `WeightAddress` of the published weights.
+    The function takes no argument, or the `WeightAddress` of the published weights.
 
     Raises:
         InvalidConfig: `script` has another form, or there is no such file, or no such name in it.
@@ -156,7 +156,7 @@ def digest_of_main() -> str:
 
 
 def key_of(path: str) -> ChannelKey:
-    """Return the key in the file, which is created if it does not exist; without a path that of this user. Blocks.
+    """Return the key in the file, created if need be; without a path that of this user. Blocks.
 
     Raises:
         InvalidKey, KeyUnavailable, NotWritable: it cannot be used.
@@ -183,15 +183,15 @@ async def join(
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     tell: Callable[[str], None],
 ) -> None:
-    """Run a stage for the pipeline at `url`, until it is done or a stop signal arrives; `tell` what happens.
+    """Run a stage for the pipeline at `url`, until it is done or a stop signal arrives; report events by `tell`.
 
     Raises:
         WorkerRefused: the pipeline has no place for it.
-        WorkerCutOff: this host does not reach what the stage needs, such as the weights; the pipeline goes on.
+        WorkerCutOff: this host does not reach a server of the stage, such as that of the weights; the pipeline goes on.
         NobodyListens, PeerClosed, PeerLost: there was no pipeline for an hour.
         OutOfFileDescriptors, OutOfSharedMemory, DiskFull, NotWritable: a limit of this host is too low for it.
-        SenderRejected: the pipeline disconnected this worker: what it sent was damaged, or it cannot be reached.
-        Exception: what the stage raised; the pipeline has been told.
+        SenderRejected: the pipeline disconnected this worker: its messages were damaged, or it cannot be reached.
+        Exception: that of the stage; the pipeline has been told.
     """
     stopping = anyio.Event()
     async with _on_signals(stopping, drain_timeout_s):
@@ -254,11 +254,11 @@ class _Session:
         self._instructions = Instructions(sender)
 
     async def run(self, tell: Callable[[str], None]) -> bool:
-        """Ask for a place, and run the stage in it; return whether nothing is left to do here.
+        """Ask for a place, and run the stage in it; return whether all work here is done.
 
         Raises:
             WorkerRefused: there is no place.
-            Exception: what the stage raised.
+            Exception: that of the stage.
         """
         match await self._answer():
             case Joined() as joined:
@@ -309,20 +309,20 @@ class _Session:
             self._report(event)
 
     async def _pipeline_lost(self) -> bool:
-        """Return whether the connection ends too, within the time in which that of a process that ends does."""
+        """Return whether the connection ends too, soon enough for the end of one process."""
         with anyio.move_on_after(LOST_TOGETHER_S):
             await self._sender.wait_failed()
         return self._sender.failure is not None
 
     async def _drain(self, config: StageConfig, scope: anyio.CancelScope) -> None:
-        """When this worker is asked to stop, take nothing more; cancel a source that cannot be told so."""
+        """Take no more work once this worker is asked to stop; cancel a source that cannot be told so."""
         await self._stopping.wait()
         self._report(Leaves())
         if not config.channels.told_to_leave:
             scope.cancel()
 
     def _made(self, name: str, published: KeylessAddress | None) -> Any:
-        """Return the stage, which must have this name; where it cannot be made, this worker alone leaves."""
+        """Return the stage of this name; if it cannot be made, this worker alone leaves."""
         try:
             stage = self._program.make_stage(None if published is None else self._address(published))
         except Exception as error:
@@ -344,7 +344,7 @@ class _Session:
 
 
 def _own_address(url: str) -> str:
-    """Return the address of this host from which it reaches that of `url`. Blocks."""
+    """Return the address that this host has on the way to that of `url`. Blocks."""
     parts = urlsplit(url)
     family, kind, _, _, address = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -1,11 +1,11 @@
 """Workers that were started elsewhere and join the pipeline; the parent's side.
 
-A worker connects to the channel on which it will send, and asks for its place (`Joins`). The answer has its name, which
-is that of the stage and its own, and its share of the work. From then on it is a worker like any other: its events come
-with its records, and the end of its connection is its end.
+A worker connects to the channel for its records, and asks for its place (`Joins`). The answer has its name, that of the
+stage and its own, and its share of the work. From then on it is a worker like any other: its events come with its
+records, and the end of its connection is its end.
 
-The workers of a middle stage are fed, and those of a source that can assign prompts are told which to sample, so there
-may be any number of them. Another source has as many places as workers are expected: more of them wait for one.
+The workers of a middle stage are fed, and those of a source that can assign prompts get theirs, so there may be any
+number of them. Another source has as many places as workers are expected: more of them wait for one.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class JoinedWorker:
         """Return: it tells everything itself."""
 
     async def finish(self) -> None:
-        """Return: nothing of it is left here."""
+        """Return: it leaves no trace here."""
 
     def kill(self, why: str = "") -> None:
-        """Close the connection, which ends the stage in the worker; for the reason `why`."""
+        """Close the connection, and so end the stage in the worker; for the reason `why`."""
         self._killed_because = why
         self.peer.control.shutdown_read()
 
@@ -105,7 +105,7 @@ class JoinedWorker:
         self.kill(why)
 
     async def stop(self, within_s: float) -> None:
-        """Close the channel for the worker, which cancels its stage, and the connection after a deadline."""
+        """Close the channel for the worker, to cancel its stage, and the connection after a deadline."""
         with anyio.CancelScope(shield=True):
             await self.peer.dismiss()
             with anyio.move_on_after(within_s):
@@ -123,16 +123,16 @@ class JoinedWorker:
         return self.progress.reason_of("ended its connection without a word: it died, or its host did")
 
     def close(self) -> None:
-        """Return: nothing is held for it."""
+        """Return: no resource is held for it."""
 
 
 class JoinedWorkers(Supervisor):
-    """The workers of one stage, which join and leave."""
+    """The workers of one stage: they join and leave."""
 
     receiver: RemoteReceiver[Any]
-    """The channel on which they send; set before `run`."""
+    """The channel that they send on; set before `run`."""
     digest: str
-    """The digest of that from which they have to make the stage; set before `run`."""
+    """The digest of the configuration or script of their stage; set before `run`."""
 
     feeder: Feeder | None = None
     """Of a middle stage; set before `run`."""
@@ -152,13 +152,13 @@ class JoinedWorkers(Supervisor):
         assert isinstance(on, Joining)  # noqa: S101 (see `Workers`)
         self._joining = on
         self._requests: deque[tuple[Peer, Joins]] = deque()
-        """Those who wait for a place."""
+        """The requests that wait for a place."""
         self._over = False
-        """Whether the stage is done: there is nothing for workers that come now."""
+        """True once the stage is done: workers that come now get no place."""
         self._starts: Counter[int] = Counter()
-        """How often each place was taken."""
+        """The number of times that each place was taken."""
         self._joins: Counter[str] = Counter()
-        """How often each name was taken again."""
+        """The number of times that each name was taken again."""
         self._names: set[str] = set()
         """The names that were taken."""
         self._done: set[int] = set()
@@ -190,7 +190,7 @@ class JoinedWorkers(Supervisor):
             self._requests.append((peer, event))
 
     def _turn_away(self, peer: Peer, instruction: WorkerInstruction) -> None:
-        """Tell a worker why it gets no place, and end its connection."""
+        """Send a worker the reason why it gets no place, and end its connection."""
         instruct(peer, instruction)
         peer.dismissed = True
         peer.control.shutdown_read()
@@ -263,7 +263,7 @@ class JoinedWorkers(Supervisor):
 
     @property
     def _free_place(self) -> int | None:
-        """Return the first place that is free; None where there is none."""
+        """Return the first place that is free; None if all are taken."""
         place = next(place for place in range(sys.maxsize) if place not in self._workers and place not in self._done)
         bounded = self.feeder is None and self._assigner is None
         return None if bounded and place >= self._on.count else place
@@ -312,7 +312,7 @@ class JoinedWorkers(Supervisor):
         """End the run where there was no worker for too long.
 
         Raises:
-            WorkersAbsent: saying how the last one ended.
+            WorkersAbsent: with the end of the last one.
         """
         limit_s = self._joining.absence_timeout_s
         while True:

@@ -5,7 +5,7 @@ waits for the kernel) is bounded by none of them. The loop counts, and a check o
 while the check itself runs, so that a machine that was suspended ends no worker. There are two places for the check:
 
 1. The parent of a process of this host, because code in C may keep the interpreter's lock. Both share a file with the
-   count. For the place it sends a signal, which faulthandler answers without the lock.
+   count. For the place it sends a signal: faulthandler answers it without the lock.
 2. A thread of the process itself, everywhere else: workers that join, actors of Ray, the process of the pipeline.
 """
 
@@ -36,10 +36,10 @@ GRACE_S = 10.0
 """Seconds that the loop may be late beyond the bound on its calls: a busy machine, or one that swaps."""
 
 NAMED_S = DEFAULT_HEARTBEAT_TIMEOUT_S
-"""Seconds without the loop after which its place is named, where no bound ends the process before."""
+"""Seconds without the loop until its place is named, where no bound ends the process before."""
 
 TICKS = 8
-"""Times that a loop counts within the time after which it is named."""
+"""Times that a loop counts within the time until it is named."""
 
 CHECK_S = 1.0
 """Seconds between two checks."""
@@ -53,7 +53,7 @@ ANSWER_TIMEOUT_S = 10.0
 ANSWER_POLL_S = 0.125
 
 QUIET_POLLS = 8
-"""Polls without a further byte after which an answer is complete: faulthandler writes it line by line."""
+"""Polls without a further byte that show a complete answer: faulthandler writes it line by line."""
 
 MOST_WRITTEN = 256 * 1024
 """Bytes: the stacks of a hundred threads."""
@@ -64,10 +64,10 @@ OVER = "did not run its event loop for {:g} s, it was at {}"
 UNKNOWN_PLACE = "an unknown place"
 
 _COUNT = struct.Struct("=Qd")
-"""The count, and the limit in seconds, which is 0 while the loop is not watched."""
+"""The count, and the limit in seconds: 0 while the loop is not watched."""
 
 PHASE_BYTES = 256
-"""Bytes of the text behind the count, which says in which phase of its start a process is."""
+"""Bytes of the text behind the count: the phase of a process that starts."""
 
 _HEAD_BYTES = _COUNT.size + PHASE_BYTES
 """Bytes before an answer."""
@@ -138,7 +138,7 @@ class LoopCheck:
         return self._unchanged * CHECK_S
 
     def found(self, count: int, limit_s: float) -> Literal["runs", "blocked", "over"]:
-        """Return what follows of the count: `blocked` once for each wait, to name it; `over` where it must end."""
+        """Return the verdict on the count: `blocked` once for each wait, to name it; `over` where it must end."""
         if count != self._last or not limit_s:
             self._last, self._unchanged, self._named = count, 0, False
             return "runs"
@@ -155,12 +155,12 @@ class LoopCheck:
 
 
 def note_phase(shared: int, phase: str) -> None:
-    """Write the phase of a process that starts into the file which it shares with its parent."""
+    """Write the phase of a process that starts into the file that it shares with its parent."""
     os.pwrite(shared, phase.encode()[:PHASE_BYTES].ljust(PHASE_BYTES, b"\0"), _COUNT.size)
 
 
 def phase_in(shared: int) -> str:
-    """Return the phase that was noted; empty where none was."""
+    """Return the phase that was noted; empty without one."""
     return os.pread(shared, PHASE_BYTES, _COUNT.size).rstrip(b"\0").decode(errors="replace")
 
 
@@ -203,7 +203,7 @@ def _name(worker: str, blocked_s: float, place: str) -> None:
 
 
 async def blocked_at(shared: int, ask: Callable[[int], object]) -> str:
-    """Return where the main thread of a worker is, which `ask` sends a signal; "an unknown place" without an answer."""
+    """Return the place of a worker's main thread, asked by a signal; "an unknown place" without an answer."""
     os.ftruncate(shared, _HEAD_BYTES)  # an earlier answer
     os.lseek(shared, _HEAD_BYTES, os.SEEK_SET)  # for both: the worker has inherited the descriptor
     ask(WHERE)
@@ -223,7 +223,7 @@ async def _answered(shared: int) -> None:
 
 
 def place_in(written: str) -> str:
-    r"""Return the place of the main thread, the last one, in what faulthandler has written.
+    r"""Return the place of the main thread, the last one, in the output of faulthandler.
 
     >>> place_in('Current thread 0x7f (most recent call first):\n  File "/env.py", line 12 in step\n')
     '/env.py:12 in step'
@@ -241,7 +241,7 @@ def checked_in_thread(worker: str, end: Callable[[str], None] | None = None) -> 
     """Check the running loop in a thread within the body.
 
     Args:
-        worker: the name of what runs here, for the warning.
+        worker: the name of this process, for the warning.
         end: called in the thread, with the reason, when the loop has not run for longer than its limit; ends this
             process. Where it is None, the loop is named only.
     """
@@ -256,14 +256,14 @@ def checked_in_thread(worker: str, end: Callable[[str], None] | None = None) -> 
 
 
 class _Checking:
-    """The checks in a thread of the loop that runs in the thread which makes this."""
+    """The checks, in a thread, of the loop in the thread that makes this."""
 
     def __init__(self, worker: str, end: Callable[[str], None] | None) -> None:
         self._worker = worker
         self._end = end
         self._check = LoopCheck(ends=end is not None)
         self._counted = (0, 0.0)
-        """The count and the limit: one value, which the loop's thread replaces."""
+        """The count and the limit: one value, replaced by the loop's thread."""
         self._thread = threading.get_ident()
 
     def count(self, count: int, limit_s: float) -> None:

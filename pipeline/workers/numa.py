@@ -26,18 +26,18 @@ MOST_NODES = 1024
 """Of a host; the kernel's own bound."""
 
 _own_place: LockFile | None = None
-"""The file by which workers count each other; the byte that is this one's place is locked while it lives."""
+"""The file that workers count each other by; the byte that is this one's place is locked while it lives."""
 
 
 def bind_to_node(on_host: int) -> str:
     """Bind all threads of this process to one NUMA node, unless it would lose processors that it can use.
 
     1. With GPUs, it is the node of those that this process may use, by `CUDA_VISIBLE_DEVICES`.
-    2. Otherwise it is the node to which the fewest workers of this user are bound. A process that computes with more
-       threads than a node has processors is not bound: `OMP_NUM_THREADS`, or its part of the processors.
+    2. Otherwise it is the node with the fewest workers of this user. A process that computes with more threads than a
+       node has processors is not bound: `OMP_NUM_THREADS`, or its part of the processors.
 
     Args:
-        on_host: processes that share the processors which this one may use.
+        on_host: processes that share the processors of this one.
 
     Returns:
         `node 1`, or `not bound: ` and the reason.
@@ -103,7 +103,7 @@ def _node_of(gpu: str) -> int:
 
 
 def _fewest_workers(nodes: Sequence[int]) -> int:
-    """Take the first free place on any of `nodes`, which no other process of this user can then take; return it."""
+    """Take the first free place on any of `nodes`, from all processes of this user; return its node."""
     global _own_place  # noqa: PLW0603 (it is the process that is bound)
     _own_place = open_host_lock("numa", "the places of workers")
     places = ((place, number) for place in itertools.count() for number in nodes)

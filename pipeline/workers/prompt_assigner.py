@@ -54,7 +54,7 @@ class PromptAssigner:
             accounting: of the workers.
             place_of: knows the workers that are here.
             at_a_time: the most prompts that a worker may ask for at a time.
-            at_first: the workers among which the first window is shared, if it is one of several prompts.
+            at_first: the workers that share the first window, if it is one of several prompts.
         """
         self._assign = assign
         self._ledger = ledger
@@ -63,19 +63,19 @@ class PromptAssigner:
         self._at_a_time = at_a_time
         self._at_first = at_first
         self._asking: deque[Peer] = deque()
-        """Those who ask for prompts, once for each time."""
+        """Workers that ask for prompts, once for each time."""
         self._known = WeakSet[Peer]()
-        """Those who have ever asked: their stage has begun."""
+        """Workers that have ever asked: their stage has begun."""
         self._begun = False
-        """True once anyone has asked."""
+        """True once a worker has asked."""
         self._shares = False
         """True once a window of several prompts has come: then workers wait for each other between two of them."""
         self._drawn: list[Assignment] = []
         """The window that is assigned next."""
         self._returned: list[Assignment] = []
-        """The prompts of workers that have died, which are assigned before it."""
+        """The prompts of workers that have died; they are assigned before it."""
         self._died_with: set[GroupId] = set()
-        """The prompts with which a worker has died."""
+        """The prompts that a worker has died with."""
         self._exhausted = False
         """True once all prompts were drawn."""
         self.over: bool = False
@@ -117,7 +117,7 @@ class PromptAssigner:
         return True
 
     def _on_taken(self) -> None:
-        """Look again, if what a worker holds matters now: it is asked for each record."""
+        """Look again, if the groups that workers hold matter now: this is called for each record."""
         if self._exhausted or self._awaiting_none or self._asking:
             self._changed.wake_all()
 
@@ -138,7 +138,7 @@ class PromptAssigner:
     # -- assignment ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Assign all prompts, and then tell everyone who asks that none is left; until cancelled."""
+        """Assign all prompts, and then dismiss every worker that asks; until cancelled."""
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._draw)
@@ -153,7 +153,7 @@ class PromptAssigner:
             self._asking.clear()  # with them, the memory of their connections is released
 
     async def _draw(self) -> None:
-        """Draw a window whenever a worker asks and none is left; also where no worker is left, to notice the end."""
+        """Draw a window whenever a worker asks and all before are assigned; also without workers, to notice the end."""
         prompts = self._assign(self)
         while True:
             while self._drawn or not (self._askers() or self._deserted):
@@ -168,16 +168,16 @@ class PromptAssigner:
 
     @property
     def _deserted(self) -> bool:
-        """Return whether there were workers, and none is left."""
+        """Return whether there were workers, and all have left."""
         return self._begun and all(self._place_of(peer) is None for peer in self._known)
 
     def _askers(self) -> list[Peer]:
-        """Return those who ask and may hold another group; forget those who have ended, or are leaving."""
+        """Return the workers that ask and may hold another group; forget those that have ended, or are leaving."""
         self._asking = deque(peer for peer in self._asking if self._place_of(peer) is not None)
         return [peer for peer in self._asking if self._accounting.has_room(peer.name)]
 
     def _give(self) -> None:
-        """Assign what can be assigned now."""
+        """Assign all prompts that can be assigned now."""
         while waiting := self._returned or self._drawn:
             window = list(waiting) if self._shares else waiting[:1]
             if not (takers := self._takers(len(window))):
@@ -188,7 +188,7 @@ class PromptAssigner:
                 self._tell(peer, window[first :: len(takers)])
 
     def _takers(self, prompts: int) -> list[Peer]:
-        """Return the workers that share a window of so many prompts; none where some are still awaited."""
+        """Return the workers that share a window of so many prompts; empty while some are awaited."""
         # There are three cases:
         #
         # 1. One prompt: the worker that has asked for the longest time.

@@ -1,4 +1,4 @@
-"""Connect to a Ray cluster, and reserve what the workers of a stage need.
+"""Connect to a Ray cluster, and reserve the places of a stage's workers.
 
 All calls into Ray that block are made in threads. The cluster is the user's: it is disconnected from only by the run
 that connected to it, and everything that was reserved or created is released.
@@ -31,10 +31,10 @@ REACH_S = 5.0
 """Bound on the attempt to connect to a cluster."""
 
 RECONNECT_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray's variable for the time after which it ends a process that does not reach the head."""
+"""Ray's variable for the time until it ends a process that does not reach the head."""
 
 KEPT_S = 3600.0
-"""Its value for this process, which notices the loss itself."""
+"""Its value for this process: it notices the loss itself."""
 
 EXIT_S = 20.0
 """Seconds that the end of this process may take once the head is lost."""
@@ -110,7 +110,7 @@ async def reserved(on: Ray, stage: str) -> AsyncIterator[Reservation]:
 
 
 def _abandon() -> None:
-    """Bound the end of this process, which Ray delays to ask a head that is lost: for 15 seconds, or without end."""
+    """Bound the end of this process: Ray delays it to ask a lost head, for 15 seconds or without end."""
     worker: Any = import_module("ray._private.worker")
     if sys.excepthook is worker.custom_excepthook:  # it reports exceptions to the head
         sys.excepthook = worker.normal_excepthook
@@ -149,10 +149,10 @@ def _connect(ray: Any, on: Ray) -> None:
 
 @contextmanager
 def _without_ends_by_ray() -> Iterator[None]:
-    """Have Ray leave SIGTERM, and the loss of its head, to this process; for the body, which connects to a cluster.
+    """Have Ray leave SIGTERM, and the loss of its head, to this process; for a body that connects to a cluster.
 
-    Otherwise it installs a handler in C++, which aborts the process three seconds after the signal, and ends the
-    process a minute after the loss: in both cases the run may still be writing its checkpoint.
+    Otherwise it installs a handler in C++ that aborts the process three seconds after the signal, and ends the process
+    a minute after the loss: in both cases the run may still be writing its checkpoint.
     """
     constants: Any = import_module("ray._private.ray_constants")
     before = constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER, os.environ.get(RECONNECT_TIMEOUT)
@@ -167,7 +167,7 @@ def _without_ends_by_ray() -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Connect to HOST:PORT once: where nobody listens there, Ray would try for minutes.
+    """Connect to HOST:PORT once: without a listener there, Ray would try for minutes.
 
     Raises:
         OSError: no connection can be made.
@@ -187,7 +187,7 @@ def _remove_group(group: Any) -> None:
 
 
 def _table(ray: Any, on: Ray, stage: str) -> str:
-    """Return why the workers could not be placed: what was asked, and what is free, by node."""
+    """Return the reason why the workers could not be placed: the resources asked, and those free by node."""
     free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()  # noqa: SLF001 (no other)
     names = list(dict.fromkeys(["CPU", "GPU", *on.resources]))
     rows = [["node", *(f"{name} free" for name in names)]]

@@ -1,6 +1,6 @@
 """Watch the head of a Ray cluster: notice its loss long before Ray does, and while there is time for a checkpoint.
 
-Knows nothing about workers. Ray's own calls wait for a head that is lost, so it is asked over a connection of its own.
+Knows no worker. Ray's own calls wait for a head that is lost, so it is asked over a connection of its own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LOST_AFTER = 3
 """Attempts that must fail in a row: one can fail because this process was stopped, or busy."""
 
 LOST_AFTER_S = 15.0
-"""Seconds for which they must fail."""
+"""Seconds that they must fail for."""
 
 
 class RayHead:
-    """The head of a cluster, by the address at which the nodes of the cluster reach it."""
+    """The head of a cluster, by its address for the nodes of the cluster."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -67,7 +67,7 @@ class RayHead:
         )
 
     async def _probe(self) -> str:
-        """Return why the head gives no answer; an empty text if it gives one."""
+        """Return the reason why the head gives no answer; an empty text if it gives one."""
         host, _, port = self.address.rpartition(":")
         try:
             with anyio.fail_after(PROBE_TIMEOUT_S):

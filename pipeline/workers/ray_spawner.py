@@ -1,7 +1,7 @@
 """Workers in actors of Ray; the parent's side.
 
 Ray places an actor, starts its process, and reports its end: the return of its one call, or its death and that of its
-node. What happens between arrives with its records (`Supervisor.handle`).
+node. Events between these arrive with its records (`Supervisor.handle`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RayWorker:
         self._place = asyncio.wrap_future(place.future())
         self._result = asyncio.wrap_future(result.future())
         self._killed_because = ""
-        """The reason for which it was killed and must be replaced."""
+        """The reason why it was killed and must be replaced."""
         self._death = "ended"
         """The cause of its death, as Ray gives it."""
         self.misplaced: bool = False
@@ -54,13 +54,13 @@ class RayWorker:
         return not self._result.done()
 
     async def exited(self) -> None:
-        """Wait until Ray reports its end, and take in why it died."""
+        """Wait until Ray reports its end, and take in the cause."""
         await asyncio.wait([self._result])
         if (error := self._result.exception()) is not None:
             self._take_in(error)
 
     def _take_in(self, error: BaseException) -> None:
-        """Take in why its call did not return."""
+        """Take in the reason why its call did not return."""
         errors: Any = import_module("ray.exceptions")
         # 1. The call raised before the stage began, as where the stage cannot be unpickled on the actor's host.
         if isinstance(error, errors.RayTaskError) and not isinstance(error, errors.RayActorError):
@@ -73,7 +73,7 @@ class RayWorker:
         self._death = f"died: {_cause_in(str(error))}"
 
     async def watch(self) -> None:
-        """Note where it runs, once its process has started."""
+        """Note its process and its host, once it has started."""
         await asyncio.wait([self._place])
         if not self._place.exception():
             self.progress.pid, self.progress.node = self._place.result()
@@ -96,7 +96,7 @@ class RayWorker:
         import_ray().kill(self._actor, no_restart=True)
 
     async def stop(self, within_s: float) -> None:
-        """Close the channel for the worker, which cancels its stage, and kill its actor after a deadline."""
+        """Close the channel for the worker, to cancel its stage, and kill its actor after a deadline."""
         with anyio.CancelScope(shield=True):
             if self.progress.peer is not None:
                 await self.progress.peer.dismiss()
@@ -163,7 +163,7 @@ class RaySpawner:
 
 
 def _cause_in(message: str) -> str:
-    """Return the sentence of a message of Ray that says what died; the others are ids and advice."""
+    """Return the sentence of a message of Ray with the cause of a death; the others are ids and advice."""
     sentences = [sentence.strip() for line in message.splitlines() for sentence in line.split(". ")]
     causes = [sentence.rstrip(".") for sentence in sentences if "because" in sentence]
     return causes[0] if causes else next(filter(None, sentences), "Ray gave no reason")

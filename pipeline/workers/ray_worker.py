@@ -1,7 +1,7 @@
 """Run a stage in an actor of Ray; the child's side.
 
 The actor's method runs in the main thread of its process, so a stage may handle signals there as in a process of its
-own. What Ray pickles is the stage and its `StageConfig`; records and reports are penstock's own and never pickled.
+own. Ray pickles the stage and its `StageConfig`; records and reports are penstock's own and never pickled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StageActor:
     """One start of a worker, as Ray runs it; an actor runs one stage."""
 
     def place(self, host: str) -> Place:
-        """Return where it runs, for the pipeline on `host`."""
+        """Return its process and its host, for the pipeline on `host`."""
         return Place(os.getpid(), "" if host == host_identity() else node_address())
 
     def run(self, stage: Any, config: StageConfig, directory: str) -> None:
@@ -54,7 +54,7 @@ async def _run(stage: Any, config: StageConfig) -> None:
 
 
 def node_address() -> str:
-    """Return the address of this host under which the other nodes of the cluster reach it."""
+    """Return the address of this host for the other nodes of the cluster."""
     address: str = import_module("ray.util").get_node_ip_address()
     return address
 

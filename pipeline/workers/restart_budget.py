@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 RESTART_WINDOW_S = 3600.0
-"""Seconds within which restarts are counted. A worker that dies more often has a cause that lasts."""
+"""Seconds that restarts are counted over. A worker that dies more often has a cause that lasts."""
 
 
 class RestartBudget:

@@ -1,11 +1,11 @@
 """Start, watch, restart and stop the workers of a stage; the parent's side.
 
 The supervisor knows workers by their handles: processes of this host (`WorkerProcess`), actors of Ray (`RayWorker`), or
-processes that were started elsewhere (`JoinedWorker`). `WorkerAccounting` knows which trajectories they hold. A worker
-passes through five phases:
+processes that were started elsewhere (`JoinedWorker`). `WorkerAccounting` knows the trajectories that they hold. A
+worker passes through five phases:
 
-1. Start: its process is started, and imports what its stage needs; one that takes too long is killed.
-2. Place: it connects to the channel on which it will send, and gets its configuration.
+1. Start: its process is started, and imports the modules of its stage; one that takes too long is killed.
+2. Place: it connects to the channel for its records, and gets its configuration.
 3. Run: it reports events with its records, until its stage returns or raises, or the process dies. One of a source asks
    for prompts (`PromptAssigner`).
 4. Exit: a process whose stage is done must exit by a deadline; any other one is asked to stop, and killed after a
@@ -61,8 +61,8 @@ interpreter that has imported torch takes seconds on a busy machine."""
 Feed: TypeAlias = Callable[[str, str, anyio.Event], Awaitable[str]]
 """Sends records to a middle stage's worker: (its name, the URL of its inbox, the event that it leaves).
 
-Closes the inbox when there are no more, or the worker leaves. Returns why it could not be reached; an empty text where
-it could."""
+Closes the inbox when there are no more, or the worker leaves. Returns the reason why it could not be reached, or an
+empty text."""
 
 
 class WorkerHandle(Protocol):
@@ -83,7 +83,7 @@ class WorkerHandle(Protocol):
 
     @property
     def exit_reason(self) -> str:
-        """The cause of its exit, which is the reason of the trajectories that are lost with it. It must have ended."""
+        """The cause of its exit: the reason of the trajectories that are lost with it. It must have ended."""
         ...
 
     @property
@@ -96,7 +96,7 @@ class WorkerHandle(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Find out what no event tells while it runs, and kill it where it must be replaced."""
+        """Find out facts that no event reports while it runs, and kill it where it must be replaced."""
         ...
 
     async def finish(self) -> None:
@@ -120,7 +120,7 @@ class Spawner(Protocol):
     """Starts the workers of one stage."""
 
     async def start(self, config: StageConfig) -> WorkerHandle:
-        """Start a worker, which will ask for its place by the name in `config`."""
+        """Start a worker that will ask for its place by the name in `config`."""
         ...
 
 
@@ -159,7 +159,7 @@ class Supervisor:
         self._by_peer: dict[Peer, WorkerHandle] = {}
         """Those that have a place, by their connection."""
         self._placed = WeakSet[Peer]()
-        """The connections that were given a place: what others send is not taken."""
+        """The connections that were given a place: messages of others are not taken."""
         accounting.takes = self._placed.__contains__
         self._assigner: PromptAssigner | None = None
         if assign is not None:
@@ -187,7 +187,7 @@ class Supervisor:
         return f"{self._name} {index + 1}/{self._on.count}{restarted}"
 
     def kill(self, worker: str, why: str) -> None:
-        """Kill `worker`, which is unresponsive, for the reason `why`; it is restarted as often as that is allowed."""
+        """Kill the unresponsive `worker` for the reason `why`; it is restarted as often as that is allowed."""
         for known in self._workers.values():
             if known.progress.name == worker:
                 known.kill(why)
@@ -195,7 +195,7 @@ class Supervisor:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def handle(self, peer: Peer, event: WorkerEvent) -> None:
-        """Handle an event of a worker, which may not have a place yet.
+        """Handle an event of a worker, with a place or without.
 
         Raises:
             ProtocolMismatch: this worker may not report it, or not now.
@@ -230,7 +230,7 @@ class Supervisor:
         raise ProtocolMismatch(f"expected the name of a worker that was started and has no place yet, got {peer.name}")
 
     def _place(self, peer: Peer, worker: WorkerHandle, weights: KeylessAddress | None = None) -> None:
-        """Give a worker its place; what it sends is taken from now on."""
+        """Give a worker its place; its messages are taken from now on."""
         worker.progress.peer = peer
         self._by_peer[peer] = worker
         self._placed.add(peer)
@@ -249,7 +249,7 @@ class Supervisor:
         """Run the workers until the stage has returned in all of them.
 
         Args:
-            spawning: yields what starts them.
+            spawning: yields their spawner.
             feed: sends records to a worker that serves an inbox of its own.
 
         Raises:
@@ -321,7 +321,7 @@ class Supervisor:
         return started
 
     def _forget(self, progress: WorkerProgress) -> None:
-        """Forget the connection of a worker that has ended, which holds memory of it."""
+        """Forget the connection of a worker that has ended, to release its memory."""
         if progress.peer is not None:
             self._by_peer.pop(progress.peer, None)
             progress.peer = None
@@ -370,7 +370,7 @@ class Supervisor:
             self._on_unreachable(worker, unreachable)
 
     def _on_unreachable(self, worker: WorkerHandle, why: str) -> None:
-        """Do nothing: a worker that was started from here is not reached because it has died."""
+        """Return: a worker that was started from here is not reached because it has died."""
 
     async def _stop(self, worker: WorkerHandle) -> None:
         """End a worker in every case, and set its final state."""

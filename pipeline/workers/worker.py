@@ -56,7 +56,7 @@ def die_with(parent: int) -> None:
 
 
 def _end_by_sigterm() -> None:
-    """End this process by SIGTERM, which its sender expects as the exit status, after everything was closed."""
+    """End this process by SIGTERM, the exit status that its sender expects, after everything was closed."""
     sys.stdout.flush()
     sys.stderr.flush()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -64,7 +64,7 @@ def _end_by_sigterm() -> None:
 
 
 def _load(config: ProcessConfig) -> Any:
-    """Prepare this interpreter by the first pickle of the payload, and return the stage, which is the second."""
+    """Prepare this interpreter by the first pickle of the payload, and return the stage, the second one."""
     file = open_payload(config.payload)
     preparation = pickle.load(file)  # noqa: S301 (inherited from the parent that started this process)
     script = preparation.get("init_main_from_name") or preparation.get("init_main_from_path")
@@ -77,7 +77,7 @@ def _load(config: ProcessConfig) -> Any:
 
 
 async def _run(stage: Any, error: BaseException | None, config: ProcessConfig) -> tuple[WorkerEvent | None, bool]:
-    """Run `stage`, or report the error by which it could not be loaded; return its end, and whether SIGTERM came."""
+    """Run `stage`, or report the error of loading it; return its end, and whether SIGTERM came."""
 
     def loaded() -> Any:
         if error is not None:

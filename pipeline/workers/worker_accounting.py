@@ -65,7 +65,7 @@ class _Worker:
     drained: bool = False
     """True once every record that it sent was received."""
     version: int | None = None
-    """The newest weights with which its last record was sampled."""
+    """The newest weights that sampled its last record."""
     connected: bool = False
     """True if it has reported that its stage begins."""
     given: int = 0
@@ -83,7 +83,7 @@ class _Worker:
 
 
 class WorkerAccounting:
-    """The accounting of the workers of one stage: a `PeerListener` of the channel on which they send."""
+    """The accounting of the workers of one stage: a `PeerListener` of the channel that they send on."""
 
     def __init__(
         self,
@@ -100,15 +100,15 @@ class WorkerAccounting:
             ledger: of the run.
             metrics: receives theirs.
             counter: counts their records.
-            source: whether the stage is a source.
-            assigned: whether its workers are told which prompts to sample.
+            source: true if the stage is a source.
+            assigned: true if its workers are assigned their prompts.
         """
         self.on_unresponsive: OnUnresponsive = lambda _worker, _reason: None
         self.on_event: OnEvent = lambda _worker, _event: None
         self.takes: Callable[[Peer], bool] = lambda _worker: True
-        """Returns whether what a sender sends is that of a worker."""
+        """Returns whether a sender is a worker with a place."""
         self.most_held: float = math.inf
-        """The number of groups that a worker which is told what to sample may hold."""
+        """The number of groups that a worker with assigned prompts may hold."""
         self.on_taken: Callable[[], None] = lambda: None
         """Called when a worker holds less than before."""
         self.on_returned: Returned = lambda _group, _mask: False
@@ -126,7 +126,7 @@ class WorkerAccounting:
         self._workers[worker] = _Worker(place)
 
     def not_started(self, worker: str) -> None:
-        """Record that `worker`, which was opened, could not be started."""
+        """Record that `worker` was opened, and could not be started."""
         self.ended(worker, f"{worker} could not be started", connected=False)
 
     def handed(self, worker: str, record: Any) -> None:
@@ -151,7 +151,7 @@ class WorkerAccounting:
         return sum(len(known.held) for known in self._workers.values())
 
     def lag_of(self, worker: str) -> int | None:
-        """Return the optimizer steps since the weights of the last record of `worker`; None where it has sent none."""
+        """Return the optimizer steps since the weights of the last record of `worker`; None before that."""
         known = self._workers.get(worker)
         return None if known is None or known.version is None else self._ledger.step - known.version
 
@@ -166,7 +166,7 @@ class WorkerAccounting:
             self._take(known, masks_by_group(record))
 
     def _take(self, known: _Worker, taken: Iterable[tuple[GroupId, int]]) -> None:
-        """Remove repetitions of groups from what a worker holds."""
+        """Remove repetitions of groups from those that a worker holds."""
         for group, mask in taken:
             known.take(group, mask)
         self.on_taken()
@@ -197,7 +197,7 @@ class WorkerAccounting:
         """Merge the report of a worker into the run's metrics and ledger; see `PeerListener`.
 
         Raises:
-            ProtocolMismatch: it is none, or this worker may not send it.
+            ProtocolMismatch: it is malformed, or this worker may not send it.
         """
         report, takes = _read(peer, payload), self.takes(peer)
         if not takes and not (report.alone and isinstance(report.event, Joins)):
@@ -216,7 +216,7 @@ class WorkerAccounting:
         self._metrics.merge(observed)
 
     def _make_room(self, known: _Worker) -> None:
-        """Forget the metrics of those who had a place before, where they and its worker have more than one may."""
+        """Forget the metrics of the former workers of a place, where they and its worker have more than one may."""
         former = self._former_metrics.get(known.place.index, set())
         if len(former) + len(known.metrics) > MOST_NAMES and len(former | known.metrics) > MOST_NAMES:
             self._metrics.forget(former.difference(*(each.metrics for each in self._workers.values())))
@@ -230,7 +230,7 @@ class WorkerAccounting:
             peer.stepped(self._ledger.step, self._ledger.published)
 
     def _count(self, known: _Worker, report: WorkerReport) -> None:
-        """Count what has succeeded and ended in a worker, as it reports."""
+        """Count the successes and the ends that a worker reports."""
         self._ledger.succeed(report.succeeded)
         if self._source:
             known.epoch = report.epoch
@@ -239,7 +239,7 @@ class WorkerAccounting:
             self._end(known, ending)
 
     def _end(self, known: _Worker, ending: Ending) -> None:
-        """End trajectories that a worker holds; a stage that drops one twice, or another one, ends nothing.
+        """End trajectories that a worker holds; to drop one twice, or another one, has no effect.
 
         Raises:
             ProtocolMismatch: it names more that it does not hold than it ever held.
@@ -263,7 +263,7 @@ class WorkerAccounting:
         """Check that a worker has no more metrics than it may, and evaluates its own share.
 
         Raises:
-            ProtocolMismatch: saying what it has.
+            ProtocolMismatch: it has more, or evaluates another share.
         """
         known.metrics.update(observed.means, observed.totals, observed.maxima, observed.minima, observed.gauges)
         if len(known.metrics) > MOST_NAMES:
@@ -290,7 +290,7 @@ class WorkerAccounting:
             self._settle_if_over(peer.name, known)
 
     def disconnected(self, peer: Peer) -> None:
-        """Do nothing: the supervisor knows when a worker has ended; see `PeerListener`."""
+        """Return: the supervisor knows when a worker has ended; see `PeerListener`."""
 
     def ended(self, worker: str, reason: str, *, connected: bool = True, unaccounted_by: str = "") -> None:
         """Record that the process of `worker` ended; trajectories that it still holds are lost, for `reason`.
@@ -303,7 +303,7 @@ class WorkerAccounting:
         self._settle_if_over(worker, known)
 
     def close(self, state: EndState, reason: str) -> None:
-        """End the accounting, for the run is over: what a worker holds ends as `state`, unless the worker has died."""
+        """End the accounting, for the run is over: trajectories of a worker end as `state`, unless it has died."""
         self.on_returned = lambda _group, _mask: False
         for worker, known in list(self._workers.items()):
             # 1. It runs. 2. Its stage has returned, and the run ended before all that it had sent was received.
@@ -318,7 +318,7 @@ class WorkerAccounting:
             self._settle(worker, known)
 
     def _settle(self, worker: str, known: _Worker, state: EndState = "lost") -> None:
-        """Count the end of what `worker` holds: its process has ended, and its records were received."""
+        """Count the end of the trajectories of `worker`: its process has ended, and its records were received."""
         # There are three cases for what it holds:
         #
         # 1. Its stage has returned: a stage of a user swallowed it.
@@ -344,7 +344,7 @@ class WorkerAccounting:
 
 
 def _check_given(known: _Worker, record: Any) -> None:
-    """Check that a worker which is given its trajectories sends no others.
+    """Check that a worker sends only trajectories that it was given.
 
     Raises:
         ProtocolMismatch: naming the group.

@@ -1,6 +1,6 @@
 """Messages between a worker and its pipeline, apart from the records.
 
-A worker connects to the channel on which it sends, and asks for its place (`Joins`); the answer has its configuration.
+A worker connects to the channel that it sends on, and asks for its place (`Joins`); the answer has its configuration.
 Its events and reports travel with its records, instructions on the way back. Only the stage itself is pickled, for a
 worker that the pipeline starts; all of these messages are decoded strictly.
 """
@@ -45,13 +45,13 @@ class WorkerChannels(msgspec.Struct, frozen=True, kw_only=True):
     host: Name = ""
     """`host_identity` of the parent."""
     assigned: bool = False
-    """True if the workers of a source are told which prompts to sample."""
+    """True if the workers of a source are assigned their prompts."""
     schedule: Schedule = UNBOUNDED
     """That of the pipeline."""
 
     @property
     def told_to_leave(self) -> bool:
-        """Return whether a worker can end without losing anything: it is fed, or told which prompts to sample."""
+        """Return whether a worker can end without losing work: it is fed, or assigned its prompts."""
         return bool(self.inbox_kind) or self.assigned
 
 
@@ -93,7 +93,7 @@ class Connected(msgspec.Struct, frozen=True, tag=True):
     node: Name
     """The address of its host; empty on the host of the pipeline."""
     numa: Text = ""
-    """`node 1`, to which it is bound there, or the reason for which it is not."""
+    """`node 1`, if it is bound to that one there, or the reason why it is not."""
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
@@ -123,7 +123,7 @@ class Joins(msgspec.Struct, frozen=True, tag=True):
     """A worker has connected, and asks for its place."""
 
     digest: Name = ""
-    """The digest of the configuration or script from which it makes the stage, where it makes it itself."""
+    """The digest of the configuration or script of its stage, where it makes the stage itself."""
 
 
 class Wants(msgspec.Struct, frozen=True, tag=True):
@@ -131,7 +131,7 @@ class Wants(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leaves(msgspec.Struct, frozen=True, tag=True):
-    """The worker completes what it has begun, and takes nothing more."""
+    """The worker completes its present work, and takes no more."""
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
@@ -199,7 +199,7 @@ decode_instruction: Callable[[bytes], WorkerInstruction] = msgspec.msgpack.Decod
 
 
 WorkerEndState: TypeAlias = Literal["filtered", "stale", "rejected", "failed", "lost", "unfinished"]
-"""The states in which a trajectory may end in a worker: only the process of the trainer knows what was trained."""
+"""The states in which a trajectory may end in a worker: only the process of the trainer knows the trained ones."""
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
@@ -221,7 +221,7 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     succeeded: Count = 0
     """Rollouts that succeeded since the last report."""
     epoch: Epoch = UNKNOWN
-    """From a source's worker: what it knows of an epoch of its prompts."""
+    """From a source's worker: its view of an epoch of its prompts."""
     alone: bool = False
     """True if the event is all that it contains."""
 

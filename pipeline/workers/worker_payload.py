@@ -22,8 +22,8 @@ def write_payload(value: object, *, prepared: bool = True) -> int:
     """Return the descriptor of a new payload. Blocks.
 
     Args:
-        value: what the child gets.
-        prepared: False for another interpreter, which keeps its module path and imports no script.
+        value: the value for the child.
+        prepared: False for another interpreter: it keeps its module path and imports no script.
     """
     content = pickled(value)
     payload = scratch("payload")

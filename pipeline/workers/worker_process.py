@@ -1,6 +1,6 @@
 """Workers in processes of this host; the parent's side.
 
-A child is watched by a pidfd, which is readable as soon as the process ends and never refers to another process; only
+A child is watched by a pidfd: it is readable as soon as the process ends, and never refers to another one. Only
 processes that were started here are signalled.
 """
 
@@ -47,7 +47,7 @@ class WorkerProcess:
         self.progress = WorkerProgress(config)
         self.progress.pid = popen.pid
         self._killed_because = ""
-        """The reason for which it was killed without SIGTERM; empty where it was not."""
+        """The reason why it was killed without SIGTERM; empty if it was not."""
         self._popen = popen
         self._pidfd = os.pidfd_open(popen.pid)
         self._watched = watched

@@ -23,7 +23,7 @@ class WorkerProgress:
         self.peer: Peer | None = None
         """Its connection, from its place to its end."""
         self.violation = ""
-        """The reason for which it was disconnected."""
+        """The reason why it was disconnected."""
         self.order = EventOrder(has_inbox=bool(config.channels.inbox_kind))
         self.started = anyio.Event()
         """Set when its stage begins; for a middle stage, when records may be sent to it."""
@@ -34,20 +34,20 @@ class WorkerProgress:
         self.done = anyio.Event()
         """Set when the stage returned or raised, or the worker left: its process is about to end."""
         self.leaving = anyio.Event()
-        """Set when it takes nothing more, for it is about to end."""
+        """Set when it takes no more work, for it is about to end."""
         self.left = ""
-        """The reason for which it left before its stage was done."""
+        """The reason why it left before its stage was done."""
         self.dies = ""
-        """The reason for which it ends its process, where it has reported one."""
+        """The reason why it ends its process, where it has reported one."""
         self.url = ""
-        """The URL to which records may be sent, once a middle stage has started; empty before."""
+        """The URL for records, once a middle stage has started; empty before."""
         self.pid: int | None = None
         self.node = ""
         """The address of the host where it runs; empty on the host of the pipeline's processes."""
         self.transport = ""
         """`shm` or `tcp`, once it has connected."""
         self.numa = ""
-        """The NUMA node to which it is bound, or the reason for which it is not, once it has connected."""
+        """The NUMA node that it is bound to, or the reason why it is not, once it has connected."""
         self._restarts = config.worker.restart
         self._has_inbox = bool(config.channels.inbox_kind)
 
@@ -90,13 +90,13 @@ class WorkerProgress:
 
     @property
     def label(self) -> str:
-        """Return its name and where it runs: `SourceEnv 2/4 (pid 4711 on 10.0.0.2)`."""
+        """Return its name, its process and its host: `SourceEnv 2/4 (pid 4711 on 10.0.0.2)`."""
         if self.pid is None:
             return self.name
         return f"{self.name} (pid {self.pid}{' on ' if self.node else ''}{self.node})"
 
     def reason_of(self, death: str) -> str:
-        """Return the cause of its exit, for the trajectories that are lost with it; `death` where it reported none."""
+        """Return the cause of its exit, for the trajectories that are lost with it; `death` if it reported no cause."""
         # 1. The stage returned: trajectories that it still holds were neither sent nor dropped.
         if self.finished:
             return f"swallowed by {self.label}"

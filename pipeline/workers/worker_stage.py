@@ -63,7 +63,7 @@ REPORT_INTERVAL_S = 0.1
 those trajectories."""
 
 IDLE_REPORT_S = 0.5
-"""Seconds between reports while nothing is sent."""
+"""Seconds between reports while no record is sent."""
 
 Report: TypeAlias = Callable[[WorkerEvent], None]
 """Reports an event to the pipeline."""
@@ -90,7 +90,7 @@ class Link(NamedTuple):
     outbox_kind: str
     """Key of `RECORDS`."""
     inbox_url: str
-    """The URL at which the worker of a middle stage serves its inbox; port 0 for any."""
+    """The URL where the worker of a middle stage serves its inbox; port 0 for any."""
     key: ChannelKey | None
     """The key of both, over tcp."""
     node: str
@@ -100,7 +100,7 @@ class Link(NamedTuple):
 
 
 class WorkerLedger(Ledger):
-    """The ledger of a worker: the pipeline's holds its trajectories, and this one collects what happens to them."""
+    """The ledger of a worker: the pipeline's holds its trajectories, and this one collects their ends."""
 
     def __init__(self) -> None:
         super().__init__(admits_on_end=True)
@@ -110,7 +110,7 @@ class WorkerLedger(Ledger):
         """Rollouts that succeeded, and were not yet reported."""
 
     def admit(self, group: GroupId, repetitions: Iterable[int]) -> int:  # noqa: ARG002 (it admits when they arrive)
-        """Return the number of these trajectories, which the pipeline admits."""
+        """Return the number of these trajectories: the pipeline admits them."""
         return mask_of(repetitions).bit_count()
 
     def hand_over(self, record: TrajectoryGroup | TrainBatch) -> int:  # noqa: ARG002 (as `admit`)
@@ -118,7 +118,7 @@ class WorkerLedger(Ledger):
         return 0
 
     def take_back(self, record: TrajectoryGroup | TrainBatch) -> None:
-        """Do nothing: it was not admitted here."""
+        """Return: it was not admitted here."""
 
     def succeed(self, count: int = 1) -> None:
         """Count rollouts that succeeded, for the next report."""
@@ -144,7 +144,7 @@ class Instructions:
 
     @property
     def empty(self) -> bool:
-        """Return whether none waits."""
+        """Return whether no instruction waits."""
         return self._queue.empty()
 
     async def next(self) -> WorkerInstruction:
@@ -168,7 +168,7 @@ class _Prompts:
         self._report = report
 
     async def next(self) -> Sequence[Assignment]:
-        """Return the next prompts; none if no more come."""
+        """Return the next prompts; empty if no more come."""
         if self._instructions.empty:
             self._report(Wants())
         instruction = await self._instructions.next()
@@ -198,7 +198,7 @@ def importing_main() -> Iterator[None]:
 
 
 def refuse_while_importing_main() -> None:
-    """Refuse to run a pipeline while a worker imports its parent's script, which would start the run again.
+    """Refuse to run a pipeline while a worker imports its parent's script: that would start the run again.
 
     Raises:
         RuntimeError: the script is being imported.
@@ -218,7 +218,7 @@ def description_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback without the frames before the stage's; empty for an error of penstock, which says it all."""
+    """Return the traceback without the frames before the stage's; empty for an error of penstock: it says enough."""
     if isinstance(error, PenstockError) and not isinstance(error, StageFailed):
         return ""
     error.__traceback__ = _from_the_stage_on(error.__traceback__)
@@ -282,12 +282,12 @@ def send_event(sender: RemoteSender[Any], event: WorkerEvent) -> None:
 async def run_connected(
     stage: Any, joined: Joined, link: Link, sender: RemoteSender[Any], instructions: Instructions
 ) -> None:
-    """Run `stage` in its place until it returns, or the pipeline closes the channel, which `sender` sends on.
+    """Run `stage` in its place until it returns, or the pipeline closes the channel of `sender`.
 
     Raises:
         SenderRejected: the pipeline disconnected this worker.
         InvalidRecord: a record was changed before it was copied.
-        Exception: what the stage raised.
+        Exception: that of the stage.
     """
     config, ledger, metrics = joined.config, WorkerLedger(), Metrics()
     ledger.step = joined.step
@@ -459,7 +459,7 @@ class _ReportSender:
         self._sender.send_telemetry(msgspec.msgpack.encode(report))
 
     async def flush_regularly(self) -> None:
-        """Send reports while nothing is sent: a rollout may take minutes."""
+        """Send reports while no record is sent: a rollout may take minutes."""
         while True:
             await anyio.sleep(IDLE_REPORT_S)
             self.flush()

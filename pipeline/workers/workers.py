@@ -62,10 +62,10 @@ WORKER_DESCRIPTORS, FEED_DESCRIPTORS, SPARE_DESCRIPTORS = 5, 6, 5
 stage while it starts one."""
 
 MOST_JOINED = 16_384
-"""Workers that may join a stage at a time; what the process may open bounds them before."""
+"""Workers that may join a stage at a time; the descriptors of the process bound them before."""
 
 _UNREACHABLE = (NobodyListens, ProtocolMismatch, ValueError, socket.gaierror)
-"""The exceptions of a feed whose worker has named a URL at which it does not serve an inbox."""
+"""The exceptions of a feed whose worker has named a URL where it does not serve an inbox."""
 
 _WORKER_DIED = (anyio.BrokenResourceError, anyio.EndOfStream)
 """The exceptions of a feed whose worker died; the supervisor reports the death and its reason."""
@@ -108,17 +108,17 @@ class Workers:
         self._accounting.on_unresponsive = self._supervisor.kill
         self._accounting.on_event = self._supervisor.handle
         self._spawning: Callable[[], AbstractAsyncContextManager[Spawner]]
-        """Returns what starts them, within `serve`."""
+        """Returns their spawner, within `serve`."""
         self._watched: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
-        """Ends the body where what the workers depend on is lost."""
+        """Ends the body if the cluster of the workers is lost."""
         self._receiver: AnyReceiver
-        """The channel on which they send; open within `serve`."""
+        """The channel that they send on; open within `serve`."""
         self._reserved: ExitStack
         """Reserved file descriptors for them, from `serve` until they run."""
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[AnyReceiver]:
-        """Open the channels on which they send, for the stage after them.
+        """Open the channels that they send on, for the stage after them.
 
         Raises:
             OutOfFileDescriptors: this process may not open as many files as they take.
@@ -225,7 +225,7 @@ class Workers:
         self._receiver.let_end()
 
     def _notify_of_step(self, step: int) -> None:
-        """Notify the workers of a source of a step, also those none of whose trajectories it has trained."""
+        """Notify the workers of a source of a step, also those without a trajectory that it trained."""
         if self._feeder is None:
             for peer in self._receiver.peers.values():
                 peer.stepped(step, self._ledger.published)
@@ -279,7 +279,7 @@ class _Feeder:
         """Records that could not be sent to a worker because it died: another worker gets them."""
 
     async def feed(self, worker: str, url: str, leaving: anyio.Event) -> str:
-        """Send records to `worker`, which serves `url`, and close its inbox; see `Feed`."""
+        """Send records to `worker` at `url`, and close its inbox; see `Feed`."""
         try:
             key = self.key if url.startswith("tcp://") else None
             name, bound_s = f"feed of {worker}", self.heartbeat_timeout_s

@@ -1,4 +1,4 @@
-"""The command `penstock`: the commands, one in each file, and `app.py`, which joins them."""
+"""The command `penstock`: the commands, one in each file; `app.py` joins them."""
 
 from .app import main
 

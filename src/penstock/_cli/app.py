@@ -1,7 +1,7 @@
 """Join the commands. Errors are printed as sentences, and exit with status 1.
 
-What a stage or a worker raised is printed with its traceback before, unless it is an error of penstock.
-`penstock --help` imports the module of every command, so a command imports inside its function what only it needs.
+An error of a stage or a worker is printed with its traceback before, unless it is one of penstock. `penstock --help`
+imports the module of every command, so a command imports its own dependencies inside its function.
 """
 
 from __future__ import annotations
@@ -69,6 +69,6 @@ def _traceback(cause: BaseException | None) -> str:
 
 
 def _leave_ctrl_c_to_the_kernel() -> None:
-    """Have Ctrl-C end this process, which has nothing left to do but to exit, without a traceback."""
+    """Have Ctrl-C end this process without a traceback: its work is done, and it is about to exit."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

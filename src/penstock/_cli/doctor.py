@@ -1,4 +1,4 @@
-"""`penstock doctor`: what works on this machine, what does not, and what to do."""
+"""`penstock doctor`: the state of this machine, with a remedy for each failure."""
 
 from __future__ import annotations
 

@@ -17,6 +17,6 @@ class Finding:
     found: str
     verdict: Verdict = "ok"
     affects: str = ""
-    """The consequence, as a sentence without a full stop; empty where everything does."""
+    """The consequence, as a sentence without a full stop; empty if everything works."""
     remedy: str = ""
     """The thing to do."""

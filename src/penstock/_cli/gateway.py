@@ -26,7 +26,7 @@ LIMITS = Limits()
 PORTS = 2**16
 
 GARBAGE = 100_000
-"""Objects that are allocated between two garbage collections: the lists of one group, none of which is a cycle."""
+"""Objects that are allocated between two garbage collections: the lists of one group, free of cycles."""
 
 
 def _positive(value: float) -> float:

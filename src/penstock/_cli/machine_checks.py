@@ -92,7 +92,7 @@ def shared_memory() -> Finding:
 
 
 def descriptors() -> Finding:
-    """Report the limit of open files, and how many workers it is enough for."""
+    """Report the limit of open files, and the number of workers it is enough for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = soft - len(list(Path("/proc/self/fd").iterdir()))
     workers = max(0, (free - RUN_DESCRIPTORS - SPARE_DESCRIPTORS) // (WORKER_DESCRIPTORS + FEED_DESCRIPTORS))
@@ -127,7 +127,7 @@ def descriptor_passing() -> Finding:
 
 
 def pidfd() -> Finding:
-    """Open a pidfd, by which workers are watched."""
+    """Open a pidfd; workers are watched by theirs."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`penstock samples`: the best and the worst of what a run trained and evaluated, as text."""
+"""`penstock samples`: the best and the worst samples that a run trained and evaluated, as text."""
 
 from __future__ import annotations
 

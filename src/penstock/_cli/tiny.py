@@ -1,4 +1,4 @@
-"""A model of 76,000 parameters and its task, which `penstock init --tiny` makes: to try a run without a download.
+"""The model of 76,000 parameters and the task of `penstock init --tiny`: to try a run without a download.
 
 The model has random weights, and a token for each letter. Its task is to answer a word with the last letter of it.
 """

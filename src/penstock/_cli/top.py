@@ -35,7 +35,7 @@ def top(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
 
 
 def _watch(run: Path, console: Console, last: Seen) -> Seen:
-    """Draw the run once a second until it has ended; return what was seen last."""
+    """Draw the run once a second until it has ended; return the last state."""
     from rich.live import Live  # noqa: PLC0415 (as above)
 
     from .._pipeline.view.published import EVERY_S, seen  # noqa: PLC0415 (as above)
@@ -49,7 +49,7 @@ def _watch(run: Path, console: Console, last: Seen) -> Seen:
 
 
 def drawn(last: Seen) -> RenderableType:
-    """Return the view of a run with a line that says how it goes or ended."""
+    """Return the view of a run with a line about its progress or its end."""
     from rich.console import Group  # noqa: PLC0415 (as above)
     from rich.text import Text  # noqa: PLC0415 (as above)
 

@@ -1,4 +1,4 @@
-"""Tiny runs through every kind of channel, for `penstock doctor`: what arrives is compared with what was sent."""
+"""Tiny runs through every kind of channel, for `penstock doctor`: records that arrive are compared with those sent."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Keep:
-    """Keeps a copy of what it receives."""
+    """Keeps a copy of each record."""
 
     received: list[TrajectoryGroup] = field(default_factory=list)
 

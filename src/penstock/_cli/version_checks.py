@@ -1,4 +1,4 @@
-"""Checks of what is installed, for `penstock doctor`: versions, extras, CURVE, the GPU."""
+"""Checks of the installed packages, for `penstock doctor`: versions, extras, CURVE, the GPU."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ NEEDED_FOR = {
 
 
 def version_checks() -> list[Finding]:
-    """Return the findings about what is installed. Imports torch, if it is there."""
+    """Return the findings about the installed packages. Imports torch, if it is there."""
     return [base(), *(of_extra(name) for name in EXTRAS), curve(), *gpu()]
 
 
 def base() -> Finding:
-    """Report the versions of penstock and of what it always needs."""
+    """Report the versions of penstock and of its required packages."""
     versions = [f"Python {platform.python_version()}", f"ZeroMQ {zmq.zmq_version()}"]
     return Finding(f"penstock {__version__}", ", ".join([*versions, *(f"{name} {_version(name)}" for name in BASE)]))
 
@@ -74,7 +74,7 @@ def _version(package: str) -> str:
 
 
 def curve() -> Finding:
-    """Report whether ZeroMQ has CURVE, which every tcp channel uses."""
+    """Report whether ZeroMQ has CURVE: every tcp channel uses it."""
     if zmq.has("curve"):
         return Finding("encryption", "CURVE")
     remedy = "pip install --force-reinstall pyzmq, whose wheels have it"

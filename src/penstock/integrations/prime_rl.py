@@ -1,4 +1,4 @@
-"""prime-rl's trainer as the end of a pipeline. Needs torch, which reads its weights."""
+"""prime-rl's trainer as the end of a pipeline. Needs torch, to read its weights."""
 
 from __future__ import annotations
 
