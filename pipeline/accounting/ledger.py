@@ -53,7 +53,7 @@ class Ledger:
 
     def __init__(self, *, admits_on_end: bool = False) -> None:
         self._admits_on_end = admits_on_end
-        """True where trajectories may end that were not admitted: stages that run without a pipeline."""
+        """True if trajectories that were not admitted may end: stages that run without a pipeline."""
         self._open: dict[GroupId, int] = {}
         """Repetitions in flight of each group, as a bit mask."""
         self._begun: dict[GroupId, int] = {}
@@ -78,19 +78,19 @@ class Ledger:
         self._evaluated = 0
         """Ended trajectories that were sampled for an evaluation."""
         self.epoch: Epoch = UNKNOWN
-        """Progress of the source in an epoch of its prompts, as far as this process was notified."""
+        """Progress of the source in an epoch of its prompts, as last reported to this process."""
         self.constant_steps: ConstantSteps | None = None
-        """The steps of this run, where none had a gradient from rewards; None once one had."""
+        """The steps of this run, all without a gradient from rewards; None once one had some."""
         self._on_step: list[Callable[[int], None]] = []
         """Called after an optimizer step was committed here."""
         self.step: int = 0
-        """The last optimizer step that was committed, or of which this process was notified."""
+        """The last optimizer step that was committed, or that this process was notified of."""
         self.published: int | None = None
-        """The newest version of the weights that a sink has published, or of which this process was notified."""
+        """The newest version of the weights that a sink has published, or that this process was notified of."""
         self.unaccounted: Counter[str] = Counter()
         """Lost trajectories that a stage received, and neither sent nor dropped, by the name of the stage."""
         self.checkpoint: str = ""
-        """Path of the last checkpoint that was announced; empty where it had none."""
+        """Path of the last checkpoint that was announced; empty without one."""
 
     def __repr__(self) -> str:
         balance = self.balance()
@@ -100,7 +100,7 @@ class Ledger:
     # -- from admission to end ---------------------------------------------------------------------------------------
 
     def admit(self, group: GroupId, repetitions: Iterable[int]) -> int:
-        """Admit trajectories of which sampling begins. One that is in flight already is not counted again.
+        """Admit trajectories whose sampling begins. One that is in flight already is not counted again.
 
         Returns:
             The number of new ones.
@@ -119,14 +119,14 @@ class Ledger:
         return new.bit_count()
 
     def hand_over(self, record: TrajectoryGroup | TrainBatch) -> int:
-        """Hand over `record` of a source, which is about to be sent, or has arrived; admit what was not admitted.
+        """Hand over `record` of a source, about to be sent, or arrived; admit trajectories that were not.
 
         Returns:
             The repetitions that must not be sent, as a bit mask. They are copies: of trajectories that were handed over
             before and are in flight, or were trained.
 
         Raises:
-            LedgerImbalance: a batch holds a copy. A batch cannot be sent in part, so nothing is counted.
+            LedgerImbalance: a batch holds a copy. A batch cannot be sent in part, so no count changes.
             InvalidRecord: a group has no sequences.
         """
         refused = 0
@@ -148,7 +148,7 @@ class Ledger:
             set_mask(self._begun, group, self._begun.get(group, 0) | mask & self._open.get(group, 0))
 
     def succeed(self, count: int = 1) -> None:
-        """Count rollouts that succeeded, which ends a row of failures."""
+        """Count rollouts that succeeded; this ends a row of failures."""
         self._succeeded += count
 
     def refuse(self, copies: int, reason: str) -> None:
@@ -160,7 +160,7 @@ class Ledger:
         """Count the end of trajectories.
 
         Raises:
-            LedgerImbalance: one of them is not in flight: it was never admitted, or ended before. Nothing is counted.
+            LedgerImbalance: one of them is not in flight: it was never admitted, or ended before. No count changes.
         """
         leaving = masks_by_group(what)
         for group, mask in leaving:
@@ -168,10 +168,10 @@ class Ledger:
         self._leave(leaving, state, reason)
 
     def commit(self, batch: TrainBatch, step: int) -> None:
-        """Count the trajectories of `batch` as trained by optimizer step `step`, which is done.
+        """Count the trajectories of `batch` as trained by the completed optimizer step `step`.
 
         Raises:
-            LedgerImbalance: one of them was trained before, or is not in flight. Nothing is counted.
+            LedgerImbalance: one of them was trained before, or is not in flight. No count changes.
         """
         masks = masks_in(batch.repetition_ids, [packed.sequences for packed in batch.groups])
         self._commit(((packed.id, mask) for packed, mask in zip(batch.groups, masks, strict=True)), step)
@@ -179,7 +179,7 @@ class Ledger:
     def commit_ids(self, trained: Iterable[TrajectoryId], step: int) -> None:
         """Count trajectories as trained by optimizer step `step` of a trainer that is given no batches; see `commit`.
 
-        With none, the step is done without them.
+        Without any, the step is done all the same.
         """
         self._commit(masks_by_group(trained), step)
 
@@ -203,7 +203,7 @@ class Ledger:
         self.published = version
 
     def note_step(self, step: int) -> None:
-        """Note that optimizer step `step` is done. For a worker, whose pipeline commits the steps."""
+        """Note that optimizer step `step` is done. For a worker: its pipeline commits the steps."""
         if step > self.step:
             self.step = step
             self._room.wake_all()
@@ -252,7 +252,7 @@ class Ledger:
     def trained_per_step(self) -> float | None:
         """Trajectories of this ledger that one optimizer step trains, averaged over the last steps.
 
-        Before the first step those that `expect_per_step` was given; None without.
+        Before the first step the number that `expect_per_step` was given, or None.
         """
         return self._pace.per_step
 
@@ -330,7 +330,7 @@ class Ledger:
     def _entering(
         self, record: TrajectoryGroup | TrainBatch, begun: Mapping[GroupId, int]
     ) -> Collection[tuple[GroupId, int]]:
-        """Return the trajectories of `record` by group; refuse a batch with copies. Those that are `begun` are none."""
+        """Return the trajectories of `record` by group; refuse a batch with copies, other than `begun` ones."""
         entering = masks_by_group(record)
         if isinstance(record, TrainBatch):
             for group, mask in entering:
@@ -381,7 +381,7 @@ class Ledger:
             )
 
     def _leave(self, leaving: Collection[tuple[GroupId, int]], state: EndState, reason: str) -> None:
-        """Count the end of these, which are in flight, no group twice."""
+        """Count the end of these, all in flight, no group twice."""
         if self._admits_on_end:
             self._admit_absent(leaving)
         ended = 0

@@ -81,14 +81,14 @@ RELEASE_AT = 32
 
 
 class PeerListener(Protocol):
-    """Receives the events of senders, in the order in which they happened; implemented by pipelines."""
+    """Receives the events of senders in their order; implemented by pipelines."""
 
     def received(self, peer: Peer, record: Any) -> Any:
-        """Handle `record`, and return what `receive` is to return; None for nothing."""
+        """Handle `record`, and return the result for `receive`; None for no record."""
         ...
 
     def observed(self, peer: Peer, payload: bytes) -> None:
-        """Handle what the sender's process observed."""
+        """Handle the observations of the sender's process."""
         ...
 
     def lost(self, peer: Peer, error: PeerLost) -> None:
@@ -117,7 +117,7 @@ class ReceiverConfig:
     capacity: int
     capacity_bytes: int
     members: Members | None
-    """Counts senders by name; None where they need none."""
+    """Counts senders by name; None if they need no name."""
     max_senders: int
     listener: PeerListener | None
     name: str
@@ -140,7 +140,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         config: ReceiverConfig,
     ) -> None:
         self.url = url
-        """The URL to which senders connect."""
+        """The URL that senders connect to."""
         self.schema: Schema = record_type.schema
         """The schema of the records."""
         self._assemble = record_type.assemble
@@ -152,15 +152,15 @@ class RemoteReceiver(AsyncReceiver[R]):
         self._min_senders = 1
         """Senders that must have joined before the stream may end, where members are not counted."""
         self._failure: MemberAbsent | None = None
-        """A member did not connect, or reconnect, in time: nothing more is received."""
+        """A member did not connect, or reconnect, in time: the stream is over."""
         self._absence_timer: asyncio.TimerHandle | None = None
         """Fires when the time of an absent member is over."""
         self._end_reported = False
-        """Whether `receive` has raised EndOfStream."""
+        """True once `receive` has raised EndOfStream."""
         self.most_waiting: Share = Share(
             config.capacity + MOST_CONTROL, config.capacity_bytes + MOST_BESIDE * config.capacity + LARGEST_MESSAGE
         )
-        """What a sender that keeps to its credit may have waiting here: records, and other messages."""
+        """The most that a sender that keeps to its credit may have waiting here: records, and other messages."""
         self.peers: dict[bytes, Peer] = {}
         """Admitted senders, by the identity of their ZeroMQ socket."""
         self.rejections: RejectionCounter = RejectionCounter(url)
@@ -188,7 +188,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         self._release_at = min(RELEASE_AT, -(-config.capacity // 2))
         """Records whose credit is returned without a request: every message wakes the sender once."""
         self._drain_scheduled = False
-        """Whether a drain of the socket is scheduled, whatever its descriptor reports."""
+        """True while a drain of the socket is scheduled, whatever its descriptor reports."""
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._resources = AsyncExitStack()
@@ -201,7 +201,7 @@ class RemoteReceiver(AsyncReceiver[R]):
 
     @property
     def rejected(self) -> int:
-        """Return how many connections and messages were rejected: unknown peers, other versions, invalid bytes."""
+        """Return the number of rejected connections and messages: unknown peers, other versions, invalid bytes."""
         return self.rejections.count
 
     # -- admitting senders -------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         self._kept_open = True
 
     def wake_through(self, waiters: Waiters) -> None:
-        """Wake the tasks of `waiters` from now on, which receive from several receivers; none may wait here yet."""
+        """Wake the tasks of `waiters` from now on: they receive from several receivers. No task may wait here yet."""
         self._waiting = waiters
 
     def let_end(self) -> None:
@@ -282,7 +282,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         """Handle all messages that have arrived from senders within their credit, however fast more arrive.
 
         Returns:
-            Whether none is left of others either.
+            Whether all those of others were handled too.
         """
         emptied = self._drain(TurnOfEach(self.most_waiting))
         self._wake()
@@ -309,7 +309,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         return True
 
     def _refuse_flood(self, identity: bytes, share: Share) -> None:
-        """Disconnect a peer of which more was handled in one turn than may wait."""
+        """Disconnect a peer with more handled in one turn than may wait."""
         peer = self.peers.get(identity)
         if peer is not None and peer.open:
             error = ProtocolMismatch(f"expected at most {share.nbytes} bytes of messages at a time, got more")
@@ -382,7 +382,7 @@ class RemoteReceiver(AsyncReceiver[R]):
             raise ProtocolMismatch(f"expected at most {most} bytes in flight, got {nbytes}")
 
     def _on_credit_request(self, peer: Peer) -> None:
-        """Note that `peer` can use its unreturned credit: it requested it, or has used all that it had."""
+        """Note that `peer` can use its unreturned credit: it requested it, or has used up its own."""
         peer.credit_requested = True
         if peer.unreturned_credit or peer.releases:
             self._credit_returner.schedule(peer)
@@ -432,11 +432,11 @@ class RemoteReceiver(AsyncReceiver[R]):
         return self.send(peer.identity, CreditGrant(()))
 
     def on_disconnect(self, peer: Peer, how: str = ENDED) -> Reject | None:
-        """Handle the end of a peer's connection. If it had not closed, it died: take in what it left, then report it.
+        """Handle the end of a peer's connection. If it had not closed, it died: take in its records, then report it.
 
         Args:
             peer: the sender.
-            how: how the connection ended, after its name in a sentence; where it was unresponsive, that is said.
+            how: the end of the connection, as a predicate after its name; replaced if it was unresponsive.
 
         Returns:
             The message for the peer itself, in case it still receives, where it was unresponsive.
@@ -511,7 +511,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         return True
 
     def answer_count(self, peer: Peer) -> None:
-        """Send `peer`, if it has reported how many messages it sent, how many were sent to it."""
+        """Send `peer` the number of messages that were sent to it, if it has reported its own."""
         if peer.counts.answer_due:
             peer.counts.answer_due = False
             self.send(peer.identity, peer.counts.report())
@@ -533,7 +533,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         return record
 
     def _receive(self) -> R | None:
-        """Return the next record; None while there is none."""
+        """Return the next record, or None without one now."""
         # There are three cases:
         #
         # 1. A record is next, and is returned.
@@ -545,7 +545,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         return None
 
     def _next(self) -> tuple[Peer, Bundle] | None:
-        """Return the bundle with the next record; None while there is none. Reports the ends of senders before it."""
+        """Return the bundle with the next record, or None. Reports the ends of senders before it."""
         if self._closed:
             raise anyio.ClosedResourceError
         while True:
@@ -592,7 +592,7 @@ class RemoteReceiver(AsyncReceiver[R]):
             raise notice
 
     def _take(self, peer: Peer, bundle: Bundle) -> R | None:
-        """Take the next record of a bundle; None where there is none to return."""
+        """Take the next record of a bundle; None if there is no record to return."""
         # There are three cases:
         #
         # 1. The record cannot be read: its sender is disconnected for the error, and the rest of the bundle is dropped.
@@ -640,17 +640,17 @@ class RemoteReceiver(AsyncReceiver[R]):
                 await self._waiting.wait()
 
     def ready_to_receive(self) -> bool:
-        """Return the credit that senders may use, and whether `receive_nowait` may find something now."""
+        """Return the credit that senders may use, and whether `receive_nowait` may succeed now."""
         self._credit_returner.flush_all()
         return bool(self._arrivals) or self._failure is not None or self._ended()
 
     async def _checkpoint(self) -> None:
-        """Let other tasks run, and allow a cancellation before anything is moved."""
+        """Let other tasks run, and allow a cancellation before a record moves."""
         self._until_checkpoint = CHECKPOINT_EVERY
         await anyio.lowlevel.checkpoint()
 
     def statistics(self) -> ChannelStatistics:
-        """Return what this end holds and waits for."""
+        """Return the contents and the waits of this end."""
         peers = [peer for peer in self.peers.values() if peer.open]
         for peer in peers:
             peer.collect_releases()

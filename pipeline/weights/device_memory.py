@@ -1,7 +1,7 @@
 """Memory of a GPU that two processes of a host share, by a handle of the driver (CUDA IPC).
 
 The driver itself allocates the memory, not torch: a handle of torch's allocator comes with a named file that counts its
-users, which SIGKILL leaves behind. This memory has no name and is freed with its owner. Its first page holds the
+users, and SIGKILL leaves that behind. This memory has no name and is freed with its owner. Its first page holds the
 publisher's generation, so that a handle that outlived its owner is not mistaken for one of another publisher.
 
 The suite tests the code above `CudaDriver` with another driver; `make test-cuda` runs it on a GPU.
@@ -140,7 +140,7 @@ def driver() -> CudaDriver:
     """Return the driver of this machine's GPUs.
 
     Raises:
-        NoDevice: it has none.
+        NoDevice: it has no driver.
     """
     try:
         return CudaDriver(ctypes.CDLL("libcuda.so.1"))
@@ -155,7 +155,7 @@ class _Handle(ctypes.Structure):
 class CudaDriver:
     """libcuda. Addresses are the device's; devices have the numbers that torch gives them.
 
-    Every call that the library refuses is an OSError.
+    A call that the library refuses raises OSError.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -170,7 +170,7 @@ class CudaDriver:
 
     @staticmethod
     def _enter(index: int) -> None:
-        """Make the device's context, which torch created, the current one of this thread."""
+        """Make the device's context, created by torch, the current one of this thread."""
         torch.cuda.set_device(index)
         torch.cuda.current_stream(index).synchronize()
 

@@ -64,7 +64,7 @@ async def synced(weights: Published, engine: E) -> AsyncGenerator[E]:
     to the exception as a note.
 
     Raises:
-        RuntimeError: nothing has been published yet.
+        RuntimeError: no version has been published yet.
         TimeoutError: the body succeeded, and the engine did not fall asleep in time, so it still has its memory.
         Exception: the body succeeded, and the engine failed to fall asleep; or it could not load the weights.
     """
@@ -90,6 +90,6 @@ async def synced(weights: Published, engine: E) -> AsyncGenerator[E]:
 
 
 async def _sleep(engine: Syncable, after: BaseException | None) -> None:
-    """Let `engine` sleep after the body, which raised `after` if it is not None."""
+    """Let `engine` sleep after the body; `after` is the exception that it raised, or None."""
     what = f"{engine!r} to fall asleep"
     await shielded(engine.sleep, what, after=after, timeout_s=SLEEP_TIMEOUT_S, cancel_timeout_s=CANCEL_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""`EventSocket`: a ZeroMQ socket on which one task receives while others send."""
+"""`EventSocket`: a ZeroMQ socket that one task receives on while others send."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EventSocket:
             self._changed.wake_all()
 
     def receive_nowait(self) -> Sequence[zmq.Frame] | None:
-        """Return the frames of the next message; None where there is none now.
+        """Return the frames of the next message, or None without one now.
 
         Raises:
             anyio.EndOfStream: the connection of a DEALER has ended.

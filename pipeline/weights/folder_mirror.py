@@ -1,8 +1,8 @@
 """The mirror of a folder of weights: one process of each host reads every version, once, and shares it.
 
-It polls the folder, because file systems that hosts share report no changes. A version is hashed while it is read into
-the segment, and no subscriber sees it before it has its hash. The publisher waits for no mirror, so the mirror waits
-for its samplers, however long a batch is: it overwrites no version that one of them samples with.
+It polls the folder, because file systems that hosts share do not report changes. A version is hashed while it is read
+into the segment, and no subscriber sees it before it has its hash. The publisher waits for no mirror, so the mirror
+waits for its samplers, however long a batch is: it overwrites no version that one of them samples with.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHUNK_BYTES = 4 * 2**20
 """Number of bytes that are read and hashed at once."""
 
 POLL_S = 0.25
-"""Interval at which the folder is polled."""
+"""Interval between two polls of the folder."""
 
 
 class FolderReader:
@@ -153,7 +153,7 @@ class FolderMirror:
         return await anyio.to_thread.run_sync(self._reader.poll, self._writer.latest)
 
     async def _read(self, version: Path) -> None:
-        """Read `version`, when no sampler uses the buffer that it goes to."""
+        """Read `version`, once no sampler uses the buffer for it."""
         await self.subscriptions.released(self._writer.sequence - 1)
         try:
             await anyio.to_thread.run_sync(self._reader.read, version, self._writer)

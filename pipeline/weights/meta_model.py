@@ -121,7 +121,7 @@ def _again(module: nn.Module, seed: int) -> nn.Module:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of `tensor`, in which NaN equals NaN."""
+    """Return the bytes of `tensor`: in these, NaN equals NaN."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -149,7 +149,7 @@ def _check_same(module: nn.Module, again: nn.Module) -> None:
 
 
 def _essence(value: object) -> object:
-    """Return the value by which attributes are compared."""
+    """Return the value that attributes are compared by."""
     if isinstance(value, Tensor):
         return value.shape
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""Memory of the host into which a GPU copies by itself.
+"""Memory of the host that a GPU copies into by itself.
 
 Into memory that is not pinned the driver copies through a buffer of its own, page by page, while a core waits.
 """
@@ -16,7 +16,7 @@ class PinnedMemory:
     """Memory that is pinned while this exists; where the driver pins none, copies are slower."""
 
     def __init__(self, whole: torch.Tensor) -> None:
-        """Pin `whole` [nbytes] uint8, which takes as long as writing it once."""
+        """Pin `whole` [nbytes] uint8; this takes as long as writing it once."""
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._cudart = cudart
         self._address = whole.data_ptr()
@@ -36,7 +36,7 @@ class PinnedMemory:
             torch.cuda.current_stream(device).synchronize()
 
     def close(self) -> None:
-        """Unpin the memory, into which nothing is copied any more: a publication that failed may have begun copies."""
+        """Unpin the memory once all copies into it are done: a publication that failed may have begun some."""
         self.flush()
         if self._pinned:
             self._cudart.cudaHostUnregister(self._address)

@@ -25,7 +25,7 @@ async def shielded(
     Args:
         work: the cleanup.
         what: a description for messages: "a server to wake up".
-        after: the exception after which `work` cleans up, or None; one that is not an `Exception` is a cancellation.
+        after: the exception that `work` cleans up after, or None; one that is not an `Exception` is a cancellation.
         timeout_s: the time for `work`.
         cancel_timeout_s: the remaining time once the caller is cancelled, before this call or during it.
 

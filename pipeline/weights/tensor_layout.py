@@ -170,7 +170,7 @@ class WritePlan:
 
     @property
     def ties(self) -> dict[str, str]:
-        """Return the earlier tensor of each given one that is tied to it."""
+        """Return the earlier tensor that each tied one is tied to."""
         return {spec.name: spec.tied for spec in self._given if spec.tied}
 
     def check(self, tensors: Mapping[str, Tensor], version: int, *, newest: int) -> None:

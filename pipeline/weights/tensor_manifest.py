@@ -1,4 +1,4 @@
-"""The description of what is published: of tensors by name, or of a module with its tables."""
+"""The description of tensors to publish, by name, or of a module with its tables."""
 
 from __future__ import annotations
 

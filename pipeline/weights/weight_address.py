@@ -1,4 +1,4 @@
-"""`WeightAddress`: where samplers of any host find the weights of a publisher."""
+"""`WeightAddress`: the address of a publisher's weights for samplers of any host."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class WeightAddress:
     key: ChannelKey
     """The key of the connection."""
     local: str
-    """The publisher's URL for processes of its own host, which share its memory."""
+    """The publisher's URL for processes of its own host: they share its memory."""
     host: str
     """The identity of its host."""
     generation: int
     """The generation of its segment: another publisher at `url` has another one."""
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
-    """Seconds without a sign of life after which either side takes the connection for cut."""
+    """Seconds without a sign of life until either side takes the connection for cut."""
 
     @property
     def mirror(self) -> str:
@@ -40,7 +40,7 @@ class WeightAddress:
         """Check that `url` has a host that another one can connect to.
 
         Raises:
-            InvalidConfig: it is the wildcard on which the publisher listens.
+            InvalidConfig: it is the wildcard that the publisher listens on.
         """
         host = urlsplit(self.url).hostname or ""
         if host.strip("0.:") == "" and ip_address(host).is_unspecified:
@@ -51,6 +51,6 @@ class WeightAddress:
 
 
 def mirror_name(place: str, generation: int) -> str:
-    """Return the name of the directory for the mirror of what the publisher with `generation` publishes at `place`."""
+    """Return the name of the directory for the mirror of the publisher with `generation` at `place`."""
     identity = f"{place} {generation} {os.getuid()}"
     return base64.b32encode(hashlib.sha256(identity.encode()).digest())[:8].decode().lower()

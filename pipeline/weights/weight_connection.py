@@ -1,6 +1,6 @@
 """The control socket of a publisher of weights: a Unix socket of mode 0600 in a private directory.
 
-The URL names the directory: `weights:///tmp/penstock-4f5g6h`. Knows nothing about the messages of the two sides.
+The URL names the directory: `weights:///tmp/penstock-4f5g6h`. Independent of the messages of the two sides.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class CopiedModel:
             raise WeightsMismatch(differing(lines, whose))
 
     def load(self, version: TensorBuffer) -> None:
-        """Copy `version`, which lies in memory of the host, into the tensors, on any device."""
+        """Copy `version`, in memory of the host, into the tensors, on any device."""
         for part in self._parts:
             tensor = self._tensors[part.spec.name]
             if isinstance(tensor, np.ndarray):

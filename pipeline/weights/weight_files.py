@@ -1,6 +1,6 @@
 """Reject a folder of weights that no server could load, before a request to load it.
 
-Reads the headers of safetensors files, and nothing else. Knows neither models nor servers.
+Reads only the headers of safetensors files. Knows neither models nor servers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_weight_files(folder: Path) -> None:
     A folder that does not exist on this host is not checked: the server may be on another.
 
     Raises:
-        EngineRefused: there are none, one is cut off or is no safetensors file, or one that an index names is missing.
+        EngineRefused: there is no file, one is cut off or no safetensors file, or one that an index names is missing.
     """
     if not folder.is_dir():
         return

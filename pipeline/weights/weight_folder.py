@@ -1,8 +1,8 @@
 """WeightFolder: weights for samplers that share no memory with the trainer, as versions in a folder on a shared disk.
 
 A version is a directory that is written atomically: a safetensors file, its publisher, and a manifest with hashes.
-The publisher holds a lock while it lives, so that a reader can check whether it does. One process of each host, the
-mirror (`folder_mirror`), reads a version into shared memory, and serves the `WeightSubscriber`s of that host.
+The publisher holds a lock while it lives, so that a reader can check that. One process of each host, the mirror
+(`folder_mirror`), reads a version into shared memory, and serves the `WeightSubscriber`s of that host.
 
     async with WeightFolder("/shared/weights", model) as publisher:
         await publisher.publish(model.state_dict(), version=0)
@@ -107,7 +107,7 @@ class WeightFolder:
         return f"<WeightFolder {self.folder} {state}: version {self._version}>"
 
     async def __aenter__(self) -> Self:
-        """Lock the folder, which is created if missing. The versions of an earlier publisher are removed.
+        """Lock the folder, created if need be. The versions of an earlier publisher are removed.
 
         Raises:
             WeightsInUse: another publisher has locked it.

@@ -1,4 +1,4 @@
-"""The memory of published versions, and how tensors are copied into it and read from it.
+"""The memory of published versions: tensors are copied into it and read from it.
 
 `HostMemory` is memory of this host, `device_memory.DeviceMemory` of a GPU. Functions that receive a torch tensor import
 torch; the others do not need it.
@@ -52,7 +52,7 @@ class HostMemory:
             self._pinned.flush()
 
     def close(self) -> None:
-        """Stop sharing: release what was pinned. The publisher closes the descriptor."""
+        """Stop sharing: unpin the memory. The publisher closes the descriptor."""
         if self._pinned is not None:
             self._pinned.close()
 
@@ -62,7 +62,7 @@ class HostMemory:
         return PinnedMemory(self._whole)
 
     def tensor(self, start: int, nbytes: int) -> torch.Tensor:
-        """Return bytes as a tensor, not a copy, which keeps the memory alive.
+        """Return bytes as a tensor, not a copy; it keeps the memory alive.
 
         You must not write to it where the mapping is read-only: the kernel would kill this process.
         """
@@ -81,7 +81,7 @@ VersionMemory: TypeAlias = "HostMemory | DeviceMemory"
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class TensorBuffer:
-    """The tensors of one version: a layout, and the memory in which its bytes lie."""
+    """The tensors of one version: a layout, and the memory of its bytes."""
 
     layout: TensorLayout
     memory: VersionMemory

@@ -89,7 +89,7 @@ class _Link:
         """Of the messages after the handshake."""
         self._count_interval_s = count_interval_s(address.heartbeat_timeout_s)
         self._used = False
-        """Whether a message came on it after the handshake."""
+        """True once a message came on it after the handshake."""
         self._opened_s = anyio.current_time()
         self._control = control
         self._events = events
@@ -159,7 +159,7 @@ class _Link:
                 raise anyio.EndOfStream
 
     async def report_counts(self) -> None:
-        """Send, until the connection ends, how many messages were sent; the publisher answers with its own count."""
+        """Send the number of messages that were sent, until the connection ends; the publisher answers with its own."""
         with suppress(anyio.BrokenResourceError):  # `receive` ends too
             while True:
                 await anyio.sleep(self._count_interval_s)
@@ -304,7 +304,7 @@ class WeightMirror:
             pass  # `_received` ends too
 
     async def _begun(self) -> VersionTransfer:
-        """Begin the transfer of the newest version, when there is one and no sampler uses its buffer."""
+        """Begin the transfer of the newest version, once there is one and no sampler uses its buffer."""
         while self._announced <= max(self._writer.latest, self._gone):
             await self._changed.wait()
         await self.subscriptions.released(self._writer.sequence - 1)

@@ -2,7 +2,7 @@
 
 The publisher owns a segment of shared memory (`weights`) and a control socket (`weight_connection`). A subscriber that
 connects receives the segment's descriptor and stays connected: it is notified of new versions and of pauses, and each
-side detects at once when the other one dies. Nothing on the socket is unpickled.
+side detects at once when the other one dies. Messages are decoded by msgspec.
 
     async with WeightPublisher(model) as publisher:
         await publisher.publish(model.state_dict(), version=0)
@@ -68,7 +68,7 @@ class WeightPublisher:
         release_timeout_s: float = RELEASE_TIMEOUT_S,
         name: str | None = None,
     ) -> None:
-        """Prepare to publish tensors like those of `model`; none are published yet.
+        """Prepare to publish tensors like those of `model`.
 
         Args:
             model: the module whose `state_dict` will be published. Its non-persistent buffers are not published, but
@@ -203,11 +203,11 @@ class WeightPublisher:
         its shared memory. `publish` never waits for the network; `paused` also pauses the samplers of other hosts.
 
         Args:
-            url: `tcp://HOST:PORT`, with an address by which other hosts reach this one; port 0 chooses one.
-            key: the key that samplers must have too, which they get with the address; on loopback this user's key is
-                used by default.
-            heartbeat_timeout_s: seconds after which a connection without a sign of life is taken for cut, and made
-                again. A sign of life is sent every third of it, which also keeps proxies from closing idle connections.
+            url: `tcp://HOST:PORT`, with an address of this host for other hosts; port 0 chooses one.
+            key: the key that samplers must have too, and get with the address; on loopback this user's key is used by
+                default.
+            heartbeat_timeout_s: seconds without a sign of life until a connection is taken for cut, and made again. A
+                sign of life is sent every third of it; this also keeps proxies from closing idle connections.
 
         Raises:
             InvalidConfig: `heartbeat_timeout_s` is not above 0 and finite, the URL is not such a one, or one of a host

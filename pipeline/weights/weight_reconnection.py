@@ -1,7 +1,6 @@
-"""Connecting again to a publisher on another host, which a cut network hides for a while.
+"""Connecting again to a publisher on another host that a cut network hides for a while.
 
-Knows no sockets. A publisher that has ended is told from a hidden one by its host, which replies that no process
-listens.
+Knows no sockets. A publisher that has ended is told from a hidden one by its host: it replies that no process listens.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 async def reconnected(connect: Callable[[], Awaitable[T]], pace: RetryPace) -> T:
-    """Return the result of `connect`, which is called until it succeeds.
+    """Return the result of `connect`, called until it succeeds.
 
     Raises:
         NobodyListens: the host of the publisher replies that no process listens; or the time of `pace` is over.

@@ -126,7 +126,7 @@ class _Mirror:
             raise ProtocolMismatch(f"expected at most {MOST_REQUESTS} requests at a time, got another {kind}")
 
     def _compare(self, reported: MessageCount) -> None:
-        """Note that it asks for the count; close a connection on which a message was lost: it makes another."""
+        """Note that it asks for the count; close a connection that lost a message: the mirror makes another."""
         self._counts.answer_due = True
         if not self._counts.complete(reported):
             self._drop(f"a message of {self.name} was lost on its way")
@@ -169,7 +169,7 @@ class WeightServer:
         writer: WeightWriter,
         subscriptions: Subscriptions,
     ) -> None:
-        """Prepare to serve the segment of `writer` on `socket`, which is bound to `port`."""
+        """Prepare to serve the segment of `writer` on `socket`, bound to `port`."""
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._events = EventSocket(socket)
         self._subscriptions = subscriptions
@@ -196,7 +196,7 @@ class WeightServer:
                 self._running = False
 
     def drain(self) -> bool:
-        """Handle all messages that have arrived from mirrors within their window; return whether none is left."""
+        """Handle all messages that have arrived from mirrors within their window; return whether that was all."""
         for _ in range(2 * MOST_REQUESTS * (1 + len(self.acceptor))):
             if not self._running or (message := self._events.receive_nowait()) is None:
                 return True

@@ -75,7 +75,7 @@ class TableSpec(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     xxh3: str
-    """Hash of its bytes (128 bits, hexadecimal); empty if it has none, on the meta device."""
+    """Hash of its bytes (128 bits, hexadecimal); empty on the meta device."""
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)} {f'of xxh3 {self.xxh3}' if self.xxh3 else 'of the meta device'}"
@@ -174,7 +174,7 @@ class FusedTensor:
     parts: tuple[str, ...]
 
     def instances(self, names: Iterable[str]) -> list[FusedTensor]:
-        """Return this without `*`, once for every set of parts of which one is in `names`."""
+        """Return this without `*`, once for every set of parts with one in `names`."""
         patterns = [re.compile(re.escape(part).replace(r"\*", r"([^.]+)")) for part in self.parts]
         matches = [pattern.fullmatch(name) for name in names for pattern in patterns]
         return list(dict.fromkeys(self._filled(match.groups()) for match in matches if match))

@@ -1,6 +1,6 @@
 """`WeightSubscriber`: load the newest published weights into a model; the samplers' side.
 
-A subscriber connects to the publisher's control socket, receives its segment of shared memory, which it reads without
+A subscriber connects to the publisher's control socket, receives its segment of shared memory, to read it without
 further messages, and stays connected to be notified of versions, of pauses, and of the publisher's death. It notifies
 the publisher of the buffer that its model is views of while it samples, and of the pauses that it confirms. Where the
 publisher is on another host, or publishes into a folder, it connects to the mirror of its host instead, and becomes it
@@ -61,14 +61,14 @@ if TYPE_CHECKING:
     from .weight_views import MappedModel
 
 ENDS = {error.__name__: error for error in (StaleHandle, WeightsDamaged)}
-"""Errors by which a mirror ends a subscription, beside `PeerLost`."""
+"""Errors that a mirror ends a subscription with, beside `PeerLost`."""
 
 DESCRIPTORS = 6
 """File descriptors that subscribing takes: the socket, the segment, and temporary ones."""
 
 
 class WeightSubscriber:
-    """The weights of a publisher in another process (or in this one), and a model into which they are loaded."""
+    """The weights of a publisher in another process (or in this one), and a model to load them into."""
 
     def __init__(self, url: str | WeightAddress, *, name: str | None = None) -> None:
         """Prepare to subscribe.
@@ -95,7 +95,7 @@ class WeightSubscriber:
         less time than the mirror needs to read two versions, and one that was overwritten is made again."""
         self._version = NO_VERSION
         self._held = 0
-        """The publication that the model is views of; 0 for none."""
+        """The publication that the model is views of; 0 without one."""
         self._held_in: WeightReader | None = None
         """The segment of that publication: of the mirror that died, until a new one has a newer version."""
         self._reported_held = 0
@@ -103,12 +103,12 @@ class WeightSubscriber:
         self._failure: PenstockError | None = None
         self._final = False
         self._pause = 0
-        """Number of the present pause; 0 for none."""
+        """Number of the present pause; 0 without one."""
         self._confirmed = 0
         self._active = 0
         """Bodies of `sampling` that run."""
         self._joining = False
-        """Whether it waits to connect to another mirror, because its own died."""
+        """True while it waits to connect to another mirror, because its own died."""
         self._changed = Waiters()
         """Wakes tasks that wait for a version or for the end of a pause."""
         self._to_send = Waiters()
@@ -225,10 +225,10 @@ class WeightSubscriber:
     def attach(
         self, model: nn.Module | Mapping[str, Tensor], *, fused: Iterable[FusedTensor] = (), copied: bool = False
     ) -> None:
-        """Attach the model into which `refresh` loads the newest version.
+        """Attach the model that `refresh` loads the newest version into.
 
         Args:
-            model: a module, whose parameters and persistent buffers become views of the published memory: without a
+            model: a module: its parameters and persistent buffers become views of the published memory, without a
                 second copy, read-only, without gradients. It may have been built on the meta device. Its non-persistent
                 buffers stay its own. Or tensors by name (a `state_dict`, numpy arrays), which are filled in place.
             fused: published tensors that the model has in several pieces.
@@ -433,7 +433,7 @@ class WeightSubscriber:
                     await connection.send(PauseAck(self._confirmed))
 
     def _holding(self) -> int:
-        """Return the publication that the publisher must not overwrite; 0 for none.
+        """Return the publication that the publisher must not overwrite; 0 without one.
 
         A subscriber that does not sample releases it when there is a newer one, or when the publisher closes.
         """

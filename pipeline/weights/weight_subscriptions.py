@@ -1,7 +1,7 @@
 """The subscribers of one segment of weights on this host: notified of versions and pauses, and waited for.
 
-Used by the publisher, whose samplers share its memory, and by the mirror of a publisher on another host. A subscriber
-is reached by a `Conversation`: a Unix socket, or a connection over tcp to the mirror of another host.
+Used by the publisher for samplers that share its memory, and by the mirror of a publisher on another host. A subscriber
+is at the end of a `Conversation`: a Unix socket, or a connection over tcp to the mirror of another host.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Subscription:
     confirmed: int = 0
     """Number of the last pause that it confirmed: it has stopped sampling."""
     holding: int = 0
-    """The publication whose buffer it samples from; 0 for none."""
+    """The publication whose buffer it samples from; 0 without one."""
     notified_final: bool = False
     changed: Waiters = field(default_factory=Waiters)
     """Wakes the task that notifies it."""
@@ -84,7 +84,7 @@ class Subscriptions:
         self.all: set[Subscription] = set()
         """Those that are connected."""
         self.pause = 0
-        """Number of the present pause; 0 where there is none."""
+        """Number of the present pause; 0 without one."""
         self._pauses = 0
         """Pauses so far; each has a number of its own, so that a late confirmation is not taken for a new one."""
         self._holders = 0
@@ -95,7 +95,7 @@ class Subscriptions:
         """Wakes tasks that wait for a subscriber to confirm, or to leave."""
 
     def open(self, writer: WeightWriter, url: str) -> None:
-        """Accept subscribers to the segment of `writer`, which are to connect to `url`."""
+        """Accept subscribers to the segment of `writer`; they are to connect to `url`."""
         self._writer, self.url = writer, url
         self.rejections = RejectionCounter(url)
 
@@ -206,7 +206,7 @@ class Subscriptions:
         return subscription
 
     async def serve(self, subscription: Subscription) -> None:
-        """Notify `subscription`, and record what it reports, until it disconnects."""
+        """Notify `subscription`, and record its reports, until it disconnects."""
         self.all.add(subscription)
         self._changed.wake_all()
         try:

@@ -1,4 +1,4 @@
-"""Tables: non-persistent buffers, which a module computes when it is constructed. Mainly rotary frequencies.
+"""Tables: non-persistent buffers that a module computes when it is constructed. Mainly rotary frequencies.
 
 They are not published: the model of a sampler computes its own, from its own configuration. Their descriptions and the
 hashes of their bytes are published, so that configurations with other numbers are detected. Tensors that are plain
@@ -51,10 +51,10 @@ def table_differences(
     """Return a line for each table of `model` that is missing, extra or different from the published one.
 
     Args:
-        published: None compares nothing.
+        published: None for no comparison.
         model: the model of a sampler.
         made: by module and name there, the computed values of tables on the meta device; None for one that cannot be
-            computed, which is not compared.
+            computed, and is not compared.
     """
     if published is None:
         return []

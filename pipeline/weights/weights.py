@@ -1,4 +1,4 @@
-"""Weights in shared memory: two buffers, between which a reader never sees a mixture.
+"""Weights in shared memory: two buffers, and a reader never sees a mixture of them.
 
 The publisher writes one buffer while the other is read. A reader that copies checks afterwards whether the publisher
 began to overwrite the copied version, and copies again if so; a sampler whose model is views of the buffer checks
@@ -37,7 +37,7 @@ READ_ATTEMPTS = 32
 
 SEQUENCE, LATEST, BEGUN, VERSION, GENERATION = 0, 1, 2, 4, 6
 """Words of the first page: publications so far; the newest version; for each of the two buffers, the publication that
-was last begun in it, and its version; the publisher's generation, which is the only word on a device's page."""
+was last begun in it, and its version; the publisher's generation, the only word on a device's page."""
 
 
 class Publication(NamedTuple):
@@ -128,7 +128,7 @@ class WeightWriter:
         return self._words[SEQUENCE]
 
     def write(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copy `tensors`, which were checked, into the buffer that is not the newest, and make it the newest.
+        """Copy checked `tensors` into the buffer that is not the newest, and make it the newest.
 
         If this is interrupted at any instruction, the version before remains the newest.
         """
@@ -151,7 +151,7 @@ class WeightWriter:
         cast("HostMemory", self._memory).bytes[first : first + len(elements)] = elements
 
     def complete(self, version: int) -> None:
-        """Make the buffer, which has been filled since `begin`, the newest."""
+        """Make the buffer that was filled since `begin` the newest."""
         sequence = self.sequence + 1
         self._words[VERSION + sequence % 2] = version
         _fence()
@@ -202,7 +202,7 @@ class WeightReader:
     def newest(self) -> Publication | None:
         """Return the newest version, read from memory.
 
-        None before the first, and if two publications occurred between every two words that were read.
+        None before the first, and if two publications came between every two words that were read.
         """
         for _ in range(READ_ATTEMPTS):
             if not (sequence := self._words[SEQUENCE]):
