@@ -94,7 +94,7 @@ def forks() -> Iterator[Forks]:
 @pytest.fixture(autouse=True, scope="module")
 def _interpreters_are_forks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fork where most of a test's time would be the start of interpreters."""
-    if not {"processes"} & set(request.path.parts):
+    if not {"processes", "atropos"} & set(request.path.parts):
         yield
         return
     with request.getfixturevalue("forks").in_place_of_interpreters():
