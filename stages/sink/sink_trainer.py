@@ -212,7 +212,7 @@ class SinkTrainer:
         saved = self.trainer.state if isinstance(self.trainer, KeepsState) else {}
         return StageInfo(
             max_steps=self.max_steps,
-            tokenizers=tokenizer_of(self.trainer),
+            tokenizers=tokenizer_of(self.trainer) or (None if isinstance(self.trainer, KeepsTokenizer) else ()),
             needs_tokenizer=self.samples is not None,
             saved=saved,
             saves_at_end=self.checkpoints is not None,

@@ -14,14 +14,15 @@ import pytest
 import torch
 from anyio import to_thread
 from numpy.typing import NDArray
+from tests.fake_policy import Letters
 from torch import Tensor, nn
 
-from penstock import TrainBatch, Worker
+from penstock import Context, TrainBatch, Worker
 from penstock._stages.training_run.torch_parts import RunParts
 from penstock.models import HFModel
 from penstock.policies import Completion, SamplingParams
 from penstock.runs import load_run_config
-from penstock.testing import batch
+from penstock.testing import batch, entered
 from penstock.torch import TorchPolicy, TorchTrainer
 from penstock.weights import WeightPublisher
 
@@ -56,8 +57,9 @@ def prompts() -> list[NDArray[np.int32]]:
 
 
 async def sampled(policy: TorchPolicy) -> list[Completion]:
-    async with policy.open(Worker()) as engine:
-        return await engine.generate(prompts(), SamplingParams(max_completion_tokens=LENGTH, stop_ids=()))
+    with entered(Context(tokenizer=Letters())):
+        async with policy.open(Worker()) as engine:
+            return await engine.generate(prompts(), SamplingParams(max_completion_tokens=LENGTH, stop_ids=()))
 
 
 def batch_of(completions: list[Completion]) -> TrainBatch:
