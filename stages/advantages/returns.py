@@ -28,7 +28,7 @@ Observations: TypeAlias = Literal["skipped", "severing", "blank", "valued", "cou
 """Treatment of a token that does not train (an observation, for example), between two that do or behind them.
 
 skipped   no step: the tokens around it follow each other, as if it were not there
-severing  no step, and what comes after it does not reach what came before
+severing  no step, and sums of later tokens do not reach earlier ones
 blank     a step that takes time, without reward or value of its own
 valued    a step that takes time, without reward, and with the value that a critic gave it
 counted   a step like any other

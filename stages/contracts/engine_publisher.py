@@ -35,7 +35,7 @@ class PublishedWeights(Published, Protocol):
 
 @runtime_checkable
 class KnowsTies(Protocol):
-    """A publisher that knows which of its tensors are tied."""
+    """A publisher that knows its tied tensors."""
 
     @property
     def ties(self) -> Mapping[str, str]:

@@ -2,7 +2,7 @@
 
 Not `anyio.to_thread`: a call that hangs must not delay the end of the process, and must count against the bound even
 when no task waits for it any more. So these threads are daemons, and an abandoned call keeps its thread until it
-returns. Knows nothing about the functions.
+returns. Knows no particular function.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class AdaptiveKL(Term):
     Args:
         weight: β of the first step.
         target: divergence, in nats per token, that β is steered to.
-        horizon: sequences over which the relative error is made up; larger is slower.
+        horizon: number of sequences that correct the relative error; larger is slower.
         estimator: of a token's divergence; see `KL`.
 
     Raises:

@@ -4,7 +4,7 @@ A teacher returns its most probable candidates for a token, any number of them, 
 itself. The rest of its distribution can be ignored, normalised away, or kept as one more candidate. The results are
 three different numbers, chosen by `mode`:
 
-    raw           Σ over the candidates, of probabilities as they are, which do not add up to 1. May be negative.
+    raw           Σ over the candidates, of probabilities as they are: their sum is at most 1. May be negative.
     renormalised  teacher and policy each divided by their sum over the candidates, however small that is.
     tail          the candidates, and one more for all other tokens: a divergence of distributions.
 
@@ -60,8 +60,8 @@ class Distillation(Term):
         jsd         β KL(P ‖ M) + (1 − β) KL(Q ‖ M), M = β P + (1 − β) Q    bounded; β is `beta`
 
     Hinton et al., "Distilling the Knowledge in a Neural Network" (2015); jsd is the generalised Jensen-Shannon
-    divergence of Agarwal et al., "On-Policy Distillation of Language Models" (2024), which nears β times forward_kl as
-    β nears 0. With one candidate a token, use `SampledDistillation`.
+    divergence of Agarwal et al., "On-Policy Distillation of Language Models" (2024): near β times forward_kl for β near
+    0. With one candidate a token, use `SampledDistillation`.
 
     Raises:
         InvalidConfig: an unknown divergence or mode, or `beta` missing, without use or not between 0 and 1.

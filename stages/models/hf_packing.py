@@ -32,7 +32,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 precision rounding may choose other experts, and explains any."""
 
 CHOICES = {torch.topk, Tensor.topk, torch.max, Tensor.max}
-"""Functions by which a mixture of experts chooses them."""
+"""Functions that choose the experts of a mixture."""
 
 
 class Packs(Protocol):

@@ -146,7 +146,7 @@ class AdaptiveKLConfig(Config, frozen=True):
     target: Positive
     """Divergence from the reference, in nats per token, that the weight is steered to."""
     horizon: Count = 10_000
-    """Sequences over which the relative error is made up."""
+    """Number of sequences that correct the relative error."""
 
 
 class AlgorithmConfig(Config, frozen=True):
@@ -157,14 +157,14 @@ class AlgorithmConfig(Config, frozen=True):
     preset: Library | None = None
     """Library whose advantages are computed where they differ."""
     loss: Text = "ppo"
-    """ppo, gspo, cispo, dppo, sapo or reinforce; or `module:function`, which returns a loss of `penstock.losses`."""
+    """ppo, gspo, cispo, dppo, sapo or reinforce; or `module:function` for a loss of `penstock.losses`."""
     clip: tuple[NotNegative, NotNegative] | None = None
     """Bounds of the ratio below and above 1, with dppo of the change of the probability; null for those of the loss."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"] = "token-mean"
     kl: NotNegative = 0.0
-    """Weight of the KL term against the reference, which is the model before training; 0 for none."""
+    """Weight of the KL term against the reference: the model before training; 0 for none."""
     adaptive_kl: AdaptiveKLConfig | None = None
-    """Controller of this weight, which is then that of the first step; null keeps it."""
+    """Controller that starts from this weight; null keeps the weight."""
     reference: ReferenceConfig = ReferenceConfig()
     entropy: NotNegative = 0.0
     """Weight of an entropy bonus."""
@@ -177,7 +177,7 @@ class AlgorithmConfig(Config, frozen=True):
     updates: Count = 1
     """Optimizer updates in a step, each on the whole batch."""
     max_lag: Natural = 1
-    """Steps that the weights which sample may be behind; 0 makes a run repeatable."""
+    """Steps that the sampling weights may be behind; 0 makes a run repeatable."""
     drop_zero_variance: bool = False
     """Leave out prompts whose completions all have the same reward; others are sampled in their place."""
     mask_truncated: bool = False
@@ -211,14 +211,14 @@ class InferenceServerConfig(Config, frozen=True):
     model: str = ""
     """The model's name at the server; by default `model.path`."""
     weights: str = ""
-    """Folder for new weights, which the server can read; by default in the folder of the run."""
+    """Folder for new weights, readable by the server; by default in the folder of the run."""
 
 
 class JoiningConfig(JoinedAt, frozen=True, kw_only=True):
     """Workers that join from other hosts; see `joining`."""
 
     weights: Text = "tcp://0.0.0.0:5556"
-    """Address from which they get the weights."""
+    """Address that they get the weights from."""
 
 
 class PlacementConfig(Config, frozen=True):
@@ -259,7 +259,7 @@ class EvaluationConfig(Config, frozen=True):
     sampling: SamplingParams | None = None
     """Their parameters; by default greedy, or those of training for several."""
     sets: tuple[DataSetConfig, ...] = ()
-    """Further sets, of which nothing is trained."""
+    """Further sets, only evaluated."""
     answer: FunctionName | None = None
     """Function from the text of a completion to its answer, for the majority; by default the text."""
     best: str = ""

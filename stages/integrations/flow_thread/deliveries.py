@@ -3,8 +3,8 @@
     give(key) ──▶ batch(keys) ──▶ train() ──▶ step() ──▶ stepped(): to be committed
             └───▶ drop(keys): to be ended
 
-Such a trainer does not report what it trains. An integration knows what it takes, batches and drops by a key that
-passes through it: the identity of an array, the names of a row, a place in a queue.
+Such a trainer does not report its training. An integration follows samples, batches and drops by a key that passes
+through it: the identity of an array, the names of a row, a place in a queue.
 
 Decides; does no I/O, and knows no trainer. The caller excludes threads from each other.
 """

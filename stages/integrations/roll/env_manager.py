@@ -181,7 +181,7 @@ class FlowEnvManager:
                 episode = self._queue.next_episode()
 
     def update_step(self, global_step: int, trace_meta: Any = None) -> None:  # noqa: ARG002 (of ROLL's interface)
-        """Commit what ROLL has trained, and note its step. Called before ROLL asks for the batch of that step."""
+        """Commit trained groups, and note ROLL's step. Called before ROLL asks for the batch of that step."""
         self.flow.begin_step(global_step)
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
 """`GroupQueue`: calls into ROLL's `GroupQueueManager`, a Ray actor, from the thread of one of its environments.
 
 Read off ROLL's roll/distributed/scheduler/rollout_scheduler.py at COMMIT: `get_episode_id` :297, `put` :326 and :457,
-`get_batch` :479. That actor returns nothing from `put`, so a group is put by a function that runs in the actor
+`get_batch` :479. That actor's `put` has no result, so a group is put by a function that runs in the actor
 (`__ray_call__`): ROLL's event loop runs it from its first line to its last without a switch.
 """
 

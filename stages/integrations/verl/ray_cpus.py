@@ -1,7 +1,7 @@
 """The CPUs that verl reserves in Ray before it trains, compared with those that Ray has.
 
-Ray waits without a bound for CPUs that it lacks, and verl logs nothing meanwhile. Its first wait comes before it makes
-any object of penstock, so `plugin` compares.
+Ray waits without a bound for CPUs that it lacks, and verl is silent meanwhile. Its first wait comes before it makes any
+object of penstock, so `plugin` compares.
 """
 
 from __future__ import annotations
