@@ -9,7 +9,7 @@ import pytest
 __all__ = ["set_limits"]
 
 MODULES = {
-    "AT_ONCE": ["_pipeline.channels.remote_receiver"],
+    "AT_ONCE": ["_pipeline.channels.router_socket"],
     "ANSWER_TIMEOUT_S": ["_pipeline.channels.tcp"],
     "BACKOFF": ["_stages.integrations.atropos.http_api"],
     "CANCELLED_RESUME_TIMEOUT_S": ["_stages.engines.http_engine"],
@@ -19,7 +19,7 @@ MODULES = {
     "CHUNK_BYTES": ["_pipeline.weights.folder_mirror"],
     "CLOSE_TIMEOUT_S": ["_pipeline.channels.remote_sender"],
     "HANDSHAKE_S": ["_pipeline.channels.pending_handshakes"],
-    "LARGEST_MESSAGE": ["_pipeline.channels.remote_receiver", "_pipeline.channels.tcp"],
+    "LARGEST_MESSAGE": ["_pipeline.channels.peers", "_pipeline.channels.tcp"],
     "LEAST_WARNED_AT": ["_pipeline.accounting.progress_guard"],
     "MAX_HANDSHAKES": ["_pipeline.channels.pending_handshakes"],
     "MOST_REQUESTS": ["_pipeline.weights.weight_server"],

@@ -33,6 +33,12 @@ STAGES_FOLDERS = (
 
 FOLDERS = {"pipeline": PIPELINE_FOLDERS, "stages": STAGES_FOLDERS}
 
+MOST_METHODS = 29
+"""Methods of a class, private ones and properties included."""
+
+LARGER = {"Ledger": 44, "TrajectoryQueue": 40, "TorchEngine": 37, "Endpoints": 32}
+"""Classes that have more, and may not have more than these."""
+
 OURS_AT_TOP_LEVEL = {"schemas", "pipeline", "stages"}
 """Import names that exist in a checkout only, and not in an installation."""
 
@@ -247,6 +253,19 @@ def test_a_class_name_denotes_one_class() -> None:
                     defined.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
 
     assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}
+
+
+def test_a_reader_can_name_what_lives_in_a_class() -> None:
+    """One with more methods than these holds several things, each with state of its own: they become parts."""
+    methods = {
+        node.name: sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] in {*FOLDERS, "schemas", "src"}
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    assert {name: count for name, count in methods.items() if count > LARGER.get(name, MOST_METHODS)} == {}
 
 
 def test_torch_is_imported_where_tensors_live() -> None:

@@ -91,9 +91,9 @@ class MergedReceiver(AsyncReceiver[R]):
     # -- the parts of `RemoteReceiver` that workers need ---------------------------------------------------------------
 
     @property
-    def peers(self) -> dict[bytes, Peer]:
+    def peers(self) -> list[Peer]:
         """Admitted senders of all channels."""
-        return {identity: peer for receiver in self._receivers for identity, peer in receiver.peers.items()}
+        return [peer for receiver in self._receivers for peer in receiver.peers]
 
     def keep_open(self) -> None:
         """See `RemoteReceiver.keep_open`."""

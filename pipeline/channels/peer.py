@@ -9,12 +9,13 @@ from contextlib import suppress
 
 import anyio
 
-from ..._schemas import GroupId
+from ..._schemas import GroupId, ProtocolMismatch
 from ..._schemas.control import PUBLISHED, Closed, Connect, Message, Reject
 from ..._schemas.descriptor import Descriptor
 from ..accounting.repetition_sets import iter_bits
 from .connection import PeerControl
 from .message_counts import MessageCounts
+from .segment import DEFAULT_SLOT_BYTES
 from .transport import PayloadReader
 from .unread import Inflow
 
@@ -114,6 +115,24 @@ class Peer:
         self.releases.append((descriptor, records))
         if self.credit_requested or self.unreturned_records + len(self.releases) >= self._release_at:
             self._schedule(self)
+
+    def request_credit(self) -> None:
+        """Note that it can use its unreturned credit: it requested it, or has used all that it had."""
+        self.credit_requested = True
+        if self.unreturned_credit or self.releases:
+            self._schedule(self)
+
+    def check_credit(self, capacity: int, capacity_bytes: int) -> None:
+        """Check that it has no more in flight than this; what uses all of its records requests more."""
+        most = capacity_bytes + DEFAULT_SLOT_BYTES
+        if self.nbytes - self.released_bytes > most:
+            self.collect_releases()
+        if (nbytes := self.nbytes - self.released_bytes) > most:
+            raise ProtocolMismatch(f"expected at most {most} bytes in flight, got {nbytes}")
+        if (in_flight := self.sequence - self.returned) > capacity:
+            raise ProtocolMismatch(f"expected at most {capacity} records in flight, got {in_flight}")
+        if in_flight == capacity:
+            self.request_credit()
 
     def collect_releases(self) -> None:
         """Count the releases since the last call."""

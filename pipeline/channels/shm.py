@@ -39,7 +39,8 @@ from .checksum import CHECKSUM_BYTES
 from .control_connection import ControlConnection, connect_control
 from .handshake import complete_handshake, connect_message, handshake_timeout, request_session
 from .heartbeat import enable_heartbeats
-from .remote_receiver import ReceiverConfig, RemoteReceiver
+from .receiver_config import ReceiverConfig
+from .remote_receiver import RemoteReceiver
 from .remote_sender import RemoteSender, SenderConnection
 from .segment import DEFAULT_SLOT_BYTES, SegmentReader, SegmentWriter
 from .shm_acceptor import ShmAcceptor
@@ -275,7 +276,7 @@ async def _receive_segment(
     connection: ControlConnection, receiver: RemoteReceiver[Any], endpoint: str
 ) -> PayloadReader:
     """Grant a sender its credit, and map the segment that it sends."""
-    await connection.send(receiver.accept_message(endpoint, DEFAULT_SLOT_BYTES))
+    await connection.send(receiver.peers.accept_message(endpoint, DEFAULT_SLOT_BYTES))
     offer = await connection.receive()
     fd = connection.take_fd()
     if not isinstance(offer, SegmentOffer) or fd is None:
@@ -303,7 +304,9 @@ async def serve_shm(url: str, record_type: type[R], config: ReceiverConfig) -> A
         receiver = RemoteReceiver(
             record_type, transport="shm", url=f"{SCHEME}{directory}", socket=socket, config=config
         )
-        acceptor = ShmAcceptor(receiver, socket, listener, lambda opened: _receive_segment(opened, receiver, endpoint))
+        acceptor = ShmAcceptor(
+            receiver.peers, socket, listener, lambda opened: _receive_segment(opened, receiver, endpoint)
+        )
         stack.push_async_callback(acceptor.aclose)
         receiver.start_accepting(stack.pop_all())
         async with receiver:

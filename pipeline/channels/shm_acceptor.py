@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakSet
 
 import anyio
@@ -18,14 +18,14 @@ import zmq
 from anyio.abc import Listener, SocketStream
 
 from ..._schemas import ProtocolMismatch
-from ..._schemas.control import Connect, Ready, Reject
+from ..._schemas.control import Connect, CreditGrant, Ready, Reject
 from ..errors import PeerClosed
 from .control_connection import ControlConnection, serve_control
 from .heartbeat import GRACE_S
 from .peer import Peer
+from .peers import Peers
 from .pending_handshakes import PendingHandshakes
 from .rejections import DisconnectOnError, rejection_of
-from .remote_receiver import RemoteReceiver
 from .socket_monitor import SocketMonitor
 from .transport import PayloadReader
 
@@ -61,18 +61,18 @@ class ShmAcceptor:
 
     def __init__(
         self,
-        receiver: RemoteReceiver[Any],
+        peers: Peers,
         socket: zmq.Socket[bytes],
         listener: Listener[SocketStream],
         enter: Enter,
     ) -> None:
-        self._receiver = receiver
-        self._admission, self._rejections = receiver.admission, receiver.rejections
+        self._peers = peers
+        self._attendance, self._rejections = peers.attendance, peers.rejections
         self._socket = socket
         self._listener = listener
         self._enter = enter
-        self._heartbeat_timeout_s = receiver.config.heartbeat_timeout_s
-        self._handshakes = PendingHandshakes[_Handshake](self._admission.max_senders, lambda: None, _Handshake.end)
+        self._heartbeat_timeout_s = peers.config.heartbeat_timeout_s
+        self._handshakes = PendingHandshakes[_Handshake](peers.config.max_senders, lambda: None, _Handshake.end)
         self._loop = asyncio.get_running_loop()
         self._timers: WeakSet[asyncio.TimerHandle] = WeakSet()
         """Checks for senders whose ZeroMQ connection has ended, or was not made in time."""
@@ -83,7 +83,7 @@ class ShmAcceptor:
         self._accept_task = self._loop.create_task(self._serve(), name="penstock shm acceptor")
 
     def __repr__(self) -> str:
-        return f"<ShmAcceptor: {len(self._handshakes)} in handshake, {self._admission!r}>"
+        return f"<ShmAcceptor: {len(self._handshakes)} in handshake, {self._attendance!r}>"
 
     async def aclose(self) -> None:
         """Accept no more senders, and close the ZeroMQ socket."""
@@ -114,9 +114,9 @@ class ShmAcceptor:
         finally:
             self._handshakes.remove(handshake)
         if peer is not None:
-            with DisconnectOnError(self._receiver.disconnect_for_error, peer):
+            with DisconnectOnError(self._peers.disconnect_for_error, peer):
                 await self._until_disconnected(connection)
-            if (rejection := self._receiver.on_disconnect(peer)) is not None:
+            if (rejection := self._peers.on_disconnect(peer)) is not None:
                 await _send_rejection(connection, rejection)
 
     async def _handshake(self, handshake: _Handshake) -> Peer | None:
@@ -136,23 +136,23 @@ class ShmAcceptor:
         if not isinstance(request, Connect):
             raise ProtocolMismatch(f"expected a Connect, got {type(request).__name__}")
         other_user = None if connection.same_user else Reject("PeerClosed", "expected a process of the same user")
-        rejection = other_user or self._admission.rejection(request)
+        rejection = other_user or self._attendance.rejection(request)
         if rejection is not None:
             self._rejections.record(f"{request.name} (pid {request.pid}): {rejection.reason}")
             await connection.send(rejection)
             return None
-        self._receiver.check(request)
-        self._admission.granted += 1
+        self._attendance.check(request)
+        self._attendance.granted += 1
         handshake.holds_place = True
         try:
             reader = await self._enter(connection)
-            if request.identity in self._receiver.peers:
+            if request.identity in self._peers.admitted:
                 raise ProtocolMismatch("expected an identity of its own, got one that was taken meanwhile")
-            peer = self._receiver.admit(request, connection, reader)
+            peer = self._peers.admit(request, connection, reader)
         except (anyio.BrokenResourceError, anyio.EndOfStream):  # a sender that was granted its place, and stopped
             return None
         finally:
-            self._admission.granted -= 1
+            self._attendance.granted -= 1
         if self._heartbeat_timeout_s is not None:
             self._check_in(self._heartbeat_timeout_s)  # by then its ZeroMQ connection must exist
         return peer
@@ -168,11 +168,15 @@ class ShmAcceptor:
 
     def _disconnect_unresponsive(self) -> None:
         """Disconnect the senders that have no ZeroMQ connection, but a control connection: they did not die."""
-        self._receiver.drain()
-        for peer in list(self._receiver.peers.values()):
-            if peer.open and self._settled(peer) and not self._receiver.reaches(peer):
+        self._peers.drain()
+        for peer in list(self._peers):
+            if peer.open and self._settled(peer) and not self._reaches(peer):
                 peer.unresponsive_s = self._heartbeat_timeout_s
                 peer.control.shutdown_read()
+
+    def _reaches(self, peer: Peer) -> bool:
+        """Return whether it has a ZeroMQ connection: only sending shows it, so an empty grant is sent."""
+        return self._peers.send(peer.identity, CreditGrant(()))
 
     def _settled(self, peer: Peer) -> bool:
         """Return whether the ZeroMQ connection of `peer` existed, or has had the time to be made."""

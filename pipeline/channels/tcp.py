@@ -48,7 +48,8 @@ from .heartbeat import ping_interval_s
 from .keys import ChannelKey
 from .message_counts import count_interval_s
 from .pending_handshakes import HANDSHAKE_S
-from .remote_receiver import ReceiverConfig, RemoteReceiver
+from .receiver_config import ReceiverConfig
+from .remote_receiver import RemoteReceiver
 from .remote_sender import RemoteSender, SenderConnection
 from .tcp_address import TcpAddress, bind, bracketed, resolved
 from .tcp_control import TcpControl, connected
@@ -197,8 +198,9 @@ async def serve_tcp(url: str, record_type: type[R], config: ReceiverConfig) -> A
         config=config,
     )
     reader = FrameReader(record_type.schema, checksum=config.checksum)
-    acceptor = TcpSenders(receiver, socket, reader, port).acceptor
+    acceptor = TcpSenders(receiver.peers, socket, reader, port).acceptor
     stack = AsyncExitStack()
+    stack.callback(socket.close)
     stack.push_async_callback(acceptor.aclose)
     receiver.start_accepting(stack)
     async with receiver:

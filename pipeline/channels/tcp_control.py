@@ -13,6 +13,7 @@ import zmq
 
 from ..._schemas.control import Message, decode, encode
 from ..errors import NobodyListens, PeerClosed, PeerLost
+from ..util.waiting import Waiters
 from .handshake import handshake_timeout
 from .heartbeat import DAMAGED, UNRESPONSIVE, ping
 from .pending_handshakes import SETTLED_S
@@ -48,23 +49,33 @@ class TcpControl:
         self._connection = connection
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._ended = anyio.Event()
+        self._changed = Waiters()
+        """Wakes the task that receives: sending may hide that a message has arrived."""
 
     async def send(self, message: Message) -> None:
         """Send `message`; see `Conversation.send`."""
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
+        except zmq.ZMQError:
             raise anyio.BrokenResourceError from None
+        finally:
+            self._changed.wake_all()
 
     async def receive(self) -> Message:
         """Return the next message; see `Conversation.receive`."""
-        while True:
-            events = int(self.socket.getsockopt(EVENTS))
-            if events & POLLIN:
-                return decode(self.socket.recv(zmq.NOBLOCK))
+        while not (events := int(self.socket.getsockopt(EVENTS))) & POLLIN:
             if not events & POLLOUT:
                 raise anyio.EndOfStream
-            await anyio.wait_readable(int(self.socket.getsockopt(zmq.FD)))
+            await self._wait()
+        return decode(self.socket.recv(zmq.NOBLOCK, copy=False).buffer)
+
+    async def _wait(self) -> None:
+        loop, fd = asyncio.get_running_loop(), int(self.socket.getsockopt(zmq.FD))
+        loop.add_reader(fd, self._changed.wake_all)
+        try:
+            await self._changed.wait()
+        finally:
+            loop.remove_reader(fd)
 
     async def next_event(self, receiver: str) -> PeerLost:
         """See `SenderControl.next_event`: all messages arrive on the ZeroMQ socket, so the end is the only event.

@@ -21,7 +21,8 @@ from .channel import REMOTE_CAPACITY, REMOTE_CAPACITY_BYTES
 from .heartbeat import DEFAULT_HEARTBEAT_TIMEOUT_S
 from .keys import ChannelKey
 from .members import DEFAULT_ABSENCE_TIMEOUT_S, Members, OnAbsence
-from .remote_receiver import PeerListener, ReceiverConfig, RemoteReceiver
+from .receiver_config import PeerListener, ReceiverConfig
+from .remote_receiver import RemoteReceiver
 from .remote_sender import RemoteSender
 from .shm import connect_shm, serve_shm
 from .tcp import connect_tcp, serve_tcp

@@ -42,8 +42,6 @@ from ..._schemas.control import (
     Subscribe,
     VersionGone,
     WeightLayout,
-    decode,
-    encode,
     printable,
 )
 from ..accounting.telemetry import get_logger
@@ -59,7 +57,6 @@ from ..util.exception_groups import unwrap_single
 from ..util.file_descriptors import available
 from ..util.retry_pace import LAST_RETRY_S, RetryPace
 from ..util.waiting import Waiters
-from .event_socket import EventSocket
 from .folder_mirror import FolderReader, folder_mirror
 from .tensor_layout import LENGTH, TensorLayout, WritePlan
 from .weight_address import WeightAddress
@@ -82,7 +79,7 @@ LINK_DESCRIPTORS = 8
 class _Link:
     """A connection to the publisher."""
 
-    def __init__(self, control: TcpControl, layout: WeightLayout, events: EventSocket, address: WeightAddress) -> None:
+    def __init__(self, control: TcpControl, layout: WeightLayout, address: WeightAddress) -> None:
         self.address = address
         self.layout = layout
         self._counts = MessageCounts()
@@ -92,7 +89,6 @@ class _Link:
         """True once a message came on it after the handshake."""
         self._opened_s = anyio.current_time()
         self._control = control
-        self._events = events
 
     @classmethod
     async def open(cls, address: WeightAddress) -> Self:
@@ -111,34 +107,32 @@ class _Link:
             place = await anyio.to_thread.run_sync(resolved, address.url, address.key)
         identity = b"m" + secrets.token_bytes(15)
         control = await connected(address.url, place, identity, timeout_s)
-        events = EventSocket(control.socket)
         try:
             with handshake_timeout(timeout_s, address.url, NOT_SERVED):
                 name = f"mirror on {sockets.gethostname()}"[:100]
-                events.send(encode(Subscribe(PROTOCOL_VERSION, name, getpid())))
-                layout = _layout(decode((await events.receive())[-1].buffer), address)
-                events.send(encode(Ready()))
-                _confirmed(decode((await events.receive())[-1].buffer), address)
+                await control.send(Subscribe(PROTOCOL_VERSION, name, getpid()))
+                layout = _layout(await control.receive(), address)
+                await control.send(Ready())
+                _confirmed(await control.receive(), address)
         except BaseException as error:
-            events.close()
             await control.aclose()
             if isinstance(error, anyio.EndOfStream | anyio.BrokenResourceError):
                 raise PeerLost(f"the publisher at {address.url} closed the connection in the handshake") from None
             raise
-        return cls(control, layout, events, address)
+        return cls(control, layout, address)
 
     @property
     def worked(self) -> bool:
         """Return whether it is a cut that ended it, and not its publisher at once."""
         return self._used or anyio.current_time() > self._opened_s + LAST_RETRY_S
 
-    def send(self, message: Message) -> None:
+    async def send(self, message: Message) -> None:
         """Send `message`.
 
         Raises:
             anyio.BrokenResourceError: the connection has ended.
         """
-        self._events.send(encode(message))
+        await self._control.send(message)
         self._counts.sent += 1
 
     async def receive(self) -> Message:
@@ -149,7 +143,7 @@ class _Link:
             ProtocolMismatch: it is no message.
         """
         while True:
-            message = decode((await self._events.receive())[-1].buffer)
+            message = await self._control.receive()
             self._used = True
             if not isinstance(message, MessageCount):
                 self._counts.received += 1
@@ -163,13 +157,11 @@ class _Link:
         with suppress(anyio.BrokenResourceError):  # `receive` ends too
             while True:
                 await anyio.sleep(self._count_interval_s)
-                self._events.send(encode(self._counts.report()))
+                await self._control.send(self._counts.report())
 
     async def aclose(self) -> None:
         """Close the connection. Closing twice is fine."""
-        if not self._control.socket.closed:
-            self._events.close()
-            await self._control.aclose()
+        await self._control.aclose()
 
 
 def _layout(answer: Message, address: WeightAddress) -> WeightLayout:
@@ -294,7 +286,7 @@ class WeightMirror:
                 transfer = self._transfer or await self._begun()
                 while self._transfer is transfer and not transfer.done:
                     for index in transfer.take():
-                        link.send(ChunkRequest(transfer.version, index))
+                        await link.send(ChunkRequest(transfer.version, index))
                     await self._changed.wait()
                 if self._transfer is transfer:
                     self._transfer = None
@@ -344,7 +336,7 @@ class WeightMirror:
         with scope:
             async with self.subscriptions.paused(math.inf):
                 with suppress(anyio.BrokenResourceError):  # the next connection begins with the present pause
-                    self._link.send(PauseAck(number))
+                    await self._link.send(PauseAck(number))
                 await anyio.sleep_forever()
 
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 import zmq
 from anyio.abc import TaskGroup
@@ -33,22 +32,22 @@ from ..._schemas.control import (
     Subscribe,
     VersionGone,
     WeightLayout,
-    encode,
 )
 from ..channels.heartbeat import UNRESPONSIVE
 from ..channels.keys import ChannelKey
 from ..channels.message_counts import MessageCounts
 from ..channels.rejections import DisconnectOnError, RejectionCounter, rejection_of
+from ..channels.router_socket import RouterSocket
 from ..channels.tcp_acceptor import Connection, TcpAcceptor
 from ..channels.tcp_address import bind, bracketed, resolved
 from ..channels.tcp_connection import TcpConnection
 from ..channels.tcp_handshakes import LARGEST_HANDSHAKE_MESSAGE
 from ..channels.transport import router
+from ..channels.turns import Share, Turn
 from ..channels.unread import Inflow
 from ..errors import InvalidConfig
 from ..util.file_descriptors import available
 from ..util.host import host_identity
-from .event_socket import EventSocket
 from .weight_address import WeightAddress
 from .weight_memory import HostMemory
 from .weight_subscriptions import Subscription, Subscriptions, refusal
@@ -126,7 +125,7 @@ class _Mirror:
             raise ProtocolMismatch(f"expected at most {MOST_REQUESTS} requests at a time, got another {kind}")
 
     def _compare(self, reported: MessageCount) -> None:
-        """Note that it asks for the count; close a connection that lost a message: the mirror makes another."""
+        """Note that it asks for the count; close a connection on which a message was lost: it makes another."""
         self._counts.answer_due = True
         if not self._counts.complete(reported):
             self._drop(f"a message of {self.name} was lost on its way")
@@ -169,48 +168,23 @@ class WeightServer:
         writer: WeightWriter,
         subscriptions: Subscriptions,
     ) -> None:
-        """Prepare to serve the segment of `writer` on `socket`, bound to `port`."""
+        """Serve the segment of `writer` on `socket`, which is bound to `port`."""
         self.heartbeat_timeout_s = heartbeat_timeout_s
-        self._events = EventSocket(socket)
         self._subscriptions = subscriptions
-        self._tasks: TaskGroup
-        """Serves the mirrors, while `run` runs."""
-        self._running = False
+        self.tasks: TaskGroup
+        """Serves the mirrors; set before the event loop runs on."""
         self._reader = WeightReader(writer.fd, writer.nbytes, writer.generation)
         self._generation = writer.generation
         self.acceptor = TcpAcceptor(
             self, socket, port, rejections=RejectionCounter(url), heartbeat_timeout_s=heartbeat_timeout_s
         )
-
-    async def run(self) -> None:
-        """Serve until cancelled."""
-        async with anyio.create_task_group() as self._tasks:
-            self._running = True
-            try:
-                while True:
-                    identity, *frames = await self._events.receive()
-                    self.acceptor.handle(identity.bytes, frames)
-                    self.drain()
-                    await anyio.lowlevel.checkpoint()  # where messages pour in, others run, and what ends that
-            finally:
-                self._running = False
+        self._socket = RouterSocket(socket, self.acceptor.handle)
+        self.send = self._socket.send
 
     def drain(self) -> bool:
-        """Handle all messages that have arrived from mirrors within their window; return whether that was all."""
-        for _ in range(2 * MOST_REQUESTS * (1 + len(self.acceptor))):
-            if not self._running or (message := self._events.receive_nowait()) is None:
-                return True
-            identity, *frames = message
-            self.acceptor.handle(identity.bytes, frames)
-        return False
-
-    def send(self, identity: bytes, message: Message) -> bool:
-        """Send a message; return whether its connection exists."""
-        try:
-            self._events.send(identity, encode(message))
-        except anyio.BrokenResourceError:
-            return False
-        return True
+        """Handle all messages that have arrived from mirrors within their window; return whether none is left."""
+        most = 2 * MOST_REQUESTS * (1 + len(self.acceptor))
+        return self._socket.drain(Turn(Share(most, most * LARGEST_HANDSHAKE_MESSAGE)))
 
     def begin(self, connection: Connection, identity: bytes, request: Subscribe) -> tuple[_Mirror, Message] | Reject:
         """Return the session of a mirror, and the layout of the weights."""
@@ -224,7 +198,7 @@ class WeightServer:
         """Serve a mirror from now on."""
         subscription = Subscription(mirror.name, mirror)
         self._subscriptions.all.add(subscription)
-        self._tasks.start_soon(self._serve, mirror, subscription)
+        self.tasks.start_soon(self._serve, mirror, subscription)
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
@@ -277,7 +251,7 @@ class WeightServer:
     async def aclose(self) -> None:
         """Notify every mirror that no newer version follows, and close."""
         self.acceptor.broadcast(EndOfWeights())
-        self._events.close()
+        self._socket.unwatch()
         with anyio.CancelScope(shield=True):
             await self.acceptor.aclose()
 
@@ -315,9 +289,8 @@ async def serving(
     stack = AsyncExitStack()
     stack.push_async_callback(server.aclose)
     try:
-        tasks = await stack.enter_async_context(anyio.create_task_group())
-        stack.callback(tasks.cancel_scope.cancel)
-        tasks.start_soon(server.run)
+        server.tasks = await stack.enter_async_context(anyio.create_task_group())
+        stack.callback(server.tasks.cancel_scope.cancel)
         await anyio.to_thread.run_sync(server.acceptor.watch.start)
         yield WeightAddress(served, place.key, subscriptions.url, host, writer.generation, heartbeat_timeout_s)
     finally:

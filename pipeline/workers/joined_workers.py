@@ -220,7 +220,7 @@ class JoinedWorkers(Supervisor):
                 tasks.start_soon(self._look_for_the_end, self.feeder)
             await self._give_places(spawner, tasks, feed)
             self._over = True
-            for peer in self.receiver.peers.values():
+            for peer in self.receiver.peers:
                 if peer not in self._placed:
                     self._turn_away(peer, NoneLeft())
             tasks.cancel_scope.cancel()

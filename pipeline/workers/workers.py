@@ -227,7 +227,7 @@ class Workers:
     def _notify_of_step(self, step: int) -> None:
         """Notify the workers of a source of a step, also those without a trajectory that it trained."""
         if self._feeder is None:
-            for peer in self._receiver.peers.values():
+            for peer in self._receiver.peers:
                 peer.stepped(step, self._ledger.published)
 
     def _channels(self, outbox_url: str) -> WorkerChannels:

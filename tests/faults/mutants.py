@@ -14,12 +14,12 @@ from tests.faults import verdict
 from tests.faults.cells import Cell
 
 from penstock._pipeline.channels import shm
+from penstock._pipeline.channels.peers import Peers
 from penstock._pipeline.channels.segment import SegmentWriter
 from penstock._pipeline.channels.shm import SlotReader
 from penstock._pipeline.channels.socket_directory import sweep, sweep_after
 from penstock._pipeline.workers import worker_process
 from penstock._pipeline.workers.worker_accounting import WorkerAccounting
-from penstock.channels import RemoteReceiver
 
 __all__ = ["MUTANTS", "mutate"]
 
@@ -51,13 +51,13 @@ def _a_bit_flips_in_transit() -> None:
 
 def _a_death_is_taken_for_a_close() -> None:
     def made(on_disconnect: Callable[..., Any]) -> Callable[..., Any]:
-        def quietly(receiver: Any, peer: Any) -> Any:
+        def quietly(peers: Any, peer: Any) -> Any:
             peer.open = False
-            return on_disconnect(receiver, peer)
+            return on_disconnect(peers, peer)
 
         return quietly
 
-    _replace(RemoteReceiver, RemoteReceiver.on_disconnect, made)
+    _replace(Peers, Peers.on_disconnect, made)
 
 
 def _records_of_a_dead_worker_are_not_settled() -> None:

@@ -102,9 +102,9 @@ async def test_a_sender_that_stops_during_its_handshake_is_not_rejected() -> Non
         with anyio.fail_after(FAILSAFE_S):
             with stranger_at(inbox) as stranger:
                 stranger.sendall(connect_frame())
-                while not inbox.admission.granted:
+                while not inbox.peers.attendance.granted:
                     await moment()
-            while inbox.admission.granted:
+            while inbox.peers.attendance.granted:
                 await moment()
         await still_works(inbox)
         assert not inbox.rejected
@@ -143,7 +143,7 @@ async def test_text_of_a_stranger_is_escaped_in_logs_and_messages() -> None:
 
 async def test_a_sender_with_the_identity_of_another_is_rejected() -> None:
     async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
-        [identity] = inbox.peers
+        [identity] = inbox.peers.admitted
         with stranger_at(inbox) as stranger:
             stranger.sendall(connect_frame(identity=identity))
             assert await rejection(stranger) == "the identity is in use"

@@ -67,7 +67,7 @@ async def until_rejected(inbox: Inbox, count: int) -> None:
 async def until_accepted(inbox: Inbox) -> None:
     """Wait until the acceptor knows of a connection."""
     with anyio.fail_after(FAILSAFE_S):
-        while "1 in handshake" not in repr(inbox.on_unknown):
+        while "1 in handshake" not in repr(inbox.peers.on_unknown):
             await moment()
 
 
@@ -294,7 +294,7 @@ async def test_a_place_that_was_granted_and_not_used_is_free_again_after_the_tim
                 async with connect(inbox.url, TrajectoryGroup, key=KEY):
                     pass
             with anyio.fail_after(FAILSAFE_S):
-                while inbox.admission.granted:
+                while inbox.peers.attendance.granted:
                     await moment()
         monkeypatch.undo()
         await still_works(inbox, KEY)

@@ -78,7 +78,7 @@ class Ends:
             case LetGo(pick, in_a_thread) if self.held:
                 await self.let_go(pick, in_a_thread=in_a_thread)
             case Report():
-                [peer] = self.inbox.peers.values()
+                [peer] = self.inbox.peers
                 peer.ended(RECORDS[0].id, 1, "trained", 1)
                 await anyio.lowlevel.checkpoint()
             case Look():

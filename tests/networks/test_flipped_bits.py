@@ -217,7 +217,7 @@ async def one(inbox: Any, told: Told, name: str, flip: OneByte) -> Ends:
         sender_told_s = time.monotonic()
     with anyio.fail_after(FAILSAFE_S):
         # Its peer goes when its end is noticed, and the listener is told after all that came before.
-        while any(peer.name == name for peer in inbox.peers.values()) or inbox.ready_to_receive():  # noqa: ASYNC110
+        while any(peer.name == name for peer in inbox.peers) or inbox.ready_to_receive():  # noqa: ASYNC110
             await anyio.sleep(0.01)
     received = told.received_of.get(name, [])
     assert received == sorted(set(received))

@@ -269,7 +269,7 @@ async def test_ctrl_c_in_the_moment_of_closing_leaves_nothing_open(url: str, who
     may_end.set()
     await asyncio.wait([receiving, sending])
 
-    assert inbox._socket.closed
+    assert inbox.peers.router._socket.closed
     assert asyncio.all_tasks() == before
 
 

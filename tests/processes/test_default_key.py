@@ -68,7 +68,7 @@ async def test_a_message_without_a_key_is_never_received() -> None:
         stranger.setsockopt(zmq.RECONNECT_IVL, 3_600_000)  # connects once; with −1 a send after the end would block
         with stranger:
             stranger.setsockopt(zmq.LINGER, 0)
-            stranger.connect(inbox._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            stranger.connect(inbox.peers.router._socket.getsockopt_string(zmq.LAST_ENDPOINT))
             stranger.send(b"hello")
             async with connect(inbox.url, TrajectoryGroup) as outbox:
                 await outbox.send(group())

@@ -69,7 +69,7 @@ async def test_a_sender_with_another_key_is_refused_at_once_and_the_others_go_on
 
 async def test_messages_without_the_key_are_ignored_and_counted() -> None:
     async with serving() as inbox:
-        endpoint = inbox._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        endpoint = inbox.peers.router._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         strangers: list[zmq.Socket[bytes]] = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(2)]
         OTHER.protect(strangers[1], "sender")
         for stranger in strangers:

@@ -116,7 +116,7 @@ async def test_a_member_that_is_restarted_at_once_is_not_taken_for_a_second_one(
             killed.kill()
             killed.wait()
         with subprocess.Popen([*command, "1", "1", "done"], stdout=subprocess.DEVNULL) as restarted:  # noqa: ASYNC220
-            assert inbox._socket.poll(int(FAILSAFE_S * 1000))
+            assert inbox.peers.router._socket.poll(int(FAILSAFE_S * 1000))
             assert await anyio.to_thread.run_sync(restarted.wait) == 0
             assert [record.instance_id async for record in inbox] == ["1"]
 

@@ -139,8 +139,8 @@ async def test_a_receiver_that_breaks_the_protocol_is_lost_for_its_sender(sent: 
     async with serve("shm://", TrajectoryGroup) as inbox, connect(inbox.url, TrajectoryGroup) as outbox:
         await outbox.send(group(instance_id="0"))
         await inbox.receive()
-        peer = next(iter(inbox.peers.values()))
-        inbox._socket.send_multipart([peer.identity, sent])
+        peer = next(iter(inbox.peers))
+        inbox.peers.router._socket.send_multipart([peer.identity, sent])
         assert isinstance(outbox, RemoteSender)
         with anyio.fail_after(FAILSAFE_S):
             await outbox.wait_failed()

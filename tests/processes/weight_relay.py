@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import anyio
 import zmq
+import zmq.asyncio
 from anyio.abc import TaskGroup
 
 from penstock._pipeline.channels.tcp_connection import TcpConnection
 from penstock._pipeline.channels.transport import dealer, router
-from penstock._pipeline.weights.event_socket import EventSocket
 from penstock._schemas.control import Chunk, ChunkRequest, Message, decode, encode
 from penstock.weights import WeightAddress
 
@@ -48,48 +48,45 @@ class Relay:
         self.upstream.key.protect(mirrors, "receiver")
         port = mirrors.bind_to_random_port("tcp://127.0.0.1")
         self.address = replace(self.upstream, url=f"tcp://127.0.0.1:{port}", host="another")
-        events = EventSocket(mirrors)
         try:
             async with anyio.create_task_group() as tasks:
-                await self._pass_up(events, tasks)
+                await self._pass_up(zmq.asyncio.Socket.from_socket(mirrors), tasks)
         finally:
-            events.close()
             mirrors.close(linger=0)
 
-    async def _pass_up(self, mirrors: EventSocket, tasks: TaskGroup) -> None:
-        publishers: dict[bytes, EventSocket] = {}
+    async def _pass_up(self, mirrors: zmq.asyncio.Socket, tasks: TaskGroup) -> None:
+        publishers: dict[bytes, zmq.asyncio.Socket] = {}
         while True:
-            identity, frame = await mirrors.receive()
+            identity, frame = await mirrors.recv_multipart(copy=False)
             self._fd = int(identity.get(zmq.SRCFD))
             if identity.bytes not in publishers:
                 self.connections += 1
                 publishers[identity.bytes] = await tasks.start(self._pass_down, mirrors, identity.bytes)
-            publishers[identity.bytes].send(frame.bytes)
+            await publishers[identity.bytes].send(frame.bytes)
             message = decode(frame.buffer)
             if isinstance(message, ChunkRequest):
                 self.requested.append((message.policy_version, message.index))
                 self.on_request()
 
     async def _pass_down(
-        self, mirrors: EventSocket, identity: bytes, *, task_status: anyio.abc.TaskStatus[EventSocket]
+        self, mirrors: zmq.asyncio.Socket, identity: bytes, *, task_status: anyio.abc.TaskStatus[zmq.asyncio.Socket]
     ) -> None:
         socket = dealer(identity)
         self.upstream.key.protect(socket, "sender")
         socket.connect(self.upstream.url)
-        publisher = EventSocket(socket)
+        publisher = zmq.asyncio.Socket.from_socket(socket)
         try:
             task_status.started(publisher)
             while True:
-                (frame,) = await publisher.receive()
+                frame = await publisher.recv(copy=False)
                 message: Message = decode(frame.buffer)
                 if isinstance(message, Chunk):
                     await self.flowing.wait()
                     message = self.alter(message)
                     self.chunks.append(message)
-                with suppress(anyio.BrokenResourceError):  # its connection was cut
-                    mirrors.send(identity, encode(message))
+                with suppress(zmq.ZMQError):  # its connection was cut
+                    await mirrors.send_multipart([identity, encode(message)])
         finally:
-            publisher.close()
             socket.close(linger=0)
 
 

@@ -14,6 +14,7 @@ import zmq.utils.garbage
 from tests.failsafe import FAILSAFE_S
 
 from penstock import ReceiveChannel, SendChannel, TrainBatch, TrajectoryGroup
+from penstock._pipeline.channels.peers import Peers
 from penstock.channels import ChannelKey, RemoteReceiver, RemoteSender, connect, memory_channel, serve
 from penstock.errors import ChannelFull, InvalidRecord, PeerLost
 from penstock.testing import CHANNEL_RULES, MakeChannel, group
@@ -206,14 +207,14 @@ async def test_statistics_after_close_send_no_message(transport: str, monkeypatc
 def releases(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which the number of records in each later CreditGrant is appended."""
     granted: list[int] = []
-    send = RemoteReceiver.send
+    send = Peers.send
 
-    def recording(self: RemoteReceiver[TrajectoryGroup], identity: bytes, message: Any) -> bool:
+    def recording(self: Peers, identity: bytes, message: Any) -> bool:
         if type(message).__name__ == "CreditGrant":
             granted.append(sum(records for _, _, records in message.spans))
         return send(self, identity, message)
 
-    monkeypatch.setattr(RemoteReceiver, "send", recording)
+    monkeypatch.setattr(Peers, "send", recording)
     return granted
 
 
@@ -346,7 +347,12 @@ async def test_records_that_are_sent_in_one_tick_share_a_span_while_they_are_ali
         while inbox.statistics().sent < 8:
             await anyio.lowlevel.checkpoint()
 
-        assert [parcel[0].records for _, parcel in inbox._arrivals if isinstance(parcel, tuple)] == [4, 1, 2, 1]
+        assert [parcel[0].records for _, parcel in inbox.peers.arrivals.events if isinstance(parcel, tuple)] == [
+            4,
+            1,
+            2,
+            1,
+        ]
         assert [len((await inbox.receive()).reward_parts) for _ in range(8)] == [0] * 5 + [1] * 2 + [0]
 
 

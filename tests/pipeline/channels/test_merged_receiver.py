@@ -91,7 +91,7 @@ async def test_the_stream_ends_when_every_channel_has_ended() -> None:
 
 async def test_one_sender_can_be_dismissed_and_the_others_stay() -> None:
     async with merged() as ends:
-        (elsewhere,) = (peer for peer in ends.inbox.peers.values() if peer.name == "elsewhere")
+        (elsewhere,) = (peer for peer in ends.inbox.peers if peer.name == "elsewhere")
         await elsewhere.dismiss()
         await ends.elsewhere.wait_failed()
 

@@ -15,12 +15,12 @@ def test_a_turn_is_over_after_a_number_of_messages_of_all_connections() -> None:
 def test_a_turn_is_over_after_a_number_of_bytes() -> None:
     turn = Turn(Share(messages=10, nbytes=100))
 
-    assert not turn.spend(b"a", 1000)
+    turn.spend(b"a", 1000)
     assert turn.over
 
 
 def test_a_turn_of_each_is_over_when_one_connection_has_had_its_share_of_messages() -> None:
-    turn = TurnOfEach(Share(messages=2, nbytes=100))
+    turn = TurnOfEach(Share(messages=2, nbytes=100), refuse=lambda _: None)
 
     for identity in (b"a", b"b", b"c"):
         turn.spend(identity, 1)
@@ -30,9 +30,12 @@ def test_a_turn_of_each_is_over_when_one_connection_has_had_its_share_of_message
 
 
 def test_a_connection_that_sends_more_bytes_than_its_share_is_refused_and_the_others_go_on() -> None:
-    turn = TurnOfEach(Share(messages=10, nbytes=100))
+    refused: list[bytes] = []
+    turn = TurnOfEach(Share(messages=10, nbytes=100), refused.append)
 
-    assert not turn.spend(b"a", 100)
-    assert turn.spend(b"a", 1)
-    assert not turn.spend(b"b", 1)
+    turn.spend(b"a", 100)
+    assert not refused
+    turn.spend(b"a", 1)
+    turn.spend(b"b", 1)
+    assert refused == [b"a"]
     assert not turn.over
