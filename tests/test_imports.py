@@ -33,10 +33,10 @@ STAGES_FOLDERS = (
 
 FOLDERS = {"pipeline": PIPELINE_FOLDERS, "stages": STAGES_FOLDERS}
 
-MOST_METHODS = 29
+MOST_METHODS = 30
 """Methods of a class, private ones and properties included."""
 
-LARGER = {"Ledger": 44, "TrajectoryQueue": 40, "TorchEngine": 37, "Endpoints": 32}
+LARGER = {"TrajectoryQueue": 40, "TorchEngine": 37, "Endpoints": 32}
 """Classes that have more, and may not have more than these."""
 
 OURS_AT_TOP_LEVEL = {"schemas", "pipeline", "stages"}

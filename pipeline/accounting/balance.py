@@ -52,10 +52,6 @@ class EndCounts:
         self._states[state] += count
         self._reasons[state, self._kept(state, reason)] += count
 
-    def add_settled(self, state: EndState, count: int) -> None:
-        """Add `count` ends whose reason is in the ledger where they ended."""
-        self._states[state] += count
-
     def by_state(self) -> dict[str, int]:
         """Return the counts; every state is listed. A copy, as of now."""
         return {state: self._states[state] for state in END_STATES}

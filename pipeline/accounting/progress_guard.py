@@ -184,7 +184,7 @@ class ProgressGuard:
 
         Those of an earlier look that have not ended since; of a look that is half as old as the row, at most.
         """
-        row, in_flight = self._row, self._ledger.in_flight_by_group()
+        row, in_flight = self._row, dict(self._ledger.trajectories.open)
         row.held = {group: left for group, mask in row.held.items() if (left := mask & in_flight.get(group, 0))}
         waiting = sum(mask.bit_count() for mask in row.held.values())
         if not row.held_at and self._untrained.successes:
@@ -195,7 +195,7 @@ class ProgressGuard:
 
     def _hold(self, in_a_row: int) -> bool:
         """Note the trajectories in flight, for later looks; return whether there are any."""
-        self._row.held, self._row.held_at = self._ledger.in_flight_by_group(), in_a_row
+        self._row.held, self._row.held_at = dict(self._ledger.trajectories.open), in_a_row
         return bool(self._row.held)
 
     def _ends(self) -> Reasons:

@@ -69,7 +69,7 @@ class Retention(Generic[K]):
         return [
             (kept, group, own)
             for group in list(self._unsaved)
-            for kept, own in self.save(group, committed.get(group, 0) | ~ledger.known(group))
+            for kept, own in self.save(group, committed.get(group, 0) | ~ledger.trajectories.known(group))
         ]
 
     def discard(self, kept: K) -> None:

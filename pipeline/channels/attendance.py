@@ -25,7 +25,7 @@ log = get_logger("penstock.channel")
 class Attendance:
     """The senders of a stream, which ends when every member is done; without members, when all have disconnected.
 
-    A connection counts as a sender as soon as it is granted a place. Until then it takes none, however many there are.
+    A connection counts as a sender as soon as it is granted a place. Until then it takes no place.
     """
 
     def __init__(
@@ -39,30 +39,31 @@ class Attendance:
         self._members = config.members
         self._peers = peers
         """The connected senders."""
-        self._transport, self._kind = transport, kind
+        self.transport: str = transport
+        self._kind = kind
         self._wake = wake
         """Called when the stream may have ended."""
         self._failure: MemberAbsent | None = None
-        """A member did not connect, or reconnect, in time: nothing more is received."""
+        """A member did not connect, or reconnect, in time: the stream is over."""
         self._timer: asyncio.TimerHandle | None = None
         """Fires when the time of an absent member is over."""
         self._kept_open = False
         self._min_senders = 1
         """Senders that must have joined before the stream may end, where members are not counted."""
         self._end_reported = False
-        """Whether `receive` has raised EndOfStream."""
+        """True once `receive` has raised EndOfStream."""
         self._loop = asyncio.get_running_loop()
 
     def __repr__(self) -> str:
-        return f"<Attendance of {self._kind}s over {self._transport}: {self.joined} joined, {self.granted} granted>"
+        return f"<Attendance of {self._kind}s over {self.transport}: {self.joined} joined, {self.granted} granted>"
 
     def rejection(self, request: Connect) -> Reject | None:
         """Return the reason why a sender is rejected; None where it may join, unless `check` raises."""
         if request.version != PROTOCOL_VERSION:
             versions = f"expected protocol version {PROTOCOL_VERSION}, got {request.version}"
             return Reject("ProtocolMismatch", f"{versions}: install the same penstock on both sides")
-        if (request.transport, request.kind) != (self._transport, self._kind):
-            expected = f"{self._kind} over {self._transport}"
+        if (request.transport, request.kind) != (self.transport, self._kind):
+            expected = f"{self._kind} over {self.transport}"
             return Reject("ProtocolMismatch", f"expected {expected}, got {request.kind} over {request.transport}")
         if len(self._peers) + self.granted >= (most := self._config.max_senders):
             return Reject("TooManySenders", f"expected at most {most} senders: raise max_senders")

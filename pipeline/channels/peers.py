@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TypeAlias
 
 import anyio
 import zmq
@@ -60,22 +59,18 @@ RELEASE_AT = 32
 """Records whose credit is returned without a request, unless half of the capacity is less."""
 
 
-Wake: TypeAlias = Callable[[], None]
-"""Called when something may have arrived, or the stream ended."""
-
-
 class Peers:
     """The senders of a receiver, from the admission of each to the end of its connection; iterates over them."""
 
     def __init__(
-        self, config: ReceiverConfig, socket: zmq.Socket[bytes], wake: Wake, *, url: str, transport: str, kind: str
+        self, config: ReceiverConfig, socket: zmq.Socket[bytes], wake: Callable[[], None], url: str, kind: str
     ) -> None:
         self.config = config
         self.admitted: dict[bytes, Peer] = {}
         """Senders that have joined, by the identity of their ZeroMQ socket."""
         self.arrivals: ArrivalQueue = ArrivalQueue()
         self.rejections: RejectionCounter = RejectionCounter(url)
-        self.attendance: Attendance = Attendance(config, transport, kind, self.admitted, wake)
+        self.attendance: Attendance = Attendance(config, url.partition(":")[0], kind, self.admitted, wake)
         self.router: RouterSocket = RouterSocket(socket, self._handle, wake)
         self.credit: CreditReturner = CreditReturner(self.send)
         self.on_unknown: Callable[[bytes, Frames], None] | None = None
@@ -83,9 +78,10 @@ class Peers:
         self.most_waiting: Share = Share(
             config.capacity + MOST_CONTROL, config.capacity_bytes + MOST_BESIDE * config.capacity + LARGEST_MESSAGE
         )
-        """What a sender that keeps to its credit may have waiting here: records, and other messages."""
+        """The most that a sender that keeps to its credit may have waiting here: records, and other messages."""
         self._listener = config.listener
         self._wake = wake
+        """Called when something may have arrived, or the stream ended."""
         self._release_at = min(RELEASE_AT, -(-config.capacity // 2))
         """Records whose credit is returned without a request: every message wakes the sender once."""
 
@@ -124,7 +120,7 @@ class Peers:
         """Handle all messages that have arrived from senders within their credit, however fast more arrive.
 
         Returns:
-            Whether none is left of others either.
+            Whether all those of others were handled too.
         """
         emptied = self.router.drain(TurnOfEach(self.most_waiting, self._refuse_flood))
         self._wake()
@@ -161,7 +157,7 @@ class Peers:
                     self._on_close(peer, sequence, how)
 
     def _refuse_flood(self, identity: bytes) -> None:
-        """Disconnect a peer of which more was handled in one turn than may wait."""
+        """Disconnect a peer with more handled in one turn than may wait."""
         peer = self.admitted.get(identity)
         if peer is not None and peer.open:
             reason = f"expected at most {self.most_waiting.nbytes} bytes of messages at a time, got more"
@@ -223,11 +219,11 @@ class Peers:
         peer.control.shutdown_read()
 
     def on_disconnect(self, peer: Peer, how: str = ENDED) -> Reject | None:
-        """Handle the end of a peer's connection. If it had not closed, it died: take in what it left, then report it.
+        """Handle the end of a peer's connection. If it had not closed, it died: take in its records, then report it.
 
         Args:
             peer: the sender.
-            how: how the connection ended, after its name in a sentence; where it was unresponsive, that is said.
+            how: the end of the connection, as a predicate after its name; replaced if it was unresponsive.
 
         Returns:
             The message for the peer itself, in case it still receives, where it was unresponsive.

@@ -13,14 +13,14 @@ from .peer import Peer
 
 
 class PeerListener(Protocol):
-    """Receives the events of senders, in the order in which they happened; implemented by pipelines."""
+    """Receives the events of senders in their order; implemented by pipelines."""
 
     def received(self, peer: Peer, record: Any) -> Any:
-        """Handle `record`, and return what `receive` is to return; None for nothing."""
+        """Handle `record`, and return the result for `receive`; None for no record."""
         ...
 
     def observed(self, peer: Peer, payload: bytes) -> None:
-        """Handle what the sender's process observed."""
+        """Handle the observations of the sender's process."""
         ...
 
     def lost(self, peer: Peer, error: PeerLost) -> None:
@@ -43,7 +43,7 @@ class ReceiverConfig:
     capacity: int
     capacity_bytes: int
     members: Members | None
-    """Counts senders by name; None where they need none."""
+    """Counts senders by name; None if they need no name."""
     max_senders: int
     listener: PeerListener | None
     name: str

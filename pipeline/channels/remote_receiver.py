@@ -28,25 +28,16 @@ from .transport import Bundle, R
 class RemoteReceiver(AsyncReceiver[R]):
     """The receiving end of a channel from other processes; see `ReceiveChannel`."""
 
-    def __init__(
-        self,
-        record_type: type[R],
-        *,
-        transport: str,
-        url: str,
-        socket: zmq.Socket[bytes],
-        config: ReceiverConfig,
-    ) -> None:
+    def __init__(self, record_type: type[R], *, url: str, socket: zmq.Socket[bytes], config: ReceiverConfig) -> None:
         self.url = url
-        """The URL to which senders connect."""
+        """The URL that senders connect to."""
         self.schema: Schema = record_type.schema
         """The schema of the records."""
         self.config = config
-        self.peers: Peers = Peers(config, socket, self._wake, url=url, transport=transport, kind=self.schema.kind)
+        self.peers: Peers = Peers(config, socket, self._wake, url, self.schema.kind)
         """The senders, for the acceptor and the pipeline."""
         self._attendance = self.peers.attendance
         self._assemble = record_type.assemble
-        self._transport = transport
         self._arrivals = self.peers.arrivals
         self._listener = config.listener
         self._received = 0
@@ -62,7 +53,7 @@ class RemoteReceiver(AsyncReceiver[R]):
 
     @property
     def rejected(self) -> int:
-        """Return how many connections and messages were rejected: unknown peers, other versions, invalid bytes."""
+        """Return the number of rejected connections and messages: unknown peers, other versions, invalid bytes."""
         return self.peers.rejections.count
 
     def start_accepting(self, resources: AsyncExitStack) -> None:
@@ -79,7 +70,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         self._attendance.let_end()
 
     def wake_through(self, waiters: Waiters) -> None:
-        """Wake the tasks of `waiters` from now on, which receive from several receivers; none may wait here yet."""
+        """Wake the tasks of `waiters` from now on: they receive from several receivers. No task may wait here yet."""
         self._waiting = waiters
 
     def _wake(self) -> None:
@@ -93,7 +84,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         return record
 
     def _receive(self) -> R | None:
-        """Return the next record; None while there is none."""
+        """Return the next record, or None without one now."""
         # There are three cases:
         #
         # 1. A record is next, and is returned.
@@ -105,7 +96,7 @@ class RemoteReceiver(AsyncReceiver[R]):
         return None
 
     def _next(self) -> tuple[Peer, Bundle] | None:
-        """Return the bundle with the next record; None while there is none. Reports the ends of senders before it."""
+        """Return the bundle with the next record, or None. Reports the ends of senders before it."""
         if self._closed:
             raise anyio.ClosedResourceError
         events = self._arrivals.events
@@ -148,7 +139,7 @@ class RemoteReceiver(AsyncReceiver[R]):
             raise notice
 
     def _take(self, peer: Peer, bundle: Bundle) -> R | None:
-        """Take the next record of a bundle; None where there is none to return."""
+        """Take the next record of a bundle; None if there is no record to return."""
         # There are three cases:
         #
         # 1. The record cannot be read: its sender is disconnected for the error, and the rest of the bundle is dropped.
@@ -187,22 +178,22 @@ class RemoteReceiver(AsyncReceiver[R]):
                 await self._waiting.wait()
 
     def ready_to_receive(self) -> bool:
-        """Return the credit that senders may use, and whether `receive_nowait` may find something now."""
+        """Return the credit that senders may use, and whether `receive_nowait` may succeed now."""
         self.peers.credit.flush_all()
         return bool(self._arrivals.events) or self._attendance.over
 
     async def _checkpoint(self) -> None:
-        """Let other tasks run, and allow a cancellation before anything is moved."""
+        """Let other tasks run, and allow a cancellation before a record moves."""
         self._until_checkpoint = CHECKPOINT_EVERY
         await anyio.lowlevel.checkpoint()
 
     def statistics(self) -> ChannelStatistics:
-        """Return what this end holds and waits for."""
+        """Return the contents and the waits of this end."""
         peers = [peer for peer in self.peers if peer.open]
         for peer in peers:
             peer.collect_releases()
         return ChannelStatistics(
-            transport=self._transport,
+            transport=self._attendance.transport,
             capacity=self.config.capacity * max(1, len(peers)),
             items=sum(peer.sequence - peer.returned - peer.unreturned_records for peer in peers),
             capacity_bytes=self.config.capacity_bytes * max(1, len(peers)),

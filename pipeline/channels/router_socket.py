@@ -16,15 +16,12 @@ class RouterSocket:
     """Calls `handle` with each message of a socket that it does not own, and then `handled`, until `unwatch`."""
 
     def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        handle: Callable[[bytes, Frames], None],
-        handled: Callable[[], None] = lambda: None,
+        self, socket: zmq.Socket[bytes], handle: Callable[[bytes, Frames], None], handled: Callable[[], None]
     ) -> None:
         self._socket = socket
         self._handle, self._handled = handle, handled
         self._drain_scheduled = False
-        """Whether a drain of the socket is scheduled, whatever its descriptor reports."""
+        """True while a drain of the socket is scheduled, whatever its descriptor reports."""
         self._watched = True
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))

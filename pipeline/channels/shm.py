@@ -301,9 +301,7 @@ async def serve_shm(url: str, record_type: type[R], config: ReceiverConfig) -> A
         socket, connection, endpoint = await anyio.to_thread.run_sync(_bind, directory, config.heartbeat_timeout_s)
         stack.callback(socket.close)
         listener = await SocketListener.from_socket(connection)
-        receiver = RemoteReceiver(
-            record_type, transport="shm", url=f"{SCHEME}{directory}", socket=socket, config=config
-        )
+        receiver = RemoteReceiver(record_type, url=f"{SCHEME}{directory}", socket=socket, config=config)
         acceptor = ShmAcceptor(
             receiver.peers, socket, listener, lambda opened: _receive_segment(opened, receiver, endpoint)
         )

@@ -59,13 +59,7 @@ class _Handshake:
 class ShmAcceptor:
     """Accepts senders over control connections, and detects when one has closed, died or become unresponsive."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        socket: zmq.Socket[bytes],
-        listener: Listener[SocketStream],
-        enter: Enter,
-    ) -> None:
+    def __init__(self, peers: Peers, socket: zmq.Socket[bytes], listener: Listener[SocketStream], enter: Enter) -> None:
         self._peers = peers
         self._attendance, self._rejections = peers.attendance, peers.rejections
         self._socket = socket

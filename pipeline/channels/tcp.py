@@ -190,13 +190,7 @@ async def serve_tcp(url: str, record_type: type[R], config: ReceiverConfig) -> A
     """Open the receiving end of a channel over TCP; see `serve`."""
     place = await anyio.to_thread.run_sync(resolved, url, config.key)
     socket, port = _bound(place, config)
-    receiver = RemoteReceiver(
-        record_type,
-        transport="tcp",
-        url=f"tcp://{bracketed(place.host)}:{port}",
-        socket=socket,
-        config=config,
-    )
+    receiver = RemoteReceiver(record_type, url=f"tcp://{bracketed(place.host)}:{port}", socket=socket, config=config)
     reader = FrameReader(record_type.schema, checksum=config.checksum)
     acceptor = TcpSenders(receiver.peers, socket, reader, port).acceptor
     stack = AsyncExitStack()

@@ -1,6 +1,6 @@
 """The messages that are handled before other tasks run: bounded in number and in bytes.
 
-ZeroMQ takes messages from its connections in turn. Knows neither peers nor what messages mean.
+ZeroMQ takes messages from its connections in turn. Knows neither peers nor the meaning of messages.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Turn:
 
 
 class TurnOfEach:
-    """A turn in which every connection has a share: it is over when one has had as many messages handled.
+    """A turn with a share for every connection: it is over when one has had as many messages handled.
 
-    By then the others, of which ZeroMQ takes messages in turn, have had as many handled, or have none left.
+    By then the others, which ZeroMQ serves in turn, have had as many handled, or have no more.
     """
 
     __slots__ = ("_left", "_refuse", "_share", "over")
@@ -53,7 +53,7 @@ class TurnOfEach:
         self.over: bool = False
         """True if other tasks must run."""
         self._left: dict[bytes, Share] = {}
-        """The rest of the share of each connection of which a message was handled."""
+        """The rest of the share of each connection that had a message handled."""
 
     def spend(self, identity: bytes, nbytes: int) -> None:
         """Count a message of a connection."""

@@ -21,6 +21,7 @@ from ..accounting.end_states import EndState
 from ..accounting.ledger import Ledger
 from ..accounting.sample import SampleSink
 from ..accounting.telemetry import Metrics
+from ..util.listeners import Listeners
 from .assignment import Assignments
 from .schedule import UNBOUNDED, Schedule
 
@@ -119,19 +120,8 @@ class Context:
     watch_loop: Callable[[float], AbstractContextManager[None]] = _unwatched
     """Limits the time without the event loop to so many seconds, the bound of the stage on its calls. A worker is ended
     at the limit; in the process of the pipeline the loop is named in a warning. See `loop_watch`."""
-    on_sink_returned: list[Callable[[], None]] = field(default_factory=list)
+    on_sink_returned: Listeners[[]] = field(default_factory=Listeners)
     """Called when the sink has returned; a stage that has any is not cancelled then."""
-
-
-@contextmanager
-def outliving_the_sink(call: Callable[[], None]) -> Iterator[None]:
-    """Have `call` called when the sink returns within the body, instead of this stage being cancelled."""
-    calls = current().on_sink_returned
-    calls.append(call)
-    try:
-        yield
-    finally:
-        calls.remove(call)
 
 
 _context: ContextVar[Context] = ContextVar("penstock")

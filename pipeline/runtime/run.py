@@ -177,7 +177,7 @@ class Run:
         self._failure: StageFailed | RolloutsFailed | NothingTrained | None = None
         self._guard = ProgressGuard(context.ledger, per_step=per_step, delivered=self._delivered)
         if per_step:
-            context.ledger.expect_per_step(per_step)
+            context.ledger.pace.expected = per_step
         self._open_error: Exception | None = None
         """The exception that opening the channels raised."""
         self._scope = anyio.CancelScope()
@@ -332,8 +332,7 @@ class Run:
         for earlier in self._tasks[: self._tasks.index(task)]:
             closed = earlier.outbox is not None and earlier.outbox.all_closed
             if task is self._tasks[-1] and closed and earlier.context.on_sink_returned:
-                for call in earlier.context.on_sink_returned:
-                    call()
+                earlier.context.on_sink_returned.notify()
             elif task is self._tasks[-1] or not closed:
                 earlier.scope.cancel()
 

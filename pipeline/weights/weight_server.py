@@ -125,7 +125,7 @@ class _Mirror:
             raise ProtocolMismatch(f"expected at most {MOST_REQUESTS} requests at a time, got another {kind}")
 
     def _compare(self, reported: MessageCount) -> None:
-        """Note that it asks for the count; close a connection on which a message was lost: it makes another."""
+        """Note that it asks for the count; close a connection that lost a message: the mirror makes another."""
         self._counts.answer_due = True
         if not self._counts.complete(reported):
             self._drop(f"a message of {self.name} was lost on its way")
@@ -178,11 +178,11 @@ class WeightServer:
         self.acceptor = TcpAcceptor(
             self, socket, port, rejections=RejectionCounter(url), heartbeat_timeout_s=heartbeat_timeout_s
         )
-        self._socket = RouterSocket(socket, self.acceptor.handle)
+        self._socket = RouterSocket(socket, self.acceptor.handle, lambda: None)
         self.send = self._socket.send
 
     def drain(self) -> bool:
-        """Handle all messages that have arrived from mirrors within their window; return whether none is left."""
+        """Handle all messages that have arrived from mirrors within their window; return whether that was all."""
         most = 2 * MOST_REQUESTS * (1 + len(self.acceptor))
         return self._socket.drain(Turn(Share(most, most * LARGEST_HANDSHAKE_MESSAGE)))
 

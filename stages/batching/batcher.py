@@ -196,7 +196,7 @@ class _Filling:
 
     def _training_version(self) -> int:
         """Return the version of the weights that the next batch to ship will train."""
-        while self._shipped and not self._ledger.is_open(self._shipped[0]):
+        while self._shipped and not self._ledger.trajectories.is_open(self._shipped[0]):
             self._shipped.popleft()
         return self._ledger.step + len(self._shipped)
 

@@ -52,7 +52,7 @@ class LagLimiter:
     @property
     def limit(self) -> float | None:
         """Return the number of trajectories in flight that a new group must stay below; None for no limit."""
-        per_step = self._ledger.trained_per_step
+        per_step = self._ledger.pace.per_step
         if self._stated is not None and (per_step is None or per_step >= self._stated):
             per_step = -(-self._stated // self._group_size) * self._group_size  # in whole groups
         if self._max_lag is None or per_step is None:

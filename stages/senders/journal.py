@@ -130,7 +130,7 @@ class _Writing:
         """Admit to the ledger, and return, the part of `records` that no source has sent in this run."""
         admitted = []
         for record in records:
-            fresh = exclude(record, self._context.ledger.known(record.id))
+            fresh = exclude(record, self._context.ledger.trajectories.known(record.id))
             if fresh is not None:
                 self._context.ledger.hand_over(fresh)
                 admitted.append(fresh)

@@ -28,7 +28,7 @@ from ..._pipeline.channels.peer import Peer
 from ..._pipeline.channels.remote_receiver import RemoteReceiver
 from ..._pipeline.channels.transports import DEFAULT_MAX_SENDERS, scheme_of, serve
 from ..._pipeline.errors import PeerLost
-from ..._pipeline.graph.context import current, outliving_the_sink
+from ..._pipeline.graph.context import current
 from ..._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from ..._pipeline.util.atomic_file import write_atomically
 from ..._pipeline.util.os_errors import explaining_os_errors
@@ -135,7 +135,7 @@ class SourceChannel:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_receive_replays, inbox)
                 scope = anyio.CancelScope()
-                with outliving_the_sink(scope.cancel):
+                with current().on_sink_returned(scope.cancel):
                     with scope:
                         await unsaved.none()
                     if unsaved.empty:  # else there is no last checkpoint: members keep the rest for another run
@@ -197,9 +197,9 @@ class _Unsaved:
             peer.ended(record.id, saved, "saved", self._ledger.step)
         self.on_received()
         if self.ended:
-            if mask & ~self._ledger.known(record.id):
+            if mask & ~self._ledger.trajectories.known(record.id):
                 self._awaiting_next.add(peer)
-            mask &= self._ledger.known(record.id)
+            mask &= self._ledger.trajectories.known(record.id)
         self._kept.keep(peer, record.id, mask & ~saved)
         return record
 

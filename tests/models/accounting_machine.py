@@ -394,7 +394,11 @@ class AssignedMachine(RelayMachine):
             if (one.group, one.repetition_id) not in returned:
                 hold(AGAIN, one.group in self.died_with, one)
                 self.ended["lost", process.how] += 1
-        hold(AGAIN, all(self.ledger.is_open(TrajectoryId(*prompt, each)) for prompt, each in returned), returned)
+        hold(
+            AGAIN,
+            all(self.ledger.trajectories.is_open(TrajectoryId(*prompt, each)) for prompt, each in returned),
+            returned,
+        )
         self.with_it[process.name] = set()
 
 

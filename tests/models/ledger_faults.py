@@ -74,7 +74,7 @@ class EndsWhatHasEnded(Ledger):
 
     def end(self, what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason: str = "") -> None:
         ids = list(what.ids if isinstance(what, TrajectoryGroup) else what)
-        super().end([one for one in ids if self.is_open(one)], state, reason)
+        super().end([one for one in ids if self.trajectories.is_open(one)], state, reason)
 
 
 class CommitsHalf(Ledger):
@@ -85,7 +85,7 @@ class CommitsHalf(Ledger):
             super().commit(batch, step)
         except LedgerImbalance:
             for one in batch.ids:
-                if self.is_open(one):
+                if self.trajectories.is_open(one):
                     self._leave([(one.group, 1 << one.repetition_id)], "trained", "")
             raise
 
@@ -117,7 +117,7 @@ class ForgetsWhatWasTrained(Ledger):
 
     def commit(self, batch: TrainBatch, step: int) -> None:
         super().commit(batch, step)
-        self._committed = CommittedPrompts()
+        self.trajectories.committed = CommittedPrompts()
 
 
 class LosesNothing(Ledger):

@@ -260,9 +260,9 @@ class LedgerMachine(RuleBasedStateMachine):
         here = Counter(self._here())
         trained, committed = self._trained(), self.run.committed
         for one in self._ever():
-            hold(OPEN, self.run.is_open(one) == here[one], one)
+            hold(OPEN, self.run.trajectories.is_open(one) == here[one], one)
             hold(OPEN, committed.mask(one.group) >> one.repetition_id & 1 == (one in trained), one)
-            known = self.run.known(one.group) >> one.repetition_id & 1
+            known = self.run.trajectories.known(one.group) >> one.repetition_id & 1
             hold(OPEN, known == (one in here or one in trained), one)
         hold(OPEN, self.run.in_flight == here.total(), self.run)
 

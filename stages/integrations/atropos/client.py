@@ -235,7 +235,7 @@ class _Training:
                 current().metrics.total("atropos/refused")
                 continue
             sent += group.ids
-            if mask_of(group.repetition_ids.tolist()) & ~current().ledger.known(group.id):
+            if mask_of(group.repetition_ids.tolist()) & ~current().ledger.trajectories.known(group.id):
                 new += 1
                 await self._outbox.send(group)
             del group  # the next stage owns it
@@ -258,7 +258,7 @@ class _Training:
             for trajectory in sent:
                 await ledger.ended(trajectory.group)
         finally:
-            if not any(map(ledger.is_open, sent)):
+            if not any(map(ledger.trajectories.is_open, sent)):
                 sent.clear()
                 with anyio.move_on_after(ACKNOWLEDGE_TIMEOUT_S, shield=True):
                     await self._end_lease(lease, last=last)

@@ -209,9 +209,9 @@ class FlowRun:
 
     def end(self, trajectories: Trajectories, dropped: Drop) -> None:
         """Count the end of trajectories that the trainer drops; those of a run that is over have ended."""
-        ending = [each for each in trajectories if self._ledger.is_open(each)]
+        ending = [each for each in trajectories if self._ledger.trajectories.is_open(each)]
         if dropped.evaluated:
-            self._ledger.note_evaluated(len(ending))
+            self._ledger.evaluated += len(ending)
         self._ledger.end(ending, dropped.state, dropped.reason)
 
     def commit(self, trained: list[TrajectoryId], version: int) -> dict[str, float]:

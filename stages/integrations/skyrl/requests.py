@@ -169,7 +169,7 @@ class Requests:
     def _replace_ended(self, ledger: Ledger) -> None:
         """Sample rows again that have ended without coming back. Called by the ledger after every end."""
         for group, part in list(self._sent.items()):
-            ended = {each for each in part.left if not ledger.is_open(TrajectoryId(*group, each))}
+            ended = {each for each in part.left if not ledger.trajectories.is_open(TrajectoryId(*group, each))}
             if ended:
                 part.left -= ended
                 self._forget_if_complete(group, part)

@@ -186,7 +186,7 @@ def test_a_send_that_failed_when_its_trajectories_had_ended_leaves_nothing_behin
     ledger.take_back(record)
 
     assert ledger.in_flight == 0
-    assert not ledger._begun
+    assert not ledger.trajectories._begun
 
 
 def test_a_batch_with_a_copy_is_an_imbalance_for_it_cannot_go_on_without_it() -> None:
@@ -293,15 +293,15 @@ async def test_room_comes_when_trajectories_end() -> None:
 
 def test_the_pace_is_what_is_expected_and_then_the_mean_of_trained_groups_per_step() -> None:
     ledger = Ledger()
-    assert ledger.trained_per_step is None
-    ledger.expect_per_step(100)
-    assert ledger.trained_per_step == 100
+    assert ledger.pace.per_step is None
+    ledger.pace.expected = 100
+    assert ledger.pace.per_step == 100
     for step, names in enumerate(("a", "bc", "defg"), start=1):
         batch = TrainBatch.pack([group(instance_id=name) for name in names])
         for name in names:
             ledger.admit(GroupId("test", name), range(2))
         ledger.commit(batch, step)
-    assert ledger.trained_per_step == pytest.approx((2 + 4 + 8) / 3)
+    assert ledger.pace.per_step == pytest.approx((2 + 4 + 8) / 3)
 
 
 def test_without_a_pipeline_ended_trajectories_count_as_admitted() -> None:

@@ -250,7 +250,7 @@ def test_evaluated_trajectories_do_not_count() -> None:
     run = Rollouts()
 
     for _ in range(3000):
-        run.ledger.note_evaluated(GROUP)
+        run.ledger.evaluated += GROUP
         run.end(1, "filtered", "evaluation")
 
 

@@ -286,7 +286,7 @@ def test_what_a_dead_worker_held_stays_in_flight_where_it_is_assigned_again_and_
     accounting.ended(WORKER, KILLED, connected=False)
 
     assert taken_back == [(A, 0b101), (B, 0b111)]
-    assert ledger.in_flight_by_group() == {A: 0b101}
+    assert ledger.trajectories.open == {A: 0b101}
     assert ledger.balance().reasons["lost"] == {KILLED: 3}
     assert accounting.groups_held == 0
 

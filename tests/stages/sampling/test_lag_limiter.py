@@ -100,7 +100,7 @@ async def test_a_step_is_never_left_short_of_trajectories() -> None:
 
 async def test_before_the_first_step_the_bound_is_that_of_the_batch_that_is_expected() -> None:
     trainer = Trainer()
-    trainer.ledger.expect_per_step(8)
+    trainer.ledger.pace.expected = 8
     pace = limiter(trainer, 1)
 
     while not await stays_waiting(pace.wait_for_slot):
@@ -114,7 +114,7 @@ def test_before_the_first_step_the_trainer_is_given_ten_seconds_before_it_is_ass
 
     async def main() -> None:
         trainer = Trainer()
-        trainer.ledger.expect_per_step(8)
+        trainer.ledger.pace.expected = 8
         trainer.sample(2)
         await limiter(trainer, 0).wait_for_slot()
 

@@ -241,7 +241,7 @@ class _SourceBackend(Backend[TrajectoryGroup]):
         for submission in submissions:
             group = submission.payload
             repetitions = group.repetition_ids.tolist()
-            if not self._ledger.known(group.id) & mask_of(repetitions):
+            if not self._ledger.trajectories.known(group.id) & mask_of(repetitions):
                 self._ledger.admit(group.id, repetitions)
                 self._waiting[group.id] = group
         self.arrival.wake_all()
