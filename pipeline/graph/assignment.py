@@ -40,6 +40,10 @@ come together are one window: they are sampled with the same weights, and shared
 class Assignments(Protocol):
     """The prompts that a source's worker is assigned; the pipeline has admitted their trajectories."""
 
-    async def next(self) -> Sequence[Assignment]:
-        """Return the next prompts, waiting until the pipeline allows some; empty if no more come."""
+    async def next(self, room: int = 1) -> Sequence[Assignment]:
+        """Return the next prompts, waiting until the pipeline allows some; empty if no more come.
+
+        Args:
+            room: prompts that can begin now; as many are asked for at once.
+        """
         ...

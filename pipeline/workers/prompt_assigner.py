@@ -186,19 +186,20 @@ class PromptAssigner:
             for first, peer in enumerate(takers):
                 self._asking.remove(peer)
                 self._tell(peer, window[first :: len(takers)])
+            self._changed.wake_all()  # the next window may be drawn: workers may ask for several prompts ahead
 
     def _takers(self, prompts: int) -> list[Peer]:
         """Return the workers that share a window of so many prompts; empty while some are awaited."""
         # There are three cases:
         #
-        # 1. One prompt: the worker that has asked for the longest time.
+        # 1. One prompt: the worker that holds the fewest groups, of several the one that has asked longest.
         # 2. The first window of a synchronous schedule: as many workers as were started, so that one that starts faster
         #    does not get all of it.
         # 3. A later one: all workers whose stage has begun. Each asks again when it has sent its share, so that the
         #    shares, and with them the batches of a policy, do not depend on a clock.
         askers = self._askers()
         if prompts == 1 or not askers:
-            return askers[:1]
+            return sorted(askers, key=lambda peer: self._accounting.held_by(peer.name))[:1]
         here = {place: peer for peer in self._known if (place := self._place_of(peer)) is not None}
         if len(here) < self._at_first or not set(here.values()) <= set(askers):
             return []

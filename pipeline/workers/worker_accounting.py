@@ -160,6 +160,10 @@ class WorkerAccounting:
         known = self._workers.get(worker)
         return known is not None and not known.reason and len(known.held) < self.most_held
 
+    def held_by(self, worker: str) -> int:
+        """Return the number of groups that `worker` holds."""
+        return len(self._workers[worker].held)
+
     def returned(self, worker: str, record: Any) -> None:
         """Record that `worker` does not have `record`: it could not be sent, or was returned."""
         if known := self._workers.get(worker):

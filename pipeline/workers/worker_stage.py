@@ -166,12 +166,17 @@ class _Prompts:
     def __init__(self, instructions: Instructions, report: Report) -> None:
         self._instructions = instructions
         self._report = report
+        self._asked = 0
+        """Requests that were not answered yet."""
 
-    async def next(self) -> Sequence[Assignment]:
+    async def next(self, room: int = 1) -> Sequence[Assignment]:
         """Return the next prompts; empty if no more come."""
-        if self._instructions.empty:
-            self._report(Wants())
+        if self._asked or self._instructions.empty:  # else the rest of a window is here
+            for _ in range(self._asked, room):
+                self._report(Wants())
+            self._asked = max(self._asked, room)
         instruction = await self._instructions.next()
+        self._asked = max(0, self._asked - 1)
         if not isinstance(instruction, Assigned):
             return ()
         ledger = current().ledger

@@ -339,7 +339,8 @@ class _RolloutScheduler:
                 await self._expect_weights()
                 yield window
         else:
-            while window := await context.assignments.next():
+            synchronous = context.schedule.synchronous
+            while window := await context.assignments.next(1 if synchronous else 1 + self._permits.value):
                 await self._expect_weights()
                 yield window
 

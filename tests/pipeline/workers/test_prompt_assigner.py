@@ -115,7 +115,16 @@ async def running(source: Source) -> AsyncIterator[Source]:
 # -- one prompt at a time ----------------------------------------------------------------------------------------------
 
 
-async def test_a_prompt_goes_to_the_worker_that_has_asked_for_the_longest_time() -> None:
+async def test_a_prompt_goes_to_the_worker_that_holds_the_fewest() -> None:
+    async with running(Source("a b c d", at_a_time=4)) as source:
+        for worker in "1111222":
+            source.assigner.ask(source.peers[worker])
+        await wait_all_tasks_blocked()
+
+    assert source.told == {"1": ["a", "c"], "2": ["b", "d"]}
+
+
+async def test_of_workers_that_hold_as_many_a_prompt_goes_to_the_one_that_has_asked_for_the_longest_time() -> None:
     source = Source("a b c", "123")
     source.waits_for_all = True
     async with running(source):

@@ -178,7 +178,7 @@ async def test_a_set_without_a_length_is_refused_before_anything_is_sampled() ->
 class NoneLeft:
     """No prompts are assigned any more."""
 
-    async def next(self) -> tuple[()]:
+    async def next(self, room: int = 1) -> tuple[()]:  # noqa: ARG002 (the protocol's)
         return ()
 
 
