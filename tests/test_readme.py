@@ -13,10 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests import pages
+from tests import command_line, pages
 from tests.pages import BLOCK, program, run_page
-
-from penstock._cli.init import init
 
 ROOT = Path(__file__).parent.parent
 CODE = re.compile(r"^```.*?^```$|`[^`]*`", re.MULTILINE | re.DOTALL)
@@ -56,7 +54,7 @@ def test_the_code_of_a_page_runs(
         run_page(page)
         return
     if name == "README.md":
-        init(Path(), tiny=True)
+        assert command_line.ran("init", ".", "--tiny")[0] == 0
     command = [pages.__file__, os.fspath(page)]
     if is_script:
         command = [f"{page.stem.replace('-', '_')}_page.py"]

@@ -1,15 +1,69 @@
-"""Build and read the messages of a channel, for tests in which a peer does not keep to the protocol."""
+"""Build and read messages as they travel, for tests in which a peer does not keep to the protocol."""
 
 from __future__ import annotations
 
 import struct
 from typing import Any
 
+from penstock._pipeline.accounting.evaluations import EvaluationPart
+from penstock._pipeline.accounting.telemetry import Observations
+from penstock._pipeline.workers.worker_messages import (
+    Connected,
+    Dies,
+    Ending,
+    Failed,
+    Finished,
+    Joined,
+    Joins,
+    Leaves,
+    Left,
+    Refused,
+    Serving,
+    Wants,
+    WorkerEvent,
+    WorkerReport,
+)
 from penstock._schemas import control
+from penstock._schemas.control import (
+    ChunkRequest,
+    CreditRequest,
+    EndOfWeights,
+    Message,
+    PauseAck,
+    Ready,
+    Reject,
+    Subscribe,
+    WeightLayout,
+)
 from penstock._schemas.descriptor import Descriptor
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "ChunkRequest",
+    "Connected",
+    "CreditRequest",
+    "Dies",
+    "EndOfWeights",
+    "Ending",
+    "EvaluationPart",
+    "Failed",
+    "Finished",
+    "Joined",
+    "Joins",
+    "Leaves",
+    "Left",
+    "Message",
+    "Observations",
+    "PauseAck",
+    "Ready",
+    "Refused",
+    "Reject",
+    "Serving",
+    "Subscribe",
+    "Wants",
+    "WeightLayout",
+    "WorkerEvent",
+    "WorkerReport",
     "close",
     "connect_message",
     "credit_grant",

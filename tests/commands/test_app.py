@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.command_line import ran
 
 import penstock
-from penstock._cli import app
 from penstock.errors import InvalidConfig, PenstockError, StageFailed, WorkerFailed
 
 
@@ -50,18 +50,16 @@ def test_a_command_ends_with_one_line_and_a_traceback_of_other_code_comes_before
     line: str,
     traced: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fails(**_: object) -> None:
         raise error
 
-    monkeypatch.setattr(app, "commands", fails)
-    monkeypatch.setattr(app, "_leave_ctrl_c_to_the_kernel", lambda: None)
+    monkeypatch.setattr("penstock._cli.app.commands", fails)
+    monkeypatch.setattr("penstock._cli.app._leave_ctrl_c_to_the_kernel", lambda: None)
 
-    with pytest.raises(SystemExit) as ended:
-        app.main()
+    status, printed = ran("run")
 
-    written = capsys.readouterr().err
-    assert ended.value.code == f"penstock: {line}"
-    assert traced in written
-    assert bool(written) == bool(traced)
+    before, _, last = printed.removesuffix("\n").rpartition("penstock: ")
+    assert (status, last) == (1, line)
+    assert traced in before
+    assert bool(before) == bool(traced)

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import command_line
 
-from penstock._cli.init import init
-from penstock.errors import InvalidConfig
 from penstock.runs import describe_run, load_run_config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -50,15 +49,16 @@ def test_the_tiny_folder_has_a_configuration_that_describes_its_run(
 ) -> None:
     monkeypatch.delitem(sys.modules, "reward", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    init(tmp_path, tiny=True)
+    assert command_line.ran("init", tmp_path, "--tiny")[0] == 0
 
     described = describe_run(load_run_config(tmp_path / "config.yaml"))
     monkeypatch.delitem(sys.modules, "reward")
 
     assert "a completion ends after '#'" in described
     assert described.splitlines()[-1].endswith("#:")
-    with pytest.raises(InvalidConfig, match=r"expected a folder without config\.yaml, reward\.py, data\.jsonl, model"):
-        init(tmp_path, tiny=True)
+    status, printed = command_line.ran("init", tmp_path, "--tiny")
+    assert status == 1
+    assert "expected a folder without config.yaml, reward.py, data.jsonl, model" in printed
 
 
 @pytest.mark.long

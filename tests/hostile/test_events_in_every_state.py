@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 from tests.hostile.members import DIGEST, Member, member
 from tests.hostile.test_joined_members import finish, prompts, running
-
-from penstock._pipeline.workers.worker_messages import (
+from tests.wire import (
     Connected,
+    CreditRequest,
     Dies,
     Failed,
     Finished,
@@ -17,11 +17,14 @@ from penstock._pipeline.workers.worker_messages import (
     Joins,
     Leaves,
     Left,
+    Message,
+    Ready,
     Serving,
+    Subscribe,
     Wants,
     WorkerEvent,
 )
-from penstock._schemas.control import CreditRequest, Message, Ready, Subscribe
+
 from penstock.errors import SenderRejected, WorkerFailed
 
 PROMPTS = 20

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 from tests.hostile.members import member, numbered
 from tests.hostile.test_fuzzed_members import Run, running
+from tests.wire import Ending, Observations, WorkerReport
 
-from penstock._pipeline.accounting.telemetry import Observations
-from penstock._pipeline.workers.worker_messages import Ending, WorkerReport
 from penstock.channels import ChannelKey
 from penstock.errors import PeerClosed, PeerLost
 

@@ -20,8 +20,8 @@ from anyio.abc import Process
 from tests.failsafe import FAILSAFE_S
 from tests.hostile.members import GROUP_SIZE, Member, member, numbered
 from tests.ports import free_port
+from tests.wire import Finished, Wants
 
-from penstock._pipeline.workers.worker_messages import Finished, Wants
 from penstock.accounting import EndState
 from penstock.channels import ChannelKey
 from penstock.errors import NobodyListens, PeerClosed, PeerLost

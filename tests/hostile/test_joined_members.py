@@ -17,23 +17,23 @@ from tests.ports import free_port
 from tests.processes.script_of_joined_workers import Rollouts
 from tests.processes.worker_sinks import Commit
 from tests.processes.worker_stages import Sample
-
-from penstock import Pipeline, SourceEnv, joining, source
-from penstock._pipeline.accounting.evaluations import EvaluationPart
-from penstock._pipeline.accounting.telemetry import Observations
-from penstock._pipeline.workers.worker_messages import (
+from tests.wire import (
     Connected,
     Ending,
+    EvaluationPart,
     Finished,
     Joins,
     Leaves,
     Left,
+    Observations,
     Refused,
     Serving,
     Wants,
     WorkerEvent,
     WorkerReport,
 )
+
+from penstock import Pipeline, SourceEnv, joining, source
 from penstock.channels import connect
 from penstock.errors import NobodyListens
 from penstock.policies import NoOpPolicy

@@ -19,8 +19,7 @@ from tests.failsafe import FAILSAFE_S
 from tests.fixed_limits import set_limits
 from tests.hostile.test_tcp_strangers import is_ended, key_holder, no_more_than, until_closed, until_ended
 from tests.moments import moment
-
-from penstock._schemas.control import (
+from tests.wire import (
     PROTOCOL_VERSION,
     ChunkRequest,
     EndOfWeights,
@@ -33,6 +32,7 @@ from penstock._schemas.control import (
     decode,
     encode,
 )
+
 from penstock.channels import ChannelKey
 from penstock.errors import PeerClosed
 from penstock.weights import WeightAddress, WeightPublisher, WeightSubscriber
@@ -82,7 +82,9 @@ async def answer(one: zmq.Socket[bytes]) -> Message:
     with anyio.fail_after(FAILSAFE_S):
         while not int(one.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             await moment()
-    return decode(one.recv(zmq.NOBLOCK))
+    _, message = decode(one.recv(zmq.NOBLOCK))
+    assert isinstance(message, Message)
+    return message
 
 
 async def subscribe(one: zmq.Socket[bytes]) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.command_line import ran
 from tests.models_hf.questions import Questions, Ran, write_questions
 
-from penstock._cli.samples import samples
 from penstock.errors import RunDiffers
 
 ModelFolder = Callable[[str], Path]
@@ -78,7 +78,7 @@ def test_a_continued_run_has_the_new_rate_says_so_and_refuses_other_data(parts: 
 
 
 def test_the_samples_of_a_run_that_is_continued_have_those_of_each_evaluation_once_with_the_right_answer(
-    parts: Parts, capfd: pytest.CaptureFixture[str]
+    parts: Parts,
 ) -> None:
     found = [line for line in parts.later.lines("samples.jsonl") if line["evaluated"] is not None]
 
@@ -90,8 +90,7 @@ def test_the_samples_of_a_run_that_is_continued_have_those_of_each_evaluation_on
     assert all(line["reward"] == line["parts"]["shorter"] for line in found)
     for step, part in ((2, parts.first), (3, parts.later)):  # at the end: of several within five seconds, the last one
         assert f"best of evaluation of step {step}, train: reward" in part.printed
-    samples(Path("run"), best=1)
-    printed = capfd.readouterr().out
+    _, printed = ran("samples", "run", "--best", 1)
     assert "step 1, best 1" in printed
     assert "evaluation of step 3, train, best 1" in printed
     assert f"right answer\n  {found[-2]['answer']}" in printed

@@ -16,7 +16,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func as boxed
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from penstock._stages.models import hf_attention
 from penstock.models import HFModel
 from penstock.torch import Attention, positions_of
 
@@ -34,7 +33,7 @@ ROWS = {"alone": [LONG[:1], LONG[1:2]], "packed": [LONG[:1], LONG[1:]]}
 def largest_mask(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound masks to so many elements, so that rows of some hundred tokens are as long ones."""
     if request.param is not None:
-        monkeypatch.setattr(hf_attention, "LARGEST_MASK", request.param)
+        monkeypatch.setattr("penstock._stages.models.hf_attention.LARGEST_MASK", request.param)
 
 
 @pytest.mark.usefixtures("largest_mask", "one_thread")
@@ -126,7 +125,7 @@ def test_turns_behind_a_cache_have_the_logits_of_transformers(family: str, model
 def test_beyond_the_bound_no_tensor_has_the_size_of_a_dense_mask(
     family: str, rows: list[Tensor], options: dict[str, Any], model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_attention, "LARGEST_MASK", 1 << 17)
+    monkeypatch.setattr("penstock._stages.models.hf_attention.LARGEST_MASK", 1 << 17)
     model = HFModel.from_pretrained(model_folder(family), **options).train()
     tokens, positions, attend = packed_rows(rows)
 
@@ -139,7 +138,7 @@ def test_beyond_the_bound_no_tensor_has_the_size_of_a_dense_mask(
 def test_beyond_the_bound_padded_prompts_are_read_without_a_dense_mask(
     model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_attention, "LARGEST_MASK", 1 << 17)
+    monkeypatch.setattr("penstock._stages.models.hf_attention.LARGEST_MASK", 1 << 17)
     model = HFModel.from_pretrained(model_folder("gemma 3"))
     real = torch.arange(1024) >= torch.tensor([[0], [100]])
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-
-from penstock._cli import main
+from tests.command_line import ran
 
 ModelFolder = Callable[[str], Path]
 
@@ -105,12 +104,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_folder: ModelF
         sys.modules.pop(name, None)
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: str) -> str:
+def answer(command: str, *arguments: str) -> str:
     """Return the line with which a command ends; empty where it succeeds."""
-    monkeypatch.setattr(sys, "argv", ["penstock", command, "config.yaml", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return "" if ended.value.code in {0, None} else str(ended.value.code)
+    status, printed = ran(command, "config.yaml", *arguments)
+    begins = printed.rfind("\npenstock: ") + 1
+    return "" if status == 0 else printed[begins:].removesuffix("\n")
 
 
 def function(name: str, **options: Any) -> str:
@@ -253,10 +251,10 @@ MISTAKES: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[arguments for arguments, _ in MISTAKES])
 @pytest.mark.usefixtures("folder", "one_thread")
-def test_check_answers_a_mistake_with_one_line(arguments: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_answers_a_mistake_with_one_line(arguments: str, message: str) -> None:
     overrides = arguments.replace("] data.", "]\0data.").replace("jsonl data.", "jsonl\0data.").split("\0")
 
-    line = answer(monkeypatch, "check", *overrides)
+    line = answer("check", *overrides)
 
     assert line.startswith("penstock: ")
     assert message in line
@@ -295,7 +293,6 @@ def test_check_answers_a_broken_model_with_one_line(
     broken: tuple[str, str | bytes | None, str],
     folder: Path,
     model_folder: ModelFolder,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file, content, message = broken
     shutil.copytree(model_folder("qwen2"), folder / "model")
@@ -303,7 +300,7 @@ def test_check_answers_a_broken_model_with_one_line(
     if content is not None:
         (folder / "model" / file).write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    line = answer(monkeypatch, "check", "model.path=model")
+    line = answer("check", "model.path=model")
 
     assert line.startswith("penstock: ")
     assert message in line
@@ -323,10 +320,8 @@ def test_check_answers_a_broken_model_with_one_line(
     ],
 )
 @pytest.mark.usefixtures("one_thread")
-def test_run_answers_it_before_the_model_is_read(
-    override: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = answer(monkeypatch, "run", override)
+def test_run_answers_it_before_the_model_is_read(override: str, message: str, folder: Path) -> None:
+    line = answer("run", override)
 
     assert line.startswith("penstock: ")
     assert message in line
@@ -336,26 +331,24 @@ def test_run_answers_it_before_the_model_is_read(
 
 @pytest.mark.parametrize("name", ["good", "absent", "booleans", "array", "generator", "no_arguments"])
 @pytest.mark.usefixtures("folder", "one_thread")
-def test_a_function_with_values_for_the_first_call_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert answer(monkeypatch, "check", function(f"rewards:{name}")) == ""
+def test_a_function_with_values_for_the_first_call_is_accepted(name: str) -> None:
+    assert answer("check", function(f"rewards:{name}")) == ""
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_configuration_is_checked_from_any_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    monkeypatch.setattr(sys, "argv", ["penstock", "check", "../config.yaml"])
 
-    with pytest.raises(SystemExit) as ended:
-        main()
+    status, _ = ran("check", "../config.yaml")
 
-    assert ended.value.code in {0, None}
+    assert status == 0
     assert not list((folder / "elsewhere").iterdir())
 
 
 @pytest.mark.usefixtures("folder", "one_thread")
-def test_a_function_of_one_completion_is_called_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert answer(monkeypatch, "check", function("rewards:of_text", kind="completion")) == ""
+def test_a_function_of_one_completion_is_called_with_each() -> None:
+    assert answer("check", function("rewards:of_text", kind="completion")) == ""
 
 
 @pytest.mark.parametrize(
@@ -371,17 +364,17 @@ def test_a_function_of_one_completion_is_called_with_each(monkeypatch: pytest.Mo
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_a_mistake_in_the_file_is_one_line(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_the_file_is_one_line(text: str, message: str) -> None:
     Path("config.yaml").write_text(text)
 
-    line = answer(monkeypatch, "check")
+    line = answer("check")
 
     assert message in line
     assert len(line.splitlines()) == 1
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_file_that_is_absent_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_absent_is_one_line() -> None:
     Path("config.yaml").unlink()
 
-    assert answer(monkeypatch, "check") == "penstock: [Errno 2] No such file or directory: 'config.yaml'"
+    assert answer("check") == "penstock: [Errno 2] No such file or directory: 'config.yaml'"

@@ -26,8 +26,6 @@ from tests.processes.children import child, line
 from tests.processes.weight_relay import Relay, relay
 from torch import nn
 
-from penstock._pipeline.weights import weight_transfer
-from penstock._pipeline.weights.weight_specs import DTYPES
 from penstock.channels import ChannelKey
 from penstock.errors import NobodyListens, PeerClosed, PeerLost, StaleHandle, WeightsMismatch
 from penstock.weights import WeightAddress, WeightPublisher, WeightSubscriber
@@ -38,6 +36,14 @@ ELEMENTS = 8192
 """Elements of `tensors`: 128 chunks of `small_chunks`, many times the window."""
 
 CHUNKS = 128
+
+WINDOW = 16
+"""Chunks that a mirror has requested and that have not arrived."""
+
+DTYPES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64"),
+    *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
+)
 
 
 def tensors(value: float = 0.0) -> dict[str, np.ndarray[Any, Any]]:
@@ -51,7 +57,7 @@ def far(address: WeightAddress) -> WeightAddress:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 4 * ELEMENTS // CHUNKS)
+    monkeypatch.setattr("penstock._pipeline.weights.weight_transfer.CHUNK_BYTES", 4 * ELEMENTS // CHUNKS)
 
 
 @asynccontextmanager
@@ -163,7 +169,7 @@ async def test_a_transfer_continues_after_a_cut_where_it_stopped() -> None:
         held = anyio.Event()
 
         def cut() -> None:  # a mirror requests a chunk for each that arrives, beyond those of the window
-            if len(between.requested) == arrived + weight_transfer.WINDOW:
+            if len(between.requested) == arrived + WINDOW:
                 between.cut()
                 between.flowing.set()
 
@@ -179,7 +185,7 @@ async def test_a_transfer_continues_after_a_cut_where_it_stopped() -> None:
             await subscriber.newer()
             subscriber.refresh()
 
-    before, after = between.requested[: arrived + weight_transfer.WINDOW], between.requested[-(CHUNKS - arrived) :]
+    before, after = between.requested[: arrived + WINDOW], between.requested[-(CHUNKS - arrived) :]
     assert between.connections == 2
     assert [index for _, index in after] == list(range(arrived, CHUNKS))
     assert len(between.requested) == len(before) + len(after)

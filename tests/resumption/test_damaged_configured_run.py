@@ -14,13 +14,12 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tests.command_line import ran
 from tests.configured_run import write_run
 from tests.namespaces import printed_by, small_disk
 from tests.resumption.damaged_files import DAMAGE, damaged_copies, one_bit
 
 from penstock import here
-from penstock._cli.app import main
-from penstock._stages.training_run.torch_parts import RunParts
 
 NEWEST, EARLIER, LAST = "step-00000002", "step-00000001", "step-00000003"
 
@@ -50,11 +49,9 @@ def ended(*given: str) -> str:
     The sampler, which reads nothing of the folder, is in this process too: another one imports torch for seconds.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["penstock", *given])
-        patch.setattr(RunParts, "_samplers", lambda *_: here())
-        with pytest.raises(SystemExit) as raised:
-            main()
-    return str(raised.value.code or "")
+        patch.setattr("penstock._stages.training_run.torch_parts.RunParts._samplers", lambda *_: here())
+        status, printed = ran(*given)
+    return "" if status == 0 else printed.splitlines()[-1]
 
 
 def weights_of(folder: Path) -> dict[str, list[float]]:
@@ -95,7 +92,7 @@ def test_a_damaged_checkpoint_ends_the_command_with_a_sentence_and_one_argument_
 ) -> None:
     copy = shutil.copytree(folder, tmp_path / "run", symlinks=True)
     one_bit(copy / "checkpoints" / NEWEST / "optimizer.pt")
-    command = [sys.executable, "-c", "from penstock._cli.app import main; main()", *arguments(config, copy)]
+    command = [sys.executable, "-m", "penstock", *arguments(config, copy)]
 
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     skipped = subprocess.run([*command, "skip_damaged=true"], capture_output=True, text=True, check=False)

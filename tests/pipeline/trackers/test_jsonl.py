@@ -1,13 +1,12 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.command_line import ran
 
-from penstock._pipeline.trackers import rotated_lines
-from penstock._pipeline.trackers.written_samples import written_samples
-from penstock.errors import NoSamples
 from penstock.trackers import Jsonl, RunInfo, Sample
 
 STEPS_A_FILE = 3
@@ -47,7 +46,9 @@ def write(jsonl: Jsonl, first: int, last: int) -> None:
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotate files after `STEPS_A_FILE` lines."""
-    monkeypatch.setattr(rotated_lines, "ROTATE_BYTES", STEPS_A_FILE * len(msgspec.json.encode(sample(1))))
+    monkeypatch.setattr(
+        "penstock._pipeline.trackers.rotated_lines.ROTATE_BYTES", STEPS_A_FILE * len(msgspec.json.encode(sample(1)))
+    )
 
 
 def steps_in(path: Path) -> list[int]:
@@ -76,9 +77,7 @@ def test_a_run_that_goes_on_writes_the_samples_of_no_step_twice(tmp_path: Path, 
 
     write(started(tmp_path, step), step + 1, 10)
 
-    written = [
-        step for number in (3, 2, 1, 0) for step in _steps(rotated_lines.rotated(tmp_path / "samples.jsonl", number))
-    ]
+    written = [step for end in (".3", ".2", ".1", "") for step in _steps(tmp_path / f"samples.jsonl{end}")]
     assert written == list(range(1, 11))
 
 
@@ -90,10 +89,18 @@ def _steps(path: Path) -> list[int]:
 def test_samples_of_any_step_are_found_in_every_file(tmp_path: Path) -> None:
     write(started(tmp_path), 1, 9)
 
-    assert [written_samples(tmp_path, step) for step in (1, 6, 9)] == [[sample(1)], [sample(6)], [sample(9)]]
-    assert written_samples(tmp_path) == [sample(9)]
-    with pytest.raises(NoSamples, match=r"1, 2, 3, …, 7, 8, 9, got 10$"):
-        written_samples(tmp_path, 10)
+    assert [shown(tmp_path, "--step", step) for step in (1, 6, 9)] == [[1], [6], [9]]
+    assert shown(tmp_path) == [9]
+    status, printed = ran("samples", tmp_path, "--step", 10)
+    assert status == 1
+    assert printed.endswith("1, 2, 3, …, 7, 8, 9, got 10\n")
+
+
+def shown(folder: Path, *step: object) -> list[int]:
+    """Return the steps of the samples that `penstock samples` prints."""
+    status, printed = ran("samples", folder, *step)
+    assert status == 0
+    return [int(step) for step in re.findall(r"^step (\d+), best 1: ", printed, re.MULTILINE)]
 
 
 def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
@@ -101,7 +108,7 @@ def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write(msgspec.json.encode(sample(3))[:-5])
 
-    assert written_samples(tmp_path) == [sample(2)]
+    assert shown(tmp_path) == [2]
 
 
 def test_hyper_parameters_are_written_beside_them(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from tests.pipeline.flow_stages import Collect
 from tests.pipeline.view.watched import MEMORY_HERE, STEPS, Silent, small_run
 
 from penstock import ReceiveChannel, SendChannel, source
-from penstock._pipeline.view.lines import QUIET_S, START_S
 from penstock.errors import InvalidConfig, StageFailed
 
 
@@ -64,7 +63,7 @@ async def test_a_run_without_steps_says_from_time_to_time_what_its_stages_wait_f
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(pipeline.run, view="lines"))
-        await clock.set_forward_until(has_printed, QUIET_S)
+        await clock.set_forward_until(has_printed, 30.0)
         tasks.cancel_scope.cancel()
 
     assert "penstock: ended: cancelled" in "".join([*printed, capsys.readouterr().err])
@@ -103,9 +102,9 @@ async def test_before_the_first_step_a_second_passes_until_a_line_and_each_chang
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(pipeline.run, view="lines"))
-        await clock.set_forward_until(lambda: len(lines()) == 2, START_S)
+        await clock.set_forward_until(lambda: len(lines()) == 2, 1.0)
         gate.set()
-        await clock.set_forward_until(lambda: len(lines()) == 3, START_S)
+        await clock.set_forward_until(lambda: len(lines()) == 3, 1.0)
         tasks.cancel_scope.cancel()
 
     _, first, second, *_ = lines()

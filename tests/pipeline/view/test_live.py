@@ -19,7 +19,6 @@ from tests.pipeline.view.watched import MEMORY_HERE, STEPS, Silent, small_run
 from tests.terminals import open_terminal
 
 from penstock import source
-from penstock._pipeline.view import live
 from penstock.errors import StageFailed
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -97,7 +96,7 @@ async def test_what_a_script_prints_and_logs_appears_above_the_table(monkeypatch
         assert last is not None
         logger.addHandler(last)
         logger.warning("before")
-        monkeypatch.setattr(live, "REFRESH_S", 0)
+        monkeypatch.setattr("penstock._pipeline.view.live.REFRESH_S", 0)
         async with anyio.create_task_group() as tasks:
             pipeline = small_run("print")
             tasks.start_soon(partial(pipeline.run, view="live"))
@@ -116,7 +115,7 @@ async def test_lines_that_a_thread_logs_stay_whole_while_the_table_opens_and_clo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     logger = logging.getLogger("tests.view")
-    monkeypatch.setattr(live, "REFRESH_S", 0)
+    monkeypatch.setattr("penstock._pipeline.view.live.REFRESH_S", 0)
     logged: list[str] = []
     over = threading.Event()
 
@@ -173,7 +172,7 @@ async def test_a_view_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch, ca
     def fail(_: object) -> None:
         raise OSError(5, "the terminal is gone")
 
-    monkeypatch.setattr(live, "table", fail)
+    monkeypatch.setattr("penstock._pipeline.view.live.table", fail)
 
     report = await small_run().run(view="live")
 
