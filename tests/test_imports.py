@@ -284,6 +284,22 @@ def imports_torch_with_the_file(_: Path, found: Import) -> bool:
     return found.at_module_level and top_of(found) == "torch"
 
 
+def test_two_thirds_of_the_test_files_import_public_names_of_penstock_only() -> None:
+    """Such a test survives a refactoring. Names in a text, which is what `monkeypatch` replaces, do not count."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+
+    private = {path for path in files if any(is_private(each) for each in imports(path.read_text(), package_of(path)))}
+
+    assert 3 * len(private) <= len(files), "\n".join(sorted(str(path.relative_to(ROOT)) for path in private))
+
+
+def is_private(found: Import) -> bool:
+    """Return whether an import is of a private module of penstock, or of a name in one."""
+    return top_of(found) == "penstock" and any(
+        part.startswith("_") and not part.endswith("__") for part in found.module.split(".")
+    )
+
+
 def test_records_import_numpy_and_msgspec_only() -> None:
     allowed = sys.stdlib_module_names | FOREIGN_TO_SCHEMAS | {"penstock"}
 
@@ -326,6 +342,21 @@ def test_an_import_along_the_arrows_is_accepted(layer: str, statement: str) -> N
     package = package_of(ROOT / layer / "file.py")
 
     assert not any(upward(layer, each) for each in imports(statement, package))
+
+
+@pytest.mark.parametrize(
+    ("statement", "private"),
+    [
+        ("from penstock._stages.http.gate import GenerationGate", True),
+        ("def test():\n    import penstock._cli", True),
+        ("from penstock import _stages", True),
+        ("from penstock import __version__", False),
+        ("from penstock.testing import group", False),
+        ("from tests._helpers import made", False),
+    ],
+)
+def test_a_private_import_is_found_at_any_depth(statement: str, private: bool) -> None:  # noqa: FBT001
+    assert any(map(is_private, imports(statement, "tests"))) == private
 
 
 def test_torch_inside_a_function_or_for_types_alone_does_not_count_as_module_level() -> None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from penstock._stages.integrations.atropos.contract import EnvRegistration, TrainerRegistration
-from penstock._stages.integrations.atropos.queue.records import Batch, Submission
+from penstock._stages.integrations.atropos.queue.records import Batch, Receipt, RequestRejected, Submission
 from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 
-__all__ = ["admitted", "env", "group", "next_batch", "payloads", "running_queue", "taken", "trainer"]
+__all__ = [
+    "admitted",
+    "env",
+    "group",
+    "new_queue",
+    "next_batch",
+    "payloads",
+    "receipt",
+    "refused",
+    "running_queue",
+    "taken",
+    "trainer",
+]
 
 
 def trainer(batch_size: int = 8, **other: Any) -> TrainerRegistration:
@@ -43,6 +59,24 @@ def env(
 
 def group(payload: Any = None, size: int = 4, *, env_id: int | None = None, nbytes: int = 1) -> Submission[Any]:
     return Submission(payload, sequences=size, nbytes=nbytes, env_id=env_id)
+
+
+def receipt(buffered: int, buffer_size: int | None) -> Receipt:
+    """Return the answer to a submission that was accepted for the first time."""
+    return Receipt(buffered, buffer_size)
+
+
+@contextmanager
+def refused(status: int, message: str) -> Iterator[None]:
+    """Expect that a request is refused with an HTTP status and a message, given as a pattern."""
+    with pytest.raises(RequestRejected, match=message) as raised:
+        yield
+    assert raised.value.status == status
+
+
+def new_queue() -> TrajectoryQueue[Any]:
+    """Return a queue without a trainer."""
+    return TrajectoryQueue()
 
 
 def running_queue(*envs: EnvRegistration, batch_size: int = 8, **other: Any) -> TrajectoryQueue[Any]:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from tests.atropos.step_environments import STAND_IN, Doubling
 
-from penstock._stages.integrations.atropos.steps.messages import EnvironmentDied
-from penstock.errors import InvalidConfig, MissingExtra
+from penstock.errors import InvalidConfig, MissingExtra, PenstockError
 from penstock.integrations.atropos import AtroposEnvironment
 
 REPORTS = """
@@ -65,7 +64,7 @@ def test_a_process_that_is_killed_is_followed_by_one_of_the_same_interpreter(env
 
     os.kill(int(first.split()[1]), signal.SIGKILL)
 
-    with pytest.raises(EnvironmentDied, match="was killed by SIGKILL"):
+    with pytest.raises(PenstockError, match="was killed by SIGKILL"):
         env.step("0")
     second, _ = env.reset(seed=0)
     env.close()

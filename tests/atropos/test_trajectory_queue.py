@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.atropos.builders import admitted, env, group, next_batch, payloads, running_queue
+from tests.atropos.builders import admitted, env, group, next_batch, payloads, refused, running_queue
 
-from penstock._stages.integrations.atropos.queue.records import (
-    RequestRejected,
-    Submission,
-    UnknownLease,
-)
+from penstock.errors import PenstockError
 
 CAPACITY, CAPACITY_BYTES, LEASE_S, HEARTBEAT_TIMEOUT_S = 12, 40, 10, 25
 
@@ -23,7 +19,7 @@ CAPACITY, CAPACITY_BYTES, LEASE_S, HEARTBEAT_TIMEOUT_S = 12, 40, 10, 25
 class Accepted:
     """A group that was accepted: in which lane, and whether it was smaller than a whole group there."""
 
-    sent: Submission[int]
+    sent: Any
     lane: int | None
     held_back: bool
 
@@ -96,7 +92,7 @@ class QueueMachine(RuleBasedStateMachine):
         before = self.everything()
         try:
             receipt = self.made.submit(self.now, sent, digest=digest)
-        except RequestRejected:
+        except PenstockError:
             assert self.everything() == before
             return
         if lost:
@@ -152,7 +148,7 @@ class QueueMachine(RuleBasedStateMachine):
         lease = sorted(self.out)[pick % len(self.out)]
         self.made.acknowledge(self.now, lease)
         self.handed_out(self.out.pop(lease).numbers)
-        with pytest.raises(UnknownLease):
+        with refused(404, "lease of an outstanding batch"):
             self.made.acknowledge(self.now, lease)
 
     @rule()
@@ -216,7 +212,7 @@ def test_a_batch_that_is_acknowledged_is_not_leased_again() -> None:
     made.acknowledge(9, batch.lease)
 
     assert next_batch(made, 10) is None
-    with pytest.raises(UnknownLease, match=f"got {batch.lease}"):
+    with refused(404, f"got {batch.lease}"):
         made.acknowledge(10, batch.lease)
 
 
@@ -229,7 +225,7 @@ def test_a_late_acknowledgement_counts_until_the_batch_is_out_again() -> None:
     made.acknowledge(11, late.lease)
 
     assert payloads(next_batch(made, 12)) == ["b"]
-    with pytest.raises(UnknownLease):
+    with refused(404, "lease of an outstanding batch"):
         made.acknowledge(13, later.lease)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.run_parts import run_parts
 
 from penstock import Batcher, Pipeline, SinkTrainer, SourceEnv, TrainBatch
-from penstock._stages.training_run.key_classes import APPLIED
-from penstock._stages.training_run.torch_parts import RunParts
 from penstock.data import PromptDataset
 from penstock.models import HFModel
 from penstock.runs import RunConfig, load_run_config
@@ -22,6 +22,8 @@ from penstock.testing import batch
 from penstock.torch import TorchPolicy, TorchTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
 
 STEPS = 4
 
@@ -41,7 +43,7 @@ class Continued:
     """The parts of a run that was continued from a checkpoint of other values, after one more step."""
 
     def __init__(self, config: RunConfig, checkpoint: Path, folder: Path) -> None:
-        parts = RunParts(config)
+        parts = run_parts(config)
         self.model = parts.model()
         trainer = parts.trainer(self.model, parts.reference(self.model))
         self.pipeline: Pipeline = parts.pipeline(parts.policy(None), trainer, None)
@@ -153,7 +155,7 @@ def values(model_folder: Callable[[str], Path]) -> dict[str, Any]:
 
 
 def trainer_of(config: RunConfig) -> TorchTrainer:
-    parts = RunParts(config)
+    parts = run_parts(config)
     model = parts.model()
     return parts.trainer(model, parts.reference(model))
 
@@ -166,8 +168,11 @@ def checkpoint(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory)
     return trainer.save(tmp_path_factory.mktemp("before"), {})
 
 
-def test_every_applied_key_has_its_effect_here() -> None:
-    assert sorted(EFFECTS) == sorted(APPLIED.split())
+def test_every_key_that_the_documentation_calls_applied_has_its_effect_here() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (DOCS / "resuming.md").read_text(), re.MULTILINE)
+    applied = [f"{section}.{key}" for section, keys in rows for key in re.findall(r"`([^`]+)`", keys)]
+
+    assert sorted(EFFECTS) == sorted(applied)
 
 
 @pytest.fixture(scope="module")

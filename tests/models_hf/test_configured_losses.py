@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.run_parts import configured_loss
 
-from penstock._stages.training_run.run_config import AdaptiveKLConfig, AlgorithmConfig
-from penstock._stages.training_run.torch_parts import loss_of
+from penstock.errors import InvalidConfig
 from penstock.losses import DPPO, SAPO, Loss, PPOClip
 
 
@@ -24,16 +24,16 @@ from penstock.losses import DPPO, SAPO, Loss, PPOClip
     ids=["dppo", "bounded dppo", "sapo"],
 )
 def test_a_loss_is_configured_by_name(values: dict[str, Any], loss: Loss) -> None:
-    assert loss_of(AlgorithmConfig(**values)) == loss
+    assert configured_loss(**values) == loss
 
 
 def test_a_loss_without_bounds_takes_none() -> None:
-    with pytest.raises(ValueError, match="clip: expected with loss ppo, gspo, cispo, dppo, got loss sapo"):
-        AlgorithmConfig(loss="sapo", clip=(0.1, 0.2))
+    with pytest.raises(InvalidConfig, match="clip: expected with loss ppo, gspo, cispo, dppo, got loss sapo"):
+        configured_loss(loss="sapo", clip=(0.1, 0.2))
 
 
 def test_an_adaptive_weight_begins_as_configured() -> None:
-    loss = loss_of(AlgorithmConfig(kl=0.01, adaptive_kl=AdaptiveKLConfig(target=0.05)))
+    loss = configured_loss(kl=0.01, adaptive_kl={"target": 0.05})
 
     assert repr(loss) == (
         f"({PPOClip()!r} + AdaptiveKL(weight=0.01, target=0.05, horizon=10000, estimator='k3'))"
@@ -42,5 +42,5 @@ def test_an_adaptive_weight_begins_as_configured() -> None:
 
 
 def test_an_adaptive_weight_needs_one_to_begin_with() -> None:
-    with pytest.raises(ValueError, match="adaptive_kl: expected a positive kl beside it"):
-        AlgorithmConfig(adaptive_kl=AdaptiveKLConfig(target=0.05))
+    with pytest.raises(InvalidConfig, match="adaptive_kl: expected a positive kl beside it"):
+        configured_loss(adaptive_kl={"target": 0.05})

@@ -15,10 +15,10 @@ import torch
 from anyio import to_thread
 from numpy.typing import NDArray
 from tests.fake_policy import Letters
+from tests.run_parts import run_parts
 from torch import Tensor, nn
 
 from penstock import Context, TrainBatch, Worker
-from penstock._stages.training_run.torch_parts import RunParts
 from penstock.models import HFModel
 from penstock.policies import Completion, SamplingParams
 from penstock.runs import load_run_config
@@ -96,7 +96,7 @@ async def test_a_configured_run_samples_in_its_precision_with_the_weights_of_its
     precision: str, model_folder: ModelFolder
 ) -> None:
     values = {"model": {"path": str(model_folder("qwen2")), "precision": precision}, "data": {"path": "rows.jsonl"}}
-    parts = await to_thread.run_sync(RunParts, load_run_config(values | {"reward": {}}))
+    parts = await to_thread.run_sync(run_parts, load_run_config(values | {"reward": {}}))
     model = await to_thread.run_sync(parts.model)
     seen = Dtypes()
 
@@ -113,7 +113,7 @@ async def test_a_configured_run_samples_in_its_precision_with_the_weights_of_its
 async def test_a_configured_run_publishes_what_does_not_train_in_its_base_dtype(model_folder: ModelFolder) -> None:
     values: dict[str, Any] = {"model": {"path": str(model_folder("qwen2")), "base_dtype": "bfloat16"}}
     rest: dict[str, Any] = {"data": {"path": "rows.jsonl"}, "reward": {}, "algorithm": {"kl": 0.1}}
-    parts = await to_thread.run_sync(RunParts, load_run_config(values | rest))
+    parts = await to_thread.run_sync(run_parts, load_run_config(values | rest))
     model = await to_thread.run_sync(parts.model)
     reference = await to_thread.run_sync(parts.reference, model)
     assert reference is not None
@@ -136,7 +136,7 @@ async def test_a_model_with_tables_samples_in_bfloat16_with_those_of_its_trainer
     model: dict[str, Any] = {"path": str(model_folder("gemma 3")), "base_dtype": "bfloat16"}
     placement = {"sampler_device": "cpu:0"}  # a device of its own, to which weights are copied
     values = {"model": model, "data": {"path": "rows.jsonl"}, "reward": {}, "placement": placement}
-    parts = await to_thread.run_sync(RunParts, load_run_config(values))
+    parts = await to_thread.run_sync(run_parts, load_run_config(values))
     trains = await to_thread.run_sync(parts.model)
 
     async with WeightPublisher(trains, cast=parts.published_as) as publisher:
@@ -156,7 +156,7 @@ def _kept(made: list[HFModel], model: Any) -> HFModel:
 async def test_the_base_of_adapters_has_the_base_dtype_and_the_adapters_are_float32(model_folder: ModelFolder) -> None:
     model: dict[str, Any] = {"path": str(model_folder("qwen2")), "base_dtype": "bfloat16", "lora": {"rank": 2}}
     values = {"model": model, "data": {"path": "rows.jsonl"}, "reward": {}}
-    parts = await to_thread.run_sync(RunParts, load_run_config(values))
+    parts = await to_thread.run_sync(run_parts, load_run_config(values))
 
     trains = await to_thread.run_sync(parts.model)
     policy = parts.policy(None)

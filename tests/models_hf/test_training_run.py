@@ -20,10 +20,9 @@ import transformers
 from safetensors.torch import load_file
 from tests import command_line
 from tests.models_hf.questions import Questions, Ran, equal, weights_in, write_questions
+from tests.run_parts import run_parts
 
 from penstock import AdvantageNormalizer, Batcher, Pipeline, RewardBridge, SinkTrainer, SourceEnv, processes, source
-from penstock._pipeline.graph.placement import Processes
-from penstock._stages.training_run.torch_parts import RunParts
 from penstock.chat import ChatFormat
 from penstock.data import PromptDataset
 from penstock.errors import NothingTrained, PenstockError
@@ -292,12 +291,12 @@ def test_completions_that_were_cut_are_masked_behind_the_comparison(values: dict
 
 
 def test_a_sampling_process_which_imports_much_has_minutes_to_start(values: dict[str, Any]) -> None:
-    parts = RunParts(load_run_config(values))
+    parts = run_parts(load_run_config(values))
 
     pipeline = parts.pipeline(parts.policy(None), parts.trainer(parts.empty_model(), reference=None), None)
 
     (sampling, *_) = pipeline.nodes
-    assert isinstance(sampling.on, Processes)
+    assert isinstance(sampling.on, type(processes(1)))
     assert sampling.on.start_timeout_s == 600
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import pickle
 import random
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,13 +20,12 @@ from tests.tiny_model import TinyModel
 from torch import Tensor, nn
 
 from penstock import AdvantageNormalizer, GroupId, TrainBatch
-from penstock._pipeline.util.manifest import write_manifest
 from penstock.errors import InvalidConfig, InvalidRecord, TokenizersDiffer, WeightsMismatch
 from penstock.losses import CISPO, GSPO, KL, AdvantageWeighted, Entropy, ImportanceWeight, Loss, Mean, PPOClip, Scored
 from penstock.policies import tokenizer_identity
 from penstock.testing import batch, drive, group
 from penstock.torch import Attention, KVCache, TorchTrainer
-from penstock.training import Checkpointed, WeightedTrainer
+from penstock.training import Checkpointed, WeightedTrainer, write_checkpoint
 
 VOCABULARY = 11
 ADAM = partial(torch.optim.AdamW, lr=0.01)
@@ -755,10 +755,12 @@ def test_nothing_in_a_checkpoint_runs_when_it_is_loaded(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return (pytest.fail, ("code of the checkpoint ran",))
 
-    checkpoint = fresh().save(tmp_path, {})
-    torch.save({"optimizer": Trap()}, checkpoint / "optimizer.pt")
-    (checkpoint / "manifest.json").unlink()
-    write_manifest(checkpoint)  # as someone who can write the folder can
+    def write(folder: Path) -> None:  # as someone who can write the folder can
+        shutil.copytree(fresh().save(tmp_path / "whole", {}), folder, dirs_exist_ok=True)
+        torch.save({"optimizer": Trap()}, folder / "optimizer.pt")
+        (folder / "manifest.json").unlink()
+
+    checkpoint = write_checkpoint(tmp_path, 0, write)
 
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         fresh().resume(checkpoint)
