@@ -17,12 +17,9 @@ from typing import Any
 
 import pytest
 from tests.atropos.gateways import client, scored
+from tests.command_line import ran
 from tests.failsafe import FAILSAFE_S
 from tests.ports import free_port
-
-from penstock._schemas.config import parse_config
-from penstock._stages.integrations.atropos.launch_config import LaunchConfig
-from penstock.errors import InvalidConfig
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 
@@ -228,6 +225,10 @@ LEAST: dict[str, Any] = {"trainer": "python train.py", "environments": {"sums": 
         ({"environment": {"sums": "a"}}, "did you mean 'environments'?"),
     ],
 )
-def test_a_mistake_in_the_file_is_named(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidConfig, match=message):
-        parse_config(LaunchConfig, LEAST | wrong)
+def test_a_mistake_in_the_file_is_named(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "launch.yaml").write_text(json.dumps(LEAST | wrong))
+
+    status, printed = ran("launch", tmp_path / "launch.yaml")
+
+    assert status == 1
+    assert re.match(f"penstock: .*{message}", printed)

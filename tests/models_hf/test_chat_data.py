@@ -10,7 +10,6 @@ from tests.fake_policy import FakePolicy
 from tests.models_hf.chat_templates import CHATML, MISTRAL, tokenizer_folder
 
 from penstock import Batcher, SinkTrainer, SourceEnv, source
-from penstock._stages.tokenizers.messages import normalized
 from penstock.chat import ChatFormat
 from penstock.data import Mixture, PromptDataset
 from penstock.errors import InvalidData, InvalidPipeline, TokenizersDiffer
@@ -80,11 +79,13 @@ def test_parts_that_are_text_are_joined_and_any_other_is_refused_by_row_and_part
         prompts_of(chat, [{"role": "user", "content": 7}])
 
 
-def test_nulls_that_tables_give_to_messages_are_removed_at_any_depth(chat: ChatFormat) -> None:
+def test_nulls_that_tables_give_to_messages_are_removed_at_any_depth(chat: ChatFormat, tmp_path: Path) -> None:
     messages = prompts_of(chat, CALLED[:1] + CALLED[2:]).meta["messages"]
     assert messages == [ASKED, {"role": "tool", "content": "4"}]
 
-    call = normalized(CALLED)[1]
+    of_calls = CHATML.replace("message['content']", "(message['content'] or message['tool_calls'] | tojson)")
+    calling = ChatFormat(PretrainedTokenizer(tokenizer_folder(tmp_path / "calling", of_calls)))
+    call = prompts_of(calling, CALLED).meta["messages"][1]
     assert call == {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
 
 

@@ -135,9 +135,12 @@ async def test_with_other_data_that_is_allowed_trained_numbers_stay_trained(tmp_
 
 
 async def test_data_of_which_this_host_has_no_rows_is_not_compared(tmp_path: Path) -> None:
-    from penstock._stages.contracts.prompts import identity_of  # noqa: PLC0415 (beside the public names)
+    here, elsewhere = (
+        SourceEnv(DATA, FakePolicy()),
+        SourceEnv(PromptDataset(tmp_path / "elsewhere.jsonl"), FakePolicy()),
+    )
 
-    assert identity_of(PromptDataset(tmp_path / "elsewhere.jsonl")) is None
+    assert here.facts().fixed.keys() - elsewhere.facts().fixed.keys() == {"data"}
 
 
 # -- what may change ---------------------------------------------------------------------------------------------------
