@@ -28,7 +28,7 @@ def test_workers_are_killed_and_stopped_at_random_and_nothing_is_lost_silently_o
     ran = subprocess.run(command, env=environment(), cwd=ROOT, check=False, capture_output=True, text=True)
 
     assert not ran.returncode, ran.stdout + ran.stderr
-    assert json.loads(results.read_text())["blows"]
+    assert json.loads(results.read_text())["faults"]
 
 
 def test_a_constant_is_not_growth() -> None:
