@@ -199,7 +199,7 @@ class PromptAssigner:
         #    shares, and with them the batches of a policy, do not depend on a clock.
         askers = self._askers()
         if prompts == 1 or not askers:
-            return sorted(askers, key=lambda peer: self._accounting.held_by(peer.name))[:1]
+            return [min(askers, key=lambda peer: self._accounting.held_by(peer.name))] if askers else []
         here = {place: peer for peer in self._known if (place := self._place_of(peer)) is not None}
         if len(here) < self._at_first or not set(here.values()) <= set(askers):
             return []

@@ -15,7 +15,7 @@ import anyio
 from ...._pipeline.channels.channel import ReceiveChannel, SendChannel
 from ...._pipeline.errors import InvalidConfig
 from ...._pipeline.graph.context import Context, current
-from ...._pipeline.graph.stage_info import StageInfo, tokenizer_of
+from ...._pipeline.graph.stage_info import StageInfo
 from ...._pipeline.util.exception_groups import unwrap_first
 from ...._schemas import TrajectoryGroup
 from ...._schemas.conversion import convert
@@ -77,7 +77,7 @@ class SampleRequests:
 
     def stage_info(self) -> StageInfo:
         """State the tokenizers."""
-        return StageInfo(tokenizers=tokenizer_of(self.env, self.env.chat, self.env.policy, self.env.make_env))
+        return StageInfo(tokenizers=self.env.stage_info().tokenizers)
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Sample every request, and send the rollouts that succeed; see `Stage`.
