@@ -33,6 +33,9 @@ GB more."""
 TOKENS_ON_A_DEVICE = 4096
 """C at most on an accelerator: 4 to 7 % faster than with 1,024 there."""
 
+MULTIPLE = 64
+"""Of B: cuBLAS multiplies into rows of any other number of columns by kernels of an older device."""
+
 LOWEST = -1000.0
 """In place of lower exponents (some are −inf): its exponential is 0 too, and 0 · −inf would be NaN."""
 
@@ -72,7 +75,7 @@ class Head:
             high, width = max(1, numbers // vocabulary), vocabulary
         else:
             high = min(max(1, tokens), TOKENS_OF_A_TILE if on_a_cpu else TOKENS_ON_A_DEVICE)
-            width = max(1, numbers // high)
+            width = max(MULTIPLE, numbers // high // MULTIPLE * MULTIPLE)
         for first in range(0, vocabulary, width):
             part = slice(first, min(first + width, vocabulary))
             for row in range(0, tokens, high):

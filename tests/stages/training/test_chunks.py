@@ -13,6 +13,7 @@ import torch
 from tests.stages.training.no_tensor_of import NoTensorOf
 from tests.tiny_model import ReadModel, TinyModel
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import TrainBatch
@@ -91,6 +92,7 @@ def use_chunks_of(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have chunks and tiles of so many numbers."""
     monkeypatch.setattr(distributions, "NUMBERS_AT_ONCE", numbers)
     monkeypatch.setattr(tiles, "NUMBERS_OF_A_TILE", numbers)
+    monkeypatch.setattr(tiles, "MULTIPLE", 1)
 
 
 PACKED = [
@@ -132,6 +134,31 @@ def test_chunks_of_one_token_change_neither_metrics_nor_gradients(
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
     for tensor in weights:
         torch.testing.assert_close(moved[tensor], weights[tensor], rtol=1e-9, atol=1e-12)
+
+
+class Products(TorchFunctionMode):
+    """Records the number of columns of each product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = list[int]()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function is torch.mm:
+            self.columns.append(found.shape[1])
+        return found
+
+
+def test_tiles_have_a_multiple_of_64_columns_whatever_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "NUMBERS_OF_A_TILE", 37 * 100)
+    hidden, weight = torch.randn(37, 3), torch.randn(200, 3)
+    products = Products()
+
+    with products:
+        Distributions(hidden, weight, None).over([logprobs_of], torch.zeros(37, dtype=torch.int64))
+
+    assert products.columns == [64, 64, 64, 8]
 
 
 @pytest.mark.parametrize("finish", [None, lambda logits: torch.tanh(logits / 3) * 3], ids=["plain", "bounded"])
