@@ -97,7 +97,7 @@ def _kept_tensors() -> Iterator[dict[int, int]]:
 
     def pack(tensor: Tensor) -> Tensor:
         sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # a result that keeps itself would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield sizes

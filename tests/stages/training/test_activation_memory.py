@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -47,6 +49,17 @@ def test_the_bytes_of_a_token_contain_no_weights_and_no_cast_of_them(dtype: torc
     of_a_token = bytes_of_a_token(forward, 32)
 
     assert of_a_token == (64 * 4 + 128 * 4 if dtype is None else 64 * 2 + 128 * 2)
+
+
+def test_the_trial_holds_nothing_when_it_has_ended() -> None:
+    layer = nn.Linear(64, 128)
+    watched = weakref.ref(layer.weight)
+
+    bytes_of_a_token(lambda tokens: layer(torch.ones(tokens, 64)).exp(), 32)
+    del layer
+    gc.collect()
+
+    assert watched() is None
 
 
 def test_a_cpu_computes_the_tokens_that_it_always_did_without_a_trial() -> None:
