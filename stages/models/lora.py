@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..._pipeline.errors import InvalidConfig, WeightsMismatch
 from ..._pipeline.util.extras import extra
 from ..._schemas.config import nearest
+from ..contracts.autocast import autocast_on
 from .lora_config import LoRA
 
 PREFIX = "base_model.model."
@@ -65,6 +66,13 @@ def insert(module: nn.Module, lora: LoRA) -> None:
     for name, parameter in module.named_parameters():
         if _is_adapter(name):
             parameter.data = parameter.data.float()
+    for _, layer in _adapted(module):
+        layer.register_forward_pre_hook(_cast_once)
+
+
+def _cast_once(layer: Any, _: object) -> None:
+    """Leave the dtype of the inputs to autocast where that is on: peft would copy them into float32 before it."""
+    layer.cast_input_dtype_enabled = autocast_on(layer.weight.device) is None
 
 
 def _tied_ends(module: Any) -> set[str]:

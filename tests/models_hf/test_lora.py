@@ -106,6 +106,22 @@ def test_adapters_are_float32_beside_a_model_in_bfloat16(model_folder: ModelFold
     assert probability(model) > 2 * before
 
 
+@pytest.mark.parametrize(("autocast", "expected"), [(torch.bfloat16, torch.bfloat16), (None, torch.float32)])
+def test_inputs_of_adapters_are_cast_once(
+    autocast: torch.dtype | None, expected: torch.dtype, model_folder: ModelFolder
+) -> None:
+    model = HFModel.from_pretrained(model_folder("llama"), dtype=torch.bfloat16, lora=LoRA(rank=4))
+    dtypes = set[torch.dtype]()
+    for name, layer in model.module.named_modules():
+        if name.endswith("lora_A.default"):
+            layer.register_forward_pre_hook(lambda _, inputs: dtypes.add(inputs[0].dtype))
+
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        logits_of(model)
+
+    assert dtypes == {expected}
+
+
 def test_without_adapters_the_model_is_the_reference(model_folder: ModelFolder) -> None:
     plain = HFModel.from_pretrained(model_folder("llama"))
     adapted, _ = trained(model_folder("llama"))
