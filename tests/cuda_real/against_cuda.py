@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import numpy as np
 import pytest
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 from penstock import TrainBatch, TrajectoryGroup, Worker
 from penstock.errors import NobodyListens, NoDevice, OutOfSharedMemory, PeerLost
 from penstock.policies import SamplingParams
-from penstock.torch import TorchPolicy, TorchTrainer
+from penstock.torch import TorchPolicy, TorchTrainer, WeightFolder
 from penstock.weights import WeightPublisher, WeightSubscriber
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +145,19 @@ async def test_a_subscriber_in_the_process_of_its_publisher_shares_its_memory() 
             subscriber.attach(model)
             assert subscriber.refresh() == 3
             assert equal(model, tensors(3, GPU))
+
+
+async def test_versions_of_a_folder_are_copied_into_a_model_on_a_gpu(tmp_path: Path) -> None:
+    published = Model("cpu")
+    async with WeightFolder(tmp_path, published) as publisher, WeightSubscriber(publisher.url) as subscriber:
+        model = Model(GPU)
+        subscriber.attach(model, copied=True)
+        for version in range(1, 6):
+            await publisher.publish(tensors(version, GPU), version)
+            assert await subscriber.newer(than=version - 1) == version
+            assert await anyio.to_thread.run_sync(subscriber.refresh) == version
+            assert all(tensor.device == GPU for tensor in model.buffers())
+            assert equal(model, tensors(version, GPU))
 
 
 async def test_a_gpu_without_room_and_one_that_is_not_there_are_errors() -> None:
