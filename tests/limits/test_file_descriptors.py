@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)  # each number takes a process, and the ma
     [
         ("serve shm", "the receiving end of a channel"),
         pytest.param("serve tcp", "the receiving end of a channel", marks=pytest.mark.long),
-        ("connect shm", "the sending end of a channel"),
+        pytest.param("connect shm", "the sending end of a channel", marks=pytest.mark.long),
         pytest.param("connect tcp", "the sending end of a channel", marks=pytest.mark.long),
         ("publish", "a publisher of weights"),
         ("serve weights", "weights over tcp"),

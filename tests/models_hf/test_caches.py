@@ -68,12 +68,14 @@ async def test_the_rows_of_a_file_are_cached_once(tmp_path: Path) -> None:
     assert not restarts
 
 
+@pytest.mark.long
 async def test_rows_are_made_by_another_worker_when_the_first_is_killed(tmp_path: Path) -> None:
     assert await filled(caches.rows_of_a_generator, tmp_path, workers=2) == (["42"] * 2, 1)
     assert (tmp_path / "made").read_text() == "x"
 
 
 @pytest.mark.skipif(shutil.which("ninja") is None or shutil.which("c++") is None, reason="needs ninja and a compiler")
+@pytest.mark.long
 async def test_an_extension_is_compiled_by_another_worker_when_the_first_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

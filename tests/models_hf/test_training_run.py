@@ -55,15 +55,11 @@ def values(questions: Questions) -> dict[str, Any]:
 # -- one run, with a preparation and evaluations -----------------------------------------------------------------------
 
 
-TWO_SAMPLERS = "placement.samplers=2"
-"""The runs whose weights are compared have as many: a batch of another size rounds differently."""
-
-
 @pytest.fixture(scope="module")
 def ran(questions: Questions) -> Ran:
     """Return a run of four steps, with an evaluation every three of the rows kept apart and of a further set."""
     evaluation = {"every": 3, "sets": [{"path": "hard.jsonl", "prompt": "question"}], "best": "eval/hard/reward"}
-    return questions.train(f"prepare={questions.module}:ready", TWO_SAMPLERS, evaluation=evaluation)
+    return questions.train(f"prepare={questions.module}:ready", evaluation=evaluation)
 
 
 def test_a_run_leaves_a_model_that_transformers_loads_and_a_summary(ran: Ran, values: dict[str, Any]) -> None:
@@ -130,7 +126,7 @@ def test_a_script_with_the_same_stages_and_no_evaluation_trains_to_the_same_weig
                 concurrency=256,
             )
             pipeline: Pipeline = (
-                source(env, on=processes(2), max_lag=0)
+                source(env, on=processes(1), max_lag=0)
                 .then(RewardBridge(functions=[trl_reward(function)]))
                 .then(AdvantageNormalizer("grpo"))
                 .then(Batcher(max_tokens=8192, sequences=8))
@@ -146,13 +142,14 @@ def test_a_script_with_the_same_stages_and_no_evaluation_trains_to_the_same_weig
 COMMAND = [sys.executable, "-c", "from penstock._cli import main; main()"]
 
 
-def test_a_run_with_two_samplers_that_is_killed_is_continued_to_the_same_weights(
-    ran: Ran, questions: Questions
-) -> None:
+@pytest.mark.long
+def test_a_run_with_two_samplers_that_is_killed_is_continued_to_the_same_weights(questions: Questions) -> None:
+    samplers = "placement.samplers=2"
+    whole = questions.train(samplers, "folder=whole")
     Path("killed.yaml").write_text(json.dumps(questions.values))  # JSON is YAML
     third_step = str(1 + 2 * 2 + 1)  # after the first row that is tried, and the groups of two steps
     with subprocess.Popen(
-        [*COMMAND, "run", "killed.yaml", TWO_SAMPLERS, "folder=killed"],
+        [*COMMAND, "run", "killed.yaml", samplers, "folder=killed"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -164,12 +161,12 @@ def test_a_run_with_two_samplers_that_is_killed_is_continued_to_the_same_weights
         killed.send_signal(signal.SIGKILL)
         printed = killed.stderr.read()
 
-    continued = questions.train(TWO_SAMPLERS, "folder=killed")
+    continued = questions.train(samplers, "folder=killed")
 
     assert printed.startswith("penstock: reading killed.yaml\n")
     assert "step 0/4" in printed
     assert len(continued.steps()) == 4
-    assert equal(ran.weights(), continued.weights())
+    assert equal(whole.weights(), continued.weights())
 
 
 # -- one step, of two sets ---------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.ranks.script_of_a_run import GO
 from tests.ranks.torchrun import Hosts, Rank, check_trained_once, pipe
 
@@ -11,6 +12,7 @@ TIMEOUT_S = 15
 """Timeout of the process group where a connection is to break without a sign. A rank must not be behind by more."""
 
 
+@pytest.mark.long
 def test_ranks_that_wait_for_a_batch_end_when_no_packet_passes_between_their_hosts(
     hosts: Hosts, tmp_path: Path
 ) -> None:

@@ -63,7 +63,8 @@ def test_ranks_that_wait_for_a_batch_end_when_their_torchrun_is_killed(tmp_path:
         torchrun.wait()
 
 
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
 def test_ranks_of_both_hosts_end_when_one_torchrun_is_killed_while_they_wait_for_a_batch(
     hosts: Hosts, tmp_path: Path, killed: int
 ) -> None:

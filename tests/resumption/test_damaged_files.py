@@ -47,7 +47,7 @@ def weights(folder: Path) -> Weights:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind == "empty" else []) for kind in DAMAGE]
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind in {"cut", "empty"} else []) for kind in DAMAGE]
 )
 def test_a_run_with_a_damaged_file_ends_with_the_same_weights_or_an_error_that_names_the_file(
     folder: Path, weights: Weights, kind: str, tmp_path: Path

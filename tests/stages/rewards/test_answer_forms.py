@@ -78,7 +78,7 @@ def test_a_lone_number_of_an_answer_is_another_answer(verdicts: Verdicts) -> Non
 
 @pytest.mark.parametrize(
     "other",
-    [r"3\sqrt{17}", "seat", *(pytest.param(other, marks=pytest.mark.long) for other in ("17", r"\text{Tuesday}"))],
+    [r"3\sqrt{17}", *(pytest.param(other, marks=pytest.mark.long) for other in ("17", "seat", r"\text{Tuesday}"))],
 )
 def test_an_answer_equals_no_answer_of_another_row(other: str, verdicts: Verdicts) -> None:
     judged(verdicts, [(each.text, rf"\boxed{{{other}}}") for each in ANSWERS], 0)
