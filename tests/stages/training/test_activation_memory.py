@@ -52,11 +52,11 @@ def test_the_bytes_of_a_token_contain_no_weights_and_no_cast_of_them(dtype: torc
 
 
 def test_the_trial_holds_nothing_when_it_has_ended() -> None:
-    layer = nn.Linear(64, 128)
-    watched = weakref.ref(layer.weight)
+    layers = [nn.Linear(64, 128)]
+    watched = weakref.ref(layers[0].weight)
 
-    bytes_of_a_token(lambda tokens: layer(torch.ones(tokens, 64)).exp(), 32)
-    del layer
+    bytes_of_a_token(lambda tokens: layers[0](torch.ones(tokens, 64)).exp(), 32)
+    layers.clear()
     gc.collect()
 
     assert watched() is None
