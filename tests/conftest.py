@@ -18,7 +18,7 @@ import zmq
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 from tests.failsafe import FAILSAFE_S
-from tests.forks import Forks
+from tests.forks import Forks, forking
 from tests.installation import Installed, build_distributions, install_editable
 from tests.processes.children import children_of
 from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
@@ -34,6 +34,15 @@ OWN_S = 1.0
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Torch, also in processes that tests start, has one thread: a second one spins beside other tests, and gains nothing
 with tensors as small as theirs."""
+
+FORKED = {"atropos", "journal", "limits", "processes", "resumption"}
+"""Folders whose tests start interpreters with penstock, or workers."""
+
+FORKED_WITH_TORCH = {"models_hf", "ranks"}
+"""Folders whose tests start interpreters that train a model, which start such interpreters in their turn."""
+
+TRAINING = ("torch._dynamo", "transformers.models.auto.modeling_auto")
+"""Imported by what trains a model."""
 
 settings.register_profile("search", database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)
@@ -87,17 +96,28 @@ def _logging_is_as_a_script_finds_it() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """Start the process that forks in place of interpreters."""
-    with Forks() as started:
-        yield started
+    with forking() as forks:
+        yield forks
+
+
+@pytest.fixture(scope="session")
+def forks_with_torch() -> Iterator[Forks]:
+    """Start one that has imported what trains a model, and whose forks start forks too."""
+    with forking(*TRAINING, nested=True) as forks:
+        yield forks
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _interpreters_are_forks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fork where most of a test's time would be the start of interpreters."""
-    if not {"processes", "atropos"} & set(request.path.parts):
-        yield
-        return
-    with request.getfixturevalue("forks").in_place_of_interpreters():
+    parts = set(request.path.parts)
+    if parts & FORKED_WITH_TORCH:
+        with request.getfixturevalue("forks_with_torch").in_place_of_interpreters():
+            yield
+    elif parts & FORKED:
+        with request.getfixturevalue("forks").in_place_of_interpreters():
+            yield
+    else:
         yield
 
 

@@ -1,69 +1,78 @@
-"""Start `python -c` as a fork of a process that has imported penstock, which is most of the work of its start.
+"""Start Python as a fork of a process that has imported what the program needs: most of the work of its start.
 
 A fork begins as a new process does, for the forking process has neither a thread nor an event loop. It becomes a child
-of the process that asks for it, with the descriptors, variables and folder that `subprocess.Popen` was given.
-`python -m tests.forks` is the forking process, `Forks` the interface of the tests to it.
+of the process that asks for it, with the command, descriptors, variables and folder that `subprocess.Popen` was given.
+A nested fork has a copy of the forking process, its first child, and asks that for forks in its turn.
+`python -m tests.forks` is the forking process, `Forks` the interface to it.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import gc
+import importlib
 import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any, Self
+from types import ModuleType
+from typing import Any
 
 import msgspec
 
-__all__ = ["Forks"]
+__all__ = ["Forks", "forking"]
 
 ROOT = Path(__file__).parents[1]
 
 ON_PATH = [str(ROOT / "src"), str(ROOT)]
+
+MODULES = ["penstock._cli.app", "penstock._pipeline.workers.worker"]
+"""Imported by every forking process."""
+
+READ_BY_IMPORTS = ("HF_", "OMP_", "PYTHON", "TRANSFORMERS_")
+"""Variables that begin so have had their effect when a fork begins."""
 
 PR_SET_CHILD_SUBREAPER = 36
 
 ASIDE = 500
 """Descriptors from here on are free while those of a fork are put at their places."""
 
+COMMAND_BYTES = 20_000
+"""Room for the command of a fork, as /proc shows it."""
+
 
 class Program(msgspec.Struct, frozen=True):
     """What a fork runs."""
 
-    code: str
     arguments: list[str]
+    """Those of the interpreter: `-c` and code, `-m` and a module, or a script; then those of the program."""
     folder: str
     variables: dict[str, str]
     places: list[int]
     """Those of the descriptors that come with the request, in their order."""
     process_group: int
     new_session: bool
+    nested: bool
+    """Whether the fork asks for forks in its turn."""
 
 
 class Forks:
-    """The forking process, within the body."""
+    """The interface to a forking process, which ends when the socket of its requests is closed."""
 
-    def __enter__(self) -> Self:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, requests: socket.socket, *, nested: bool) -> None:
+        self._requests = requests
+        self._nested = nested
         self._lock = threading.Lock()
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-        variables |= {"PYTHONPATH": ":".join(ON_PATH)}
-        command = [sys.executable, "-m", "tests.forks"]
-        self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=variables, cwd=ROOT)
-        theirs.close()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()  # the end of its requests
-        self._process.wait()
+        self._variables = dict(os.environ)
 
     def start(self, program: Program, descriptors: list[int]) -> int:
         """Return the id of a new child of this process."""
@@ -72,43 +81,77 @@ class Forks:
             with self._lock:
                 _adopt_orphans(True)
                 try:
-                    socket.send_fds(self._socket, [b"fork"], [request.fileno(), *descriptors])
-                    return int(self._socket.recv(100))
+                    socket.send_fds(self._requests, [b"fork"], [request.fileno(), *descriptors])
+                    return int(self._requests.recv(100))
                 finally:
                     _adopt_orphans(False)
 
     @contextmanager
     def in_place_of_interpreters(self) -> Iterator[None]:
-        """Fork within the body where `subprocess.Popen` would start `python -c`, unless that is traced."""
-        start, started = self.start, vars(subprocess.Popen)["_execute_child"]
+        """Fork within the body where `subprocess.Popen` would start an interpreter, unless that is traced."""
+        started = self.replace_interpreters()
+        try:
+            yield
+        finally:
+            setattr(subprocess.Popen, "_execute_child", started)  # noqa: B010 (private)
 
-        def forked(self: Any, args: Any, executable: Any, preexec_fn: Any, *others: Any) -> None:
+    def replace_interpreters(self) -> Callable[..., None]:
+        """Fork from now on where `subprocess.Popen` would start an interpreter; return what `Popen` started with."""
+        started: Callable[..., None] = vars(subprocess.Popen)["_execute_child"]
+
+        def forked(popen: Any, args: Any, executable: Any, preexec_fn: Any, *others: Any) -> None:
             _, pass_fds, folder, variables, _, _, shell, *pipes, _, gid, gids, uid, _, new_session, group = others
             as_another = shell or any(each is not None for each in (preexec_fn, gid, gids, uid))
-            is_code = isinstance(args, list | tuple) and [*map(str, args[:2])] == [sys.executable, "-c"]
-            if as_another or not is_code or "COVERAGE_PROCESS_CONFIG" in os.environ:
-                started(self, args, executable, preexec_fn, *others)
+            variables = dict(os.environ if variables is None else variables)
+            if as_another or not _is_python(args) or not self._imports_as_with(variables):
+                started(popen, args, executable, preexec_fn, *others)
                 return
             standard = {place: place if pipe < 0 else pipe for place, pipe in enumerate((pipes[0], pipes[3], pipes[5]))}
             descriptors = standard | {number: number for number in pass_fds}
             program = Program(
-                code=args[2],
-                arguments=["-c", *map(os.fsdecode, args[3:])],
+                arguments=[*map(os.fsdecode, args[1:])],
                 folder=os.fsdecode(folder or os.getcwd()),  # noqa: PTH109 (a string is wanted)
-                variables=dict(os.environ if variables is None else variables),
+                variables=variables,
                 places=list(descriptors),
                 process_group=group,
                 new_session=bool(new_session),
+                nested=self._nested,
             )
-            self.pid = start(program, list(descriptors.values()))
-            self._child_created = True
-            self._close_pipe_fds(*pipes)
+            popen.pid = self.start(program, list(descriptors.values()))
+            popen._child_created = True
+            popen._close_pipe_fds(*pipes)
 
-        try:
-            setattr(subprocess.Popen, "_execute_child", forked)  # noqa: B010 (private)
-            yield
-        finally:
-            setattr(subprocess.Popen, "_execute_child", started)  # noqa: B010 (private)
+        setattr(subprocess.Popen, "_execute_child", forked)  # noqa: B010 (private)
+        return started
+
+    def _imports_as_with(self, variables: dict[str, str]) -> bool:
+        """Return whether an interpreter with these variables would import as the forking process did, untraced."""
+        changed = {name for name, _ in variables.items() - self._variables.items()} - {"PYTHONPATH"}
+        return "COVERAGE_PROCESS_CONFIG" not in variables and not any(map(_is_read_by_imports, changed))
+
+
+@contextmanager
+def forking(*modules: str, nested: bool = False) -> Iterator[Forks]:
+    """Start a process that imports `modules` besides penstock, within the body."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    variables |= {"PYTHONPATH": ":".join(ON_PATH)}
+    command = [sys.executable, "-m", "tests.forks", *MODULES, *modules, " " * COMMAND_BYTES]
+    with subprocess.Popen(command, stdin=theirs.fileno(), env=variables, cwd=ROOT), ours:
+        theirs.close()
+        yield Forks(ours, nested=nested)
+
+
+def _is_python(command: Any) -> bool:
+    """Return whether this interpreter shall run code, a module or a script, with no flag but `-u`."""
+    if not isinstance(command, list | tuple) or str(command[0]) != sys.executable:
+        return False
+    program = next((str(each) for each in command[1:] if each != "-u"), "")
+    return program in {"-c", "-m"} or program.endswith(".py")
+
+
+def _is_read_by_imports(variable: str) -> bool:
+    return variable.startswith(READ_BY_IMPORTS)
 
 
 def _adopt_orphans(adopts: bool) -> None:  # noqa: FBT001 (as the kernel has it)
@@ -119,20 +162,25 @@ def _adopt_orphans(adopts: bool) -> None:  # noqa: FBT001 (as the kernel has it)
 # -- the forking process -----------------------------------------------------------------------------------------------
 
 
-def main() -> tuple[CodeType, dict[str, Any]]:
-    """Fork for every request, and return in each fork what it runs; exit when there are no more requests."""
-    import penstock._cli.app  # noqa: PLC0415 (what is forked; the other side has it)
-    import penstock._pipeline.workers.worker  # noqa: PLC0415, F401
-
+def main() -> Callable[[], object]:
+    """Import, and fork for every request; return in each fork what it runs."""
+    for module in sys.argv[1:-1]:
+        importlib.import_module(module)
     requests = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as null:  # noqa: PTH123 (a device)
         os.dup2(null.fileno(), 0)
     gc.collect()
     gc.freeze()
+    return _serve(requests)
+
+
+def _serve(requests: socket.socket) -> Callable[[], object]:
+    """Fork for every request, and return in each fork what it runs; exit when there are no more requests."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the forks of this process group
     while True:
         _, descriptors, _, _ = socket.recv_fds(requests, 10, 100)
         if not descriptors:
-            sys.exit()
+            os._exit(0)
         reader, writer = os.pipe()
         parent = os.fork()
         if not parent:
@@ -150,32 +198,83 @@ def main() -> tuple[CodeType, dict[str, Any]]:
             os.close(descriptor)
 
 
-def _begun(descriptors: list[int], parent: int) -> tuple[CodeType, dict[str, Any]]:
+def _begun(descriptors: list[int], parent: int) -> Callable[[], object]:
     """Make this fork what `Popen` makes of a new process, and return what it runs."""
-    with open(descriptors[0], "rb") as request:  # noqa: PTH123 (a descriptor)
+    with open(descriptors.pop(0), "rb") as request:  # noqa: PTH123 (a descriptor)
         request.seek(0)
         program = msgspec.json.decode(request.read(), type=Program)
-    aside = [fcntl.fcntl(each, fcntl.F_DUPFD, ASIDE) for each in descriptors[1:]]
-    for descriptor in descriptors[1:]:
-        os.close(descriptor)
-    for descriptor, place in zip(aside, program.places, strict=True):
-        os.dup2(descriptor, place)
-        os.close(descriptor)
+    while os.getppid() == parent:
+        os.sched_yield()
     if program.new_session:
         os.setsid()
     if program.process_group >= 0:
         os.setpgid(0, program.process_group)
+    if program.nested:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not (copy := os.fork()):
+            for descriptor in (ours.detach(), *descriptors):
+                os.close(descriptor)
+            return _serve(theirs)
+        theirs.close()
+        requests = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, ASIDE))
+        ours.close()
+        atexit.register(_end, requests, copy, os.getpid())
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _place(descriptors, program.places)
     os.chdir(program.folder)
     os.environ.clear()
     os.environ.update(program.variables)
-    sys.argv = program.arguments
+    _show_command([sys.executable, *program.arguments])
+    if program.nested:
+        Forks(requests, nested=True).replace_interpreters()
     installed = [entry for entry in sys.path if entry not in ON_PATH]
     sys.path[:] = ["", *filter(None, program.variables.get("PYTHONPATH", "").split(":")), *installed, ON_PATH[0]]
-    while os.getppid() == parent:
-        os.sched_yield()
-    module = sys.modules["__main__"] = ModuleType("__main__")
-    return compile(program.code, "<string>", "exec"), vars(module)
+    return _as_main(program.arguments)
+
+
+def _end(requests: socket.socket, copy: int, pid: int) -> None:
+    """Wait for the copy of the forking process, in the fork itself and in none that it makes by `os.fork`."""
+    if os.getpid() == pid:
+        requests.close()
+        os.waitpid(copy, 0)
+
+
+def _place(descriptors: list[int], places: list[int]) -> None:
+    aside = [fcntl.fcntl(each, fcntl.F_DUPFD, ASIDE) for each in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, place in zip(aside, places, strict=True):
+        os.dup2(descriptor, place)
+        os.close(descriptor)
+
+
+def _show_command(command: list[str]) -> None:
+    """Have /proc show `command`, where there was the command of the forking process with its room."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    shown = b"\0".join(map(os.fsencode, command))[: end - begin - 1]
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, shown, len(shown))
+
+
+def _as_main(arguments: list[str]) -> Callable[[], object]:
+    """Return what runs the program that `arguments` of the interpreter name, as the interpreter would."""
+    if arguments[0] == "-u":
+        del arguments[0]
+        vars(sys)["stdout"].reconfigure(line_buffering=True)
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    kind = arguments[0]
+    if kind in {"-c", "-m"}:
+        named = arguments.pop(1)
+    sys.argv = arguments
+    if kind == "-m":
+        sys.path[0] = os.getcwd()  # noqa: PTH109 (a string is wanted)
+        return partial(vars(runpy)["_run_module_as_main"], named)
+    if kind == "-c":
+        return partial(exec, compile(named, "<string>", "exec"), vars(main))
+    sys.path[0] = str(Path(kind).resolve().parent)
+    vars(main)["__file__"] = kind
+    return partial(exec, compile(Path(kind).read_bytes(), kind, "exec"), vars(main))
 
 
 if __name__ == "__main__":
-    exec(*main())  # noqa: S102 (the code of a test)
+    main()()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.forks import Forks
+from tests.forks import Forks, forking
 
 SHOW = """
 import os, sys
@@ -56,3 +56,44 @@ def test_a_fork_has_only_the_descriptors_that_it_was_given() -> None:
     found = set(map(int, given.stdout.split()))
     assert {0, 1, 2, reader} < found
     assert len(found) == 5  # one is that of the listing
+
+
+def test_a_module_and_a_script_have_the_arguments_and_the_path_that_python_gives_them(tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(
+        "import os, sys; print(__name__, __file__, sys.argv, os.path.abspath(sys.path[0]))"
+    )
+    path = tmp_path / "shown.py"
+
+    outputs = [
+        subprocess.run([sys.executable, *program, "1"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        for program in (["-m", "shown"], [str(path)])
+    ]
+
+    assert outputs == [f"__main__ {path} {[str(path), '1']} {tmp_path}\n"] * 2
+
+
+def test_a_fork_shows_its_own_command() -> None:
+    shown = ran("print(open('/proc/self/cmdline').read().rstrip('\\0').split('\\0')[2:])", "one")
+
+    assert shown.stdout.endswith(", 'one']\n")
+
+
+STARTS = """
+import subprocess, sys
+code = "import os, sys; print(os.getppid(), 'penstock' in sys.modules)"
+print(os.getpid(), subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout, end="")
+"""
+
+
+def test_a_nested_fork_starts_forks_as_its_own_children() -> None:
+    with forking(nested=True) as nested, nested.in_place_of_interpreters():
+        started = ran("import os" + STARTS)
+
+    parent, parent_of_child, imported = started.stdout.split()
+    assert (parent_of_child, imported) == (parent, "True")
+
+
+def test_a_variable_that_imports_read_starts_an_interpreter() -> None:
+    started = ran("import sys; print('penstock' in sys.modules)", env={**os.environ, "HF_HOME": "other"})
+
+    assert started.stdout == "False\n"

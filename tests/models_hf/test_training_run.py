@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,7 +60,9 @@ def values(questions: Questions) -> dict[str, Any]:
 def ran(questions: Questions) -> Ran:
     """Return a run of four steps, with an evaluation every three of the rows kept apart and of a further set."""
     evaluation = {"every": 3, "sets": [{"path": "hard.jsonl", "prompt": "question"}], "best": "eval/hard/reward"}
-    return questions.train(f"prepare={questions.module}:ready", evaluation=evaluation)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("penstock._pipeline.view.lines.START_S", 0.05)  # less than the start of a fork takes
+        return questions.train(f"prepare={questions.module}:ready", evaluation=evaluation)
 
 
 def test_a_run_leaves_a_model_that_transformers_loads_and_a_summary(ran: Ran, values: dict[str, Any]) -> None:
@@ -164,7 +167,7 @@ def test_a_run_with_two_samplers_that_is_killed_is_continued_to_the_same_weights
     continued = questions.train(samplers, "folder=killed")
 
     assert printed.startswith("penstock: reading killed.yaml\n")
-    assert "step 0/4" in printed
+    assert re.search("step [0-2]/4", printed)
     assert len(continued.steps()) == 4
     assert equal(whole.weights(), continued.weights())
 
