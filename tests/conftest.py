@@ -35,8 +35,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Torch, also in processes that tests start, has one thread: a second one spins beside other tests, and gains nothing
 with tensors as small as theirs."""
 
-FORKED = {"atropos", "journal", "limits", "processes", "resumption"}
-"""Folders whose tests start interpreters with penstock, or workers."""
+FORKED = {"atropos", "journal", "processes", "resumption", "test_file_descriptors.py", "test_full_disk.py"}
+"""Folders, and files, whose tests start interpreters with penstock, or workers; none that limits their memory."""
 
 FORKED_WITH_TORCH = {"models_hf", "ranks"}
 """Folders whose tests start interpreters that train a model, which start such interpreters in their turn."""
