@@ -209,6 +209,7 @@ def _begun(descriptors: list[int], parent: int) -> Callable[[], object]:
         os.setsid()
     if program.process_group >= 0:
         os.setpgid(0, program.process_group)
+    requests = None
     if program.nested:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not (copy := os.fork()):
@@ -225,7 +226,7 @@ def _begun(descriptors: list[int], parent: int) -> Callable[[], object]:
     os.environ.clear()
     os.environ.update(program.variables)
     _show_command([sys.executable, *program.arguments])
-    if program.nested:
+    if requests is not None:
         Forks(requests, nested=True).replace_interpreters()
     installed = [entry for entry in sys.path if entry not in ON_PATH]
     sys.path[:] = ["", *filter(None, program.variables.get("PYTHONPATH", "").split(":")), *installed, ON_PATH[0]]
@@ -263,8 +264,7 @@ def _as_main(arguments: list[str]) -> Callable[[], object]:
         vars(sys)["stdout"].reconfigure(line_buffering=True)
     main = sys.modules["__main__"] = ModuleType("__main__")
     kind = arguments[0]
-    if kind in {"-c", "-m"}:
-        named = arguments.pop(1)
+    named = arguments.pop(1) if kind in {"-c", "-m"} else ""
     sys.argv = arguments
     if kind == "-m":
         sys.path[0] = os.getcwd()  # noqa: PTH109 (a string is wanted)
