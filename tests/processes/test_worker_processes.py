@@ -20,7 +20,7 @@ def test_only_what_runs_a_worker_counts_as_one(tmp_path: Path) -> None:
         command = interpreter_command("penstock.errors", "unused")
         code = command.index("-c") + 1
         command[code] = command[code].replace("import main; main(sys.argv[1])", "import PenstockError; input()")
-        command.insert(1, "-u")  # an interpreter with flags is started as it is: a fork would have another command
+        command.insert(1, "-B")  # an interpreter with this flag is started as it is: a fork would have another command
         with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
             assert worker_processes() == [worker.pid]
             worker.communicate(b"\n")
