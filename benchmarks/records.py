@@ -133,7 +133,7 @@ def plain(group: TrajectoryGroup) -> Plain:
     rows["reward"] = group.rewards
     rows["policy_version"] = group.policy_versions
     rows["stop_reason"] = group.stop_reasons
-    rows["repetition_id"] = group.repetition_ids
+    rows["repetition_id"] = group.rollout_ids
     return Plain(group.env, group.instance_id, group.meta, rows, tuple(getattr(group, name) for name in COLUMNS))
 
 
@@ -155,7 +155,7 @@ class Packed(NamedTuple):
         return self.rows["reward"]
 
     @property
-    def repetition_ids(self) -> NDArray[np.int64]:
+    def rollout_ids(self) -> NDArray[np.int64]:
         """Return [B] the repetition ids."""
         return self.rows["repetition_id"]
 
@@ -295,7 +295,7 @@ class Checker:
     def _check_whole(self, batch: Batch, kinds: list[_Kind]) -> None:
         if batch.rewards.tobytes() != b"".join(kind.rewards for kind in kinds):
             raise WrongContents("a reward differs from what was sent")
-        if batch.repetition_ids.tobytes() != np.tile(np.arange(self._group), len(kinds)).tobytes():
+        if batch.rollout_ids.tobytes() != np.tile(np.arange(self._group), len(kinds)).tobytes():
             raise WrongContents("a repetition id differs from what was sent")
         tokens = int(self._bounds[self._group])
         for name in COLUMNS:

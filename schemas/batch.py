@@ -80,17 +80,17 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[B], or [N] where weights changed mid-rollout in any of the groups."""
     stop_reasons: NDArray[np.uint8]
     """[B] values of StopReason."""
-    repetition_ids: NDArray[np.int64]
-    """[B] the number of the completion of its prompt."""
+    rollout_ids: NDArray[np.int64]
+    """[B] the rollout of each sequence: its number among those of the prompt."""
     loss_tokens: int
     """Tokens that train in the *global* batch: the divisor of a token-mean loss, on a rank or a micro-batch too."""
-    loss_sequences: int
-    """Sequences with at least one such token in the *global* batch: the divisor of a sequence-mean loss."""
+    loss_rollouts: int
+    """Rollouts with at least one such token in the *global* batch: the divisor of a mean over rollouts."""
     loss_groups: int
     """Groups with at least one such token in the *global* batch."""
-    total_sequences: int
-    """Sequences of the *global* batch whether or not they train, those of groups without a token that trains included:
-    the other divisor that a sequence-mean loss may have."""
+    total_rollouts: int
+    """Rollouts of the *global* batch whether or not they train, those of groups without a token that trains included:
+    the other divisor that a mean over rollouts may have."""
     reward_noise: NDArray[np.float32] | None = None
     """[B] how far rounding may have moved each reward."""
     behavior_logprobs: NDArray[np.float32] | None = None
@@ -124,7 +124,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return packer.pack()
 
     def __len__(self) -> int:
-        """Return the number of trajectories."""
+        """Return the number of sequences."""
         return len(self.cu_seqlens) - 1
 
     def __repr__(self) -> str:
@@ -132,9 +132,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def ids(self) -> list[TrajectoryId]:
-        """Return the ids of the trajectories that the batch will commit."""
+        """Return the id of the rollout of each sequence; the batch will commit them."""
         names = [group.id for group in self.groups for _ in range(group.sequences)]
-        return [TrajectoryId(*name, rep) for name, rep in zip(names, self.repetition_ids.tolist(), strict=True)]
+        return [TrajectoryId(*name, rep) for name, rep in zip(names, self.rollout_ids.tolist(), strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -161,6 +161,15 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def group_of_sequence(self) -> NDArray[np.int64]:
         """Return [B] the group of each sequence."""
         return np.repeat(np.arange(len(self.groups)), [group.sequences for group in self.groups])
+
+    @property
+    def rollouts(self) -> int:
+        """Return the number of rollouts."""
+        return len(self.rollout_starts())
+
+    def rollout_starts(self) -> NDArray[np.int64]:
+        """Return the first sequence of each rollout."""
+        return _rollout_starts(self.rollout_ids, self.groups)
 
     def lags(self, current_version: int) -> NDArray[np.int64]:
         """Return [B] the optimizer steps between the oldest weights that sampled a sequence and `current_version`."""
@@ -189,7 +198,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if not keep.any():
             raise InvalidRecord("select: expected to keep at least one group, got none")
         kept = self._only(keep[self.group_of_sequence()])
-        return msgspec.structs.replace(kept, total_sequences=self.total_sequences - len(self) + len(kept))
+        return msgspec.structs.replace(kept, total_rollouts=self.total_rollouts - self.rollouts + kept.rollouts)
 
     def in_order(self) -> TrainBatch:
         """Return the batch with its groups in the order of their ids."""
@@ -213,9 +222,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return msgspec.structs.replace(
             part,
             loss_tokens=self.loss_tokens,
-            loss_sequences=self.loss_sequences,
+            loss_rollouts=self.loss_rollouts,
             loss_groups=self.loss_groups,
-            total_sequences=self.total_sequences,
+            total_rollouts=self.total_rollouts,
         )
 
     def _only(self, rows: NDArray[np.bool_]) -> TrainBatch:
@@ -279,7 +288,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def header(self) -> bytes:
         """Return the fields that are not columns, as msgpack."""
-        totals = (self.loss_tokens, self.loss_sequences, self.loss_groups, self.total_sequences)
+        totals = (self.loss_tokens, self.loss_rollouts, self.loss_groups, self.total_rollouts)
         return _encode_header((self.groups, *totals))
 
     @classmethod
@@ -290,10 +299,10 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             InvalidRecord: the header is malformed, or counts other sequences than `columns` have.
         """
         try:
-            groups, loss_tokens, loss_sequences, loss_groups, total_sequences = _decode_header(header)
+            groups, loss_tokens, loss_rollouts, loss_groups, total_rollouts = _decode_header(header)
         except UNREADABLE as error:
             raise InvalidRecord(
-                f"header: expected (groups, loss_tokens, loss_sequences, loss_groups, total_sequences), got {error}"
+                f"header: expected (groups, loss_tokens, loss_rollouts, loss_groups, total_rollouts), got {error}"
             ) from None
         sequences = sum(group.sequences for group in groups)
         if sequences != len(columns["rewards"]):
@@ -301,9 +310,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return cls(
             groups=groups,
             loss_tokens=loss_tokens,
-            loss_sequences=loss_sequences,
+            loss_rollouts=loss_rollouts,
             loss_groups=loss_groups,
-            total_sequences=total_sequences,
+            total_rollouts=total_rollouts,
             **cls.schema.fields(columns),
         )
 
@@ -333,6 +342,7 @@ class Packer:
         self._by_token: list[bool] = []
         """True if each group has a policy version a token."""
         self._groups: list[PackedGroup] = []
+        self._rollouts = 0
         self._tokens = 0
 
     @property
@@ -346,9 +356,9 @@ class Packer:
         return len(self._groups)
 
     @property
-    def sequences(self) -> int:
-        """Return the trajectories packed so far."""
-        return sum(group.sequences for group in self._groups)
+    def rollouts(self) -> int:
+        """Return the rollouts packed so far."""
+        return self._rollouts
 
     def fits(self, group: TrajectoryGroup) -> bool:
         """Return whether `group` has room in the batch that is being filled."""
@@ -387,6 +397,7 @@ class Packer:
         self._groups.append(PackedGroup(group.env, group.instance_id, lengths.sequences, group.meta, trained))
         self._starts.append(first)
         self._by_token.append(form.versions_by_token)
+        self._rollouts += group.rollouts
         self._tokens = last
 
     def pack(self) -> TrainBatch:
@@ -407,7 +418,8 @@ class Packer:
             freeze((columns["policy_versions"],))
         batch = _finish(tuple(self._groups), columns, bounds)
         self._block = None
-        self._chunks, self._groups, self._starts, self._by_token, self._tokens = [], [], [], [], 0
+        self._chunks, self._groups, self._starts, self._by_token = [], [], [], []
+        self._tokens = self._rollouts = 0
         return batch
 
     def _open(self, form: ColumnLayout, candidates: int) -> Buffer:
@@ -542,17 +554,27 @@ def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([_ZERO, np.cumsum(lengths)])
 
 
+def _rollout_starts(rollout_ids: NDArray[np.int64], groups: Sequence[PackedGroup]) -> NDArray[np.int64]:
+    """Return the first sequence of each rollout, of ids [B] in `groups`."""
+    begun = np.ones(len(rollout_ids), np.bool_)
+    begun[1:] = rollout_ids[1:] != rollout_ids[:-1]
+    ends = np.array([group.sequences for group in groups], np.int64).cumsum()
+    begun[ends[ends < len(begun)]] = True
+    return np.flatnonzero(begun)
+
+
 def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], cu_seqlens: NDArray[np.int64]) -> TrainBatch:
     """Return a batch of its columns, read-only ones, and its bounds, with the totals that follow from them."""
     columns["cu_seqlens"] = cu_seqlens
     freeze((cu_seqlens,))
-    mask, starts = columns["loss_mask"], cu_seqlens[:-1]
-    filled = starts[cu_seqlens[1:] > starts]
+    mask, firsts = columns["loss_mask"], _rollout_starts(columns["rollout_ids"], groups)
+    starts, ends = cu_seqlens[firsts], cu_seqlens[np.append(firsts[1:], len(cu_seqlens) - 1)]
+    filled = starts[ends > starts]
     return TrainBatch(
         groups=groups,
         loss_tokens=int(np.count_nonzero(mask)),
-        loss_sequences=int(np.count_nonzero(np.logical_or.reduceat(mask, filled))) if len(filled) else 0,
+        loss_rollouts=int(np.count_nonzero(np.logical_or.reduceat(mask, filled))) if len(filled) else 0,
         loss_groups=sum(group.loss_tokens > 0 for group in groups),
-        total_sequences=len(cu_seqlens) - 1,
+        total_rollouts=len(firsts),
         **BATCH_SCHEMA.fields(columns),
     )

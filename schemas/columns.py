@@ -7,6 +7,8 @@ that uses a letter fixes its length, and every later one must have it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -113,6 +115,31 @@ def count_between(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArra
         narrow = np.uint16 if longest <= np.iinfo(np.uint16).max else np.uint32  # half the width is half the time
         counts[filled] = np.add.reduceat(mask.view(np.uint8), offsets[:-1][filled], dtype=narrow)
     return counts
+
+
+def count_runs(values: NDArray[np.int64]) -> int:
+    """Return the number of runs of equal `values` [S].
+
+    >>> count_runs(np.array([0, 0, 1, 3, 3]))
+    3
+    """
+    return _count_runs(values.tobytes())
+
+
+@lru_cache(maxsize=16)  # most groups of a run number their rollouts alike
+def _count_runs(values: bytes) -> int:
+    return sum(1 for _ in groupby(memoryview(values).cast("q")))
+
+
+def run_starts(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the place of the first of each run of equal `values` [S].
+
+    >>> run_starts(np.array([0, 0, 1, 3, 3])).tolist()
+    [0, 2, 3]
+    """
+    if count_runs(values) == len(values):
+        return np.arange(len(values))
+    return np.flatnonzero(np.diff(values, prepend=values[:1] + 1))
 
 
 def freeze(columns: Iterable[Array | None]) -> None:

@@ -1,8 +1,9 @@
 """`TrajectoryGroup`: the unit that travels. All completions of one prompt, as numpy columns.
 
-Axes, used in every docstring below: S sequences, N tokens in all, K teacher candidates a token. Sequence s owns
-`tokens[offsets[s]:offsets[s + 1]]`: its prompt first, then the rest, with `loss_mask` true on the tokens that the
-policy sampled and that train.
+Axes, used in every docstring below: S sequences, R rollouts, N tokens in all, K teacher candidates a token. Sequence s
+owns `tokens[offsets[s]:offsets[s + 1]]`: its prompt first, then the rest, with `loss_mask` true on the tokens that the
+policy sampled and that train. A rollout is one completion of the prompt. It has several sequences, its *branches*, if
+the history before some of its tokens is no continuation of the history before others.
 
 `TrajectoryGroup.build` checks everything, once, where data enters; the plain constructor trusts its caller and is for
 code that already holds checked columns. A group is immutable: `with_…` methods return a new one that shares columns.
@@ -18,10 +19,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .bounds import LONGEST_LINE, Line
-from .columns import Array, ColumnRule, as_column, check_axes, count_between, freeze
+from .columns import Array, ColumnRule, as_column, check_axes, count_between, count_runs, freeze, run_starts
 from .errors import UNREADABLE, InvalidRecord
 from .ids import GroupId, StopReason, TrajectoryId
-from .layout import Schema, check_offsets, check_repetitions
+from .layout import Schema, check_offsets, check_rollout_ids
 from .noise import check_distinct, noise_of_sum, rounding
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -35,7 +36,7 @@ GROUP_RULES: dict[str, ColumnRule] = {
     "rewards": ColumnRule(np.dtype(np.float32), ("S",), required=True, finite=True),
     "policy_versions": ColumnRule(np.dtype(np.int64), ("S", "N"), required=True),
     "stop_reasons": ColumnRule(np.dtype(np.uint8), ("S",), required=True),
-    "repetition_ids": ColumnRule(np.dtype(np.int64), ("S",), required=True),
+    "rollout_ids": ColumnRule(np.dtype(np.int64), ("S",), required=True),
     "reward_noise": ColumnRule(np.dtype(np.float32), ("S",), finite=True),
     "behavior_logprobs": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
     "token_rewards": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
@@ -53,9 +54,10 @@ TOKEN_COLUMNS = tuple(name for name, rule in GROUP_RULES.items() if rule.axes in
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One sampled completion: row `s` of a group. Every array is a view into the group's columns; T is its length."""
+    """One sequence: row `s` of a group. Every array is a view into the group's columns; T is its length."""
 
     id: TrajectoryId
+    """The rollout of the sequence."""
     tokens: NDArray[np.int32]
     """[T] prompt and completion token ids."""
     loss_mask: NDArray[np.bool_]
@@ -114,8 +116,9 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[S] optimizer step of the weights that sampled, or [N] where weights changed mid-rollout."""
     stop_reasons: NDArray[np.uint8]
     """[S] values of StopReason."""
-    repetition_ids: NDArray[np.int64]
-    """[S] the number of the completion of the prompt; unique within the group."""
+    rollout_ids: NDArray[np.int64]
+    """[S] the rollout of each sequence: its number among those of the prompt. The sequences of a rollout, its branches,
+    lie one after another, and each token that was sampled trains in one of them."""
     reward_noise: NDArray[np.float32] | None = None
     """[S] how far rounding may have moved each reward; without it, as far as the rounding of the reward itself."""
     behavior_logprobs: NDArray[np.float32] | None = None
@@ -150,7 +153,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         rewards: ArrayLike,
         policy_versions: ArrayLike | None = None,
         stop_reasons: ArrayLike | None = None,
-        repetition_ids: ArrayLike | None = None,
+        rollout_ids: ArrayLike | None = None,
         reward_parts: Mapping[str, ArrayLike] | None = None,
         meta: Mapping[str, Any] | None = None,
         **optional: ArrayLike | Sequence[ArrayLike] | None,
@@ -159,11 +162,11 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
         Columns over tokens may be given flat ([N]) or as one row a sequence. Lists are converted once, here; pass
         arrays where speed matters: they are used unchanged, and made read-only. `policy_versions` defaults to 0,
-        `stop_reasons` to STOP, `repetition_ids` to 0…S−1.
+        `stop_reasons` to STOP, `rollout_ids` to 0…S−1: each sequence is a rollout of its own.
 
         Raises:
-            InvalidRecord: a column has the wrong dtype, shape or contents, there are no sequences, or the rewards
-                differ by less than float32 can hold.
+            InvalidRecord: a column has the wrong dtype, shape or contents, there are no sequences, the sequences of a
+                rollout differ in reward, or the rewards of rollouts differ by less than float32 can hold.
             TypeError: an unknown column.
         """
         unknown = optional.keys() - GROUP_RULES.keys()
@@ -179,7 +182,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         count = len(np.atleast_1d(np.asarray(rewards)))
         flat["policy_versions"] = np.zeros(count, np.int64) if policy_versions is None else policy_versions
         flat["stop_reasons"] = np.zeros(count, np.uint8) if stop_reasons is None else stop_reasons
-        flat["repetition_ids"] = np.arange(count) if repetition_ids is None else repetition_ids
+        flat["rollout_ids"] = np.arange(count) if rollout_ids is None else rollout_ids
         group = cls(
             env=env,
             instance_id=instance_id,
@@ -218,10 +221,8 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def _check_contents(self) -> None:
         if len(self.stop_reasons) and self.stop_reasons.max() > max(StopReason):
             raise InvalidRecord(f"stop_reasons: expected 0 to {max(StopReason):d}, got {self.stop_reasons.max()}")
-        repetitions = self.repetition_ids.tolist()
-        if len(set(repetitions)) != len(repetitions):
-            raise InvalidRecord(f"repetition_ids: expected unique values, got {repetitions}")
-        check_repetitions(self.repetition_ids)
+        check_rollout_ids(self.rollout_ids)
+        check_branches(self)
         if len(self.tokens) and self.tokens.min() < 0:
             raise InvalidRecord(f"tokens: expected ids of 0 or more, got {self.tokens.min()}")
         starts = self.offsets[:-1][self.offsets[1:] > self.offsets[:-1]]
@@ -247,8 +248,22 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     # -- size and identity -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return the number of trajectories."""
+        """Return the number of sequences."""
         return len(self.offsets) - 1
+
+    @property
+    def rollouts(self) -> int:
+        """Return the number of rollouts, R."""
+        return count_runs(self.rollout_ids)
+
+    def rollout_starts(self) -> NDArray[np.int64]:
+        """Return [R] the first sequence of each rollout."""
+        return run_starts(self.rollout_ids)
+
+    def rollout_of_sequence(self) -> NDArray[np.int64]:
+        """Return [S] the place of each sequence's rollout among those of the group."""
+        starts = self.rollout_starts()
+        return np.arange(len(starts)).repeat(np.diff(starts, append=len(self)))
 
     def __repr__(self) -> str:
         present = [name for name in GROUP_RULES if getattr(self, name, None) is not None]
@@ -264,8 +279,8 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def ids(self) -> list[TrajectoryId]:
-        """Return the id of each sequence."""
-        return [TrajectoryId(self.env, self.instance_id, r) for r in self.repetition_ids.tolist()]
+        """Return the id of the rollout of each sequence."""
+        return [TrajectoryId(self.env, self.instance_id, r) for r in self.rollout_ids.tolist()]
 
     @property
     def nbytes(self) -> int:
@@ -294,7 +309,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             name: None if (column := getattr(self, name)) is None else column[span] for name in TOKEN_COLUMNS
         }
         return Trajectory(
-            id=TrajectoryId(self.env, self.instance_id, int(self.repetition_ids[s])),
+            id=TrajectoryId(self.env, self.instance_id, int(self.rollout_ids[s])),
             reward=float(self.rewards[s]),
             stop_reason=StopReason(int(self.stop_reasons[s])),
             policy_versions=self.policy_versions[span if self._over_tokens("policy_versions") else slice(s, s + 1)],
@@ -396,6 +411,31 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """
         env, instance_id, meta = decode_header(header)
         return cls(env=env, instance_id=instance_id, meta=meta, **cls.schema.fields(columns))
+
+
+def check_branches(group: TrajectoryGroup) -> None:
+    """Raise an error if the sequences of a rollout do not lie together, or differ in what a rollout has once.
+
+    Raises:
+        InvalidRecord: they do.
+    """
+    starts = group.rollout_starts()
+    ids = group.rollout_ids[starts].tolist()
+    if len(set(ids)) != len(ids):
+        raise InvalidRecord(
+            f"rollout_ids: expected the sequences of a rollout one after another, got {group.rollout_ids.tolist()}"
+        )
+    if len(starts) == len(group):
+        return
+    owners = group.rollout_of_sequence()
+    given = {"rewards": group.rewards, "reward_noise": group.reward_noise}
+    given |= {PART_PREFIX + name: part for name, part in group.reward_parts.items()}
+    for name, column in given.items():
+        if column is not None and not np.array_equal(column, column[starts][owners]):
+            raise InvalidRecord(
+                f"{name}: expected one value for all sequences of a rollout, got {column.tolist()} with rollout_ids "
+                f"{group.rollout_ids.tolist()}: give the rewards of its turns as token_rewards"
+            )
 
 
 def check_meta(meta: Mapping[str, Any]) -> None:

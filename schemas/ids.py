@@ -21,7 +21,7 @@ class GroupId(NamedTuple):
 
 
 class TrajectoryId(NamedTuple):
-    """One completion of one prompt.
+    """One rollout: one completion of one prompt.
 
     >>> TrajectoryId("chain_sum", "17", 3).group
     GroupId(env='chain_sum', instance_id='17')
@@ -30,7 +30,7 @@ class TrajectoryId(NamedTuple):
     env: Line
     instance_id: Line
     repetition_id: int
-    """The number of the completion of the prompt, from 0."""
+    """The number of the rollout among those of the prompt, from 0."""
 
     @property
     def group(self) -> GroupId:

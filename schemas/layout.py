@@ -198,7 +198,7 @@ class ColumnLayout:
         self.axes: tuple[int, ...] = tuple(AXES.index(axes) for _, _, axes in columns)
         """The axes of each column, as an index into `AXES`."""
         self._offsets = next((place for place, (_, _, axes) in enumerate(columns) if axes == "F"), -1)
-        self._repetitions = self.names.index("repetition_ids") if "repetition_ids" in self.names else -1
+        self._repetitions = self.names.index("rollout_ids") if "rollout_ids" in self.names else -1
         self._dtypes = tuple(_INDEX[dtype] for _, dtype, _ in columns)
         self.dtypes: tuple[np.dtype[Any], ...] = tuple(DTYPES[index] for index in self._dtypes)
         """The dtype of each column: the same objects as in DTYPES."""
@@ -298,7 +298,7 @@ class ColumnLayout:
             last = first + sequences
             check_offsets(self.names[self._offsets], offsets[first : last + 1], tokens)
             first = last + 1
-        check_repetitions(np.asarray(columns[self._repetitions]))
+        check_rollout_ids(np.asarray(columns[self._repetitions]))
 
     def _shape(self, flat: Iterable[Array], candidates: int) -> dict[str, Array]:
         columns = dict(zip(self.names, flat, strict=True))
@@ -608,12 +608,10 @@ def check_offsets(name: str, offsets: list[int], tokens: int) -> None:
         )
 
 
-def check_repetitions(repetitions: NDArray[np.int64]) -> None:
-    """Raise `InvalidRecord` for repetition ids beyond those that the ledger counts."""
-    if repetitions.view(np.uint64).max(initial=0) > MAX_REPETITION_ID:  # or less than 0
-        raise InvalidRecord(
-            f"repetition_ids: expected 0 to {MAX_REPETITION_ID}, got {repetitions.min()} to {repetitions.max()}"
-        )
+def check_rollout_ids(rollouts: NDArray[np.int64]) -> None:
+    """Raise `InvalidRecord` for rollout ids beyond those that the ledger counts."""
+    if rollouts.view(np.uint64).max(initial=0) > MAX_REPETITION_ID:  # or less than 0
+        raise InvalidRecord(f"rollout_ids: expected 0 to {MAX_REPETITION_ID}, got {rollouts.min()} to {rollouts.max()}")
 
 
 def check_sequences(sequences: int) -> None:

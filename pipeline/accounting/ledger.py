@@ -117,7 +117,7 @@ class Ledger:
             InvalidRecord: a group has no sequences.
         """
         refused = 0
-        self.succeed(len(record))
+        self.succeed(record.rollouts)
         entering = masks_by_group(record)
         if isinstance(record, TrainBatch):
             self.trajectories.check_batch(entering)
@@ -156,7 +156,7 @@ class Ledger:
         Raises:
             LedgerImbalance: one of them was trained before, or is not in flight. No count changes.
         """
-        masks = masks_in(batch.repetition_ids, [packed.sequences for packed in batch.groups])
+        masks = masks_in(batch.rollout_ids, [packed.sequences for packed in batch.groups])
         self._commit(((packed.id, mask) for packed, mask in zip(batch.groups, masks, strict=True)), step)
 
     def commit_ids(self, trained: Iterable[TrajectoryId], step: int) -> None:

@@ -73,7 +73,7 @@ def masks_by_group(what: TrajectoryGroup | TrainBatch | Iterable[TrajectoryId]) 
     """
     if isinstance(what, TrajectoryGroup):
         check_sequences(len(what))
-        return [(what.id, mask_in(what.repetition_ids))]
+        return [(what.id, mask_in(what.rollout_ids))]
     masks: dict[GroupId, int] = {}
     for trajectory in what.ids if isinstance(what, TrainBatch) else what:
         group = trajectory.group
@@ -91,9 +91,9 @@ def set_mask(masks: dict[GroupId, int], group: GroupId, mask: int) -> None:
 
 def exclude(record: TrajectoryGroup, mask: int) -> TrajectoryGroup | None:
     """Return `record` less the repetitions in `mask`: itself if it has none of them, None if it has no others."""
-    here = mask_in(record.repetition_ids)
+    here = mask_in(record.rollout_ids)
     if not here & mask:
         return record
     if not here & ~mask:
         return None
-    return record.select(~np.isin(record.repetition_ids, list(iter_bits(mask))))
+    return record.select(~np.isin(record.rollout_ids, list(iter_bits(mask))))

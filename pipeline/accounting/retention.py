@@ -52,7 +52,7 @@ class Retention(Generic[K]):
 
     def keep_record(self, kept: K, record: TrajectoryGroup) -> None:
         """Keep `kept` until the trajectories of `record` are saved."""
-        self.keep(kept, record.id, mask_in(record.repetition_ids))
+        self.keep(kept, record.id, mask_in(record.rollout_ids))
 
     def save(self, group: GroupId, mask: int) -> list[tuple[K, int]]:
         """Note that these repetitions are saved; return the items kept for them, each with its own share of these."""

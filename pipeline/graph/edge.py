@@ -67,7 +67,7 @@ class EdgeCounter:
     def count(self, record: object) -> None:
         """Count `record` as passed."""
         if isinstance(record, RECORDS):
-            self.trajectories += len(record)
+            self.trajectories += record.rollouts
         if self.on_sent is not None:
             self.on_sent()
 

@@ -69,7 +69,8 @@ class KLReward:
 
     def _penalised(self, group: TrajectoryGroup) -> TrajectoryGroup:
         penalties = -self.factor * self._divergences(group)
-        of_sequence = np.bincount(group.sequence_of_token(), penalties, len(group))
+        rollouts = group.rollout_of_sequence()
+        of_sequence = np.bincount(rollouts[group.sequence_of_token()], penalties, len(group))[rollouts]
         if self.level == "sequence":
             return group.with_rewards(group.rewards + of_sequence, parts={"kl": of_sequence})
         before = np.zeros(len(penalties)) if group.token_rewards is None else group.token_rewards

@@ -21,6 +21,8 @@ from .zero_advantages import masked
 class TruncationMask:
     """Mask the tokens of completions that did not end by themselves: those with another stop reason than `STOP`.
 
+    That of a rollout with branches is the reason of its last one.
+
     Overlong filtering of DAPO (arXiv:2503.14476); in TRL `mask_truncated_completions`, in SkyRL
     `apply_overlong_filtering`. After an AdvantageNormalizer, the rewards of cut completions count in the statistics of
     their group, as in both. Before it, they do not, and a group is compared without them. The Batcher drops a group
@@ -35,9 +37,10 @@ class TruncationMask:
         return StageInfo(fills_columns=())
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
-        """Run the stage; see `Stage`. Metric `truncation/masked`: share of the sequences that are masked."""
+        """Run the stage; see `Stage`. Metric `truncation/masked`: share of the rollouts that are masked."""
         async for group in inbox:
-            cut = group.stop_reasons != StopReason.STOP
-            current().metrics.mean("truncation/masked", np.asarray(cut))
-            await outbox.send(masked(group, cut))
+            last = np.append(group.rollout_starts()[1:], len(group)) - 1
+            cut = group.stop_reasons[last] != StopReason.STOP
+            current().metrics.mean("truncation/masked", cut)
+            await outbox.send(masked(group, cut[group.rollout_of_sequence()]))
             del group  # it may occupy a producer's slots until the next one arrives

@@ -23,7 +23,7 @@ def zero_advantages(group: TrajectoryGroup) -> TrajectoryGroup:
     if not isinstance(overrides, list):
         return group
     marked = {number for number, override in enumerate(overrides) if _is_marked(override)}
-    rows = np.array([repetition in marked for repetition in group.repetition_ids.tolist()], np.bool_)
+    rows = np.array([repetition in marked for repetition in group.rollout_ids.tolist()], np.bool_)
     return masked(group, rows)
 
 

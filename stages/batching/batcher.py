@@ -2,7 +2,7 @@
 
 A group is copied as it arrives, so the slot that it came from is free again at once. A batch ships:
 
-1. With `sequences`: as soon as the batch holds that many trajectories.
+1. With `sequences`: as soon as the batch holds that many rollouts.
    Without: as soon as a group of the mean size of those in the batch would no longer fit, so that a batch does not
    wait for a group that has no room in it.
 2. In any case when a group arrives that does not fit; that group starts the next batch.
@@ -50,7 +50,7 @@ class Batcher:
         max_tokens: maximum number of tokens of a batch, prompts included.
         drop_zero_variance: drop groups whose advantages are all 0, or that have none and two or more rewards, all
             equal. A group with a teacher's candidates is kept, whatever its rewards.
-        sequences: trajectories after which a batch ships. As groups stay whole, the last one may bring it beyond.
+        sequences: rollouts after which a batch ships. As groups stay whole, the last one may bring it beyond.
 
     Raises:
         InvalidConfig: a number that is not whole, or too small.
@@ -103,7 +103,7 @@ class _Filling:
         self._max_lag = max_lag
         self._packer = Packer(rules.max_tokens)
         self._masked = 0
-        """Sequences of groups without a token that trains, received while this batch was filled."""
+        """Rollouts of groups without a token that trains, received while this batch was filled."""
         self._shipped: deque[TrajectoryId] = deque()
         """One trajectory of each shipped batch that may still be waiting or training, oldest first."""
 
@@ -116,7 +116,7 @@ class _Filling:
         """Return whether the batch should ship without waiting for another group."""
         packer = self._packer
         if self._rules.sequences is not None:
-            return packer.sequences >= self._rules.sequences
+            return packer.rollouts >= self._rules.sequences
         return packer.tokens * (packer.groups + 1) > self._rules.max_tokens * packer.groups
 
     def take(self, group: TrajectoryGroup) -> TrainBatch | None:
@@ -129,7 +129,7 @@ class _Filling:
             )
         group = zero_advantages(group)
         if reason := self._drop_reason(group):
-            self._masked += len(group) if reason == NOTHING_TO_TRAIN else 0
+            self._masked += group.rollouts if reason == NOTHING_TO_TRAIN else 0
             drop(group, "filtered", reason)
             return None
         displaced = None if self._packer.fits(group) else self.ship()
@@ -147,9 +147,9 @@ class _Filling:
         if batch is not None and self._max_lag == 0:
             batch = batch.in_order()  # workers finish in any order, and rounding must not depend on it
         if batch is not None:
-            batch = msgspec.structs.replace(batch, total_sequences=batch.total_sequences + self._masked)
+            batch = msgspec.structs.replace(batch, total_rollouts=batch.total_rollouts + self._masked)
             self._masked = 0
-            self._shipped.append(TrajectoryId(*batch.groups[0].id, int(batch.repetition_ids[0])))
+            self._shipped.append(TrajectoryId(*batch.groups[0].id, int(batch.rollout_ids[0])))
             self._observe(batch)
         return batch
 

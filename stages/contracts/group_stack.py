@@ -1,6 +1,7 @@
 """Several groups side by side, processed in one pass: a numpy call costs about 1 µs however small its arrays.
 
-Axes: G groups, B sequences and N tokens in all, one group behind the other. Results are checked against the rules of
+Axes: G groups, R rollouts, B sequences and N tokens in all, one group behind the other. The branches of a rollout lie
+one after another, and are taken as one sequence here. Results are checked against the rules of
 their column and cut back into the groups, without a further check.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..._schemas import InvalidRecord, TrajectoryGroup
 from ..._schemas.columns import as_column, count_between, freeze
-from ..._schemas.group import PART_PREFIX
+from ..._schemas.group import PART_PREFIX, check_branches
 from ..._schemas.noise import LARGE, check_distinct, rounding
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -28,25 +29,54 @@ FIRST = np.zeros(1, np.int64)
 class GroupStack:
     """One group or more."""
 
-    __slots__ = ("_groups", "_part_names", "_rewards", "_spans", "lengths", "loss_mask", "sizes")
+    __slots__ = (
+        "_branches",
+        "_firsts",
+        "_groups",
+        "_part_names",
+        "_rewards",
+        "_spans",
+        "lengths",
+        "loss_mask",
+        "sizes",
+    )
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         self._groups = groups
-        sizes = [len(group.rewards) for group in groups]
+        counts = [len(group.rewards) for group in groups]
+        sizes = [group.rollouts for group in groups]
         self.sizes = np.array(sizes, np.int64)
-        """[G] number of sequences of each group."""
-        self.lengths = _lengths(np.concatenate([group.offsets for group in groups]), self.sizes)
-        """[B] number of tokens of each sequence."""
+        """[G] number of rollouts of each group."""
+        self._firsts: list[NDArray[np.int64]] | None = None
+        """The first sequence of each rollout, by group; None if each rollout has one sequence."""
+        self._branches = self.sizes
+        """[R] number of sequences of each rollout, if some have more than one."""
+        lengths = _lengths(np.concatenate([group.offsets for group in groups]), np.array(counts, np.int64))
+        if sizes != counts:
+            for group in groups:
+                check_branches(group)
+            self._firsts = [group.rollout_starts() for group in groups]
+            pairs = zip(self._firsts, counts, strict=True)
+            self._branches = np.concatenate([np.diff(firsts, append=count) for firsts, count in pairs])
+            lengths = np.add.reduceat(lengths, self._branches.cumsum() - self._branches)
+        self.lengths = lengths
+        """[R] number of tokens of each rollout."""
         self.loss_mask = np.concatenate([group.loss_mask for group in groups])
         """[N]."""
-        self._rewards: Floats = np.concatenate([group.rewards for group in groups], dtype=np.float64)
+        self._rewards = self._of_rollouts([group.rewards for group in groups])
         self._spans = _spans(sizes)
-        """The span of each group among the sequences."""
+        """The span of each group among the rollouts."""
         self._part_names = set[str]().union(*(group.reward_parts for group in groups))
         """Names of the `reward_parts` that any of the groups has."""
 
+    def _of_rollouts(self, columns: Sequence[NDArray[np.float32]]) -> Floats:
+        """Return [R] the values of rollouts, from a column over sequences of each group."""
+        if self._firsts is not None:
+            columns = [column[firsts] for column, firsts in zip(columns, self._firsts, strict=True)]
+        return np.concatenate(columns, dtype=np.float64)
+
     def rewards(self) -> Floats:
-        """Return [B] the rewards.
+        """Return [R] the rewards.
 
         Raises:
             InvalidRecord: one is not finite; the message names the trajectory.
@@ -55,20 +85,25 @@ class GroupStack:
         return self._rewards
 
     def noise(self) -> Floats:
-        """Return [B] how far rounding may have moved each reward."""
+        """Return [R] how far rounding may have moved each reward."""
         own = rounding(self._rewards)
         noises = [group.reward_noise for group in self._groups]
         if all(noise is None for noise in noises):
             return own
-        parts = [own[span] if noise is None else noise for noise, span in zip(noises, self._spans, strict=True)]
-        return np.maximum(own, np.concatenate(parts, dtype=np.float64))
+        parts = [
+            np.zeros(len(group), np.float32) if noise is None else noise
+            for group, noise in zip(self._groups, noises, strict=True)
+        ]
+        return np.maximum(own, self._of_rollouts(parts))
 
     def reward_parts(self, name: str, otherwise: Floats) -> Floats:
-        """Return [B] the reward part `name`; where a group has none, `otherwise` [B]."""
+        """Return [R] the reward part `name`; where a group has none, `otherwise` [R]."""
         if name not in self._part_names:
             return otherwise
+        firsts: Sequence[Any] = [slice(None)] * len(self._groups) if self._firsts is None else self._firsts
         parts = [
-            group.reward_parts.get(name, otherwise[span]) for group, span in zip(self._groups, self._spans, strict=True)
+            otherwise[span] if (part := group.reward_parts.get(name)) is None else part[places]
+            for group, span, places in zip(self._groups, self._spans, firsts, strict=True)
         ]
         return np.concatenate(parts, dtype=np.float64)
 
@@ -89,32 +124,32 @@ class GroupStack:
         return values
 
     def sums(self, values: Floats) -> Floats:
-        """Return [B] the sum of `values` [N] over each sequence."""
+        """Return [R] the sum of `values` [N] over each rollout."""
         count = len(self.lengths)
         return np.asarray(np.bincount(np.arange(count).repeat(self.lengths), values, count), np.float64)
 
     def completion_lengths(self) -> NDArray[np.int64]:
-        """Return [B] the number of tokens that train."""
+        """Return [R] the number of tokens that train."""
         return count_between(self.loss_mask, np.concatenate([FIRST, self.lengths.cumsum()]))
 
     def live(self) -> NDArray[np.bool_]:
-        """Return [B] true on sequences with a token that trains."""
+        """Return [R] true on rollouts with a token that trains."""
         live = np.zeros(len(self.lengths), np.bool_)
         live[self.lengths > 0] = np.logical_or.reduceat(self.loss_mask, self._starts())
         return live
 
     def largest(self, values: Floats) -> Floats:
-        """Return [B] the largest magnitude among `values` [N] of each sequence; 0 where it has no tokens."""
+        """Return [R] the largest magnitude among `values` [N] of each rollout; 0 where it has no tokens."""
         largest = np.zeros(len(self.lengths))
         largest[self.lengths > 0] = np.maximum.reduceat(np.abs(values), self._starts())
         return largest
 
     def _starts(self) -> NDArray[np.int64]:
-        """Return the start of each sequence that has tokens."""
+        """Return the start of each rollout that has tokens."""
         return (self.lengths.cumsum() - self.lengths)[self.lengths > 0]
 
     def with_rewards(self, rewards: Floats, noise: Floats, parts: Mapping[str, Floats]) -> list[TrajectoryGroup]:
-        """Return the groups with other `rewards` [B], their `noise` [B], and `parts` ([B] each) among `reward_parts`.
+        """Return the groups with other `rewards` [R], their `noise` [R], and `parts` ([R] each) among `reward_parts`.
 
         Raises:
             InvalidRecord: one is not finite, possibly only in float32, or those of a group differ by less than float32
@@ -126,8 +161,11 @@ class GroupStack:
             for name, column in zip(names, columns, strict=True):
                 self._check_finite(name, column, by_token=False)
         self._check_distinct(rewards)
+        spans = self._spans
+        if self._firsts is not None:
+            columns, spans = columns.repeat(self._branches, axis=1), _spans(len(group) for group in self._groups)
         freeze([columns])
-        cut = [[column[span] for span in self._spans] for column in columns]
+        cut = [[column[span] for span in spans] for column in columns]
         return [
             msgspec.structs.replace(
                 group,
@@ -139,7 +177,7 @@ class GroupStack:
         ]
 
     def with_advantages(self, advantages: Floats) -> list[TrajectoryGroup]:
-        """Return the groups with `advantages` [B]: the value of each sequence on its tokens that train, 0 elsewhere.
+        """Return the groups with `advantages` [R]: the value of each rollout on its tokens that train, 0 elsewhere.
 
         Their columns share one buffer, free when the last of the groups is; `owned` copies a column out of it.
 
@@ -179,11 +217,11 @@ class GroupStack:
                 raise InvalidRecord(f"{group.env}/{group.instance_id}: {error}") from None
 
     def _check_finite(self, name: str, values: Floats | NDArray[np.float32], *, by_token: bool) -> None:
-        """Check that `values`, [N] if `by_token` else [B], are finite: arithmetic may overflow."""
+        """Check that `values`, [N] if `by_token` else [R], are finite: arithmetic may overflow."""
         finite = np.isfinite(values)
         if not finite.all():
             first = finite.argmin()
-            ids = [trajectory_id for group in self._groups for trajectory_id in group.ids]
+            ids = [group.ids[place] for group in self._groups for place in group.rollout_starts().tolist()]
             owners = np.arange(len(ids)).repeat(self.lengths if by_token else 1)
             env, instance_id, repetition_id = ids[owners[first]]
             raise InvalidRecord(
@@ -192,7 +230,7 @@ class GroupStack:
 
 
 def _lengths(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [B] the lengths of sequences at `offsets` [B + G], group after group of `sizes` [G]."""
+    """Return [R] the lengths of sequences at `offsets` [B + G], group after group of `sizes` [G]."""
     steps = offsets[1:] - offsets[:-1]
     within = np.ones(len(steps), np.bool_)
     within[(sizes + 1).cumsum()[:-1] - 1] = False  # from the end of a group to the start of the next, which is 0

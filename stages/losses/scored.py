@@ -38,14 +38,16 @@ class Scored:
     """[S] int64 number of the T tokens in each sequence; they lie one sequence after another."""
     loss_tokens: int
     """Tokens that train in the *global* batch."""
-    loss_sequences: int
-    """Sequences with at least one such token in the *global* batch."""
-    total_sequences: int
-    """Sequences of the *global* batch, those without such a token included."""
+    loss_rollouts: int
+    """Rollouts with at least one such token in the *global* batch."""
+    total_rollouts: int
+    """Rollouts of the *global* batch, those without such a token included."""
     loss_groups: int = 0
     """Groups, the completions of a prompt each, with at least one such token in the *global* batch."""
     group_tokens: Tensor | None = None
     """[T] tokens that train in the group of each token, in the *global* batch."""
+    rollout_tokens: Tensor | None = None
+    """[T] tokens that train in the rollout of each token, in the *global* batch; None if each sequence is a rollout."""
     advantages: Tensor | None = None
     """[T]."""
     behavior_logprobs: Tensor | None = None

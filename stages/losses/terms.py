@@ -24,11 +24,12 @@ Aggregation: TypeAlias = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
 ]
 """The aggregation of token values to one number, under the names of verl and ROLL: the mean over all tokens; the mean
-over sequences of their sums; of their means; of their sums divided by a constant. SkyRL's prompt-mean is the mean over
-groups, the completions of a prompt each, of the means over their tokens."""
+over rollouts of their sums; of their means; of their sums divided by a constant. A rollout is mostly one sequence; its
+branches count as one. SkyRL's prompt-mean is the mean over groups, the completions of a prompt each, of the means over
+their tokens."""
 
 Counted: TypeAlias = Literal["trained", "all"]
-"""The sequences in the denominator of a mean: those with a token that trains, or all."""
+"""The rollouts in the denominator of a mean: those with a token that trains, or all."""
 
 
 class PerToken(NamedTuple):
@@ -153,8 +154,8 @@ class Aggregated:
         aggregation: see `Aggregation`.
         longest: the constant that `seq-mean-token-sum-norm` also divides by: the bound on the tokens of a completion.
             The longest completion of a micro-batch would differ from one micro-batch to the next.
-        counted: the sequences in the denominator of a mean: those with a token that trains, as in verl, or all, as in
-            SkyRL and TRL, so that a batch with many masked sequences makes a smaller step.
+        counted: the rollouts in the denominator of a mean: those with a token that trains, as in verl, or all, as in
+            SkyRL and TRL, so that a batch with many masked rollouts makes a smaller step.
 
     Raises:
         InvalidConfig: an unknown aggregation or count, or `longest` or `counted` missing or without use.
@@ -215,7 +216,9 @@ class Aggregated:
             return 1 / max(1, scored.loss_tokens)
         if self.aggregation == "prompt-mean":
             return 1 / (max(1, scored.loss_groups) * scored.tokens_of_group().to(scored.logprobs.dtype))
-        one = 1 / max(1, scored.total_sequences if self.counted == "all" else scored.loss_sequences)
+        one = 1 / max(1, scored.total_rollouts if self.counted == "all" else scored.loss_rollouts)
         if self.aggregation == "seq-mean-token-mean":
+            if scored.rollout_tokens is not None:
+                return one / scored.rollout_tokens.to(scored.logprobs.dtype)
             return scored.spread(one / scored.lengths.to(scored.logprobs.dtype))
         return one if self.longest is None else one / self.longest

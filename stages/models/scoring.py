@@ -162,7 +162,7 @@ def _name_of(sequences: Sequences, row: int) -> str:
     if isinstance(sequences, Packed):
         return f"sequence {row}"
     group = sequences.groups[sequences.group_of_sequence()[row]]
-    return f"{group.env}/{group.instance_id}: repetition {sequences.repetition_ids[row]}"
+    return f"{group.env}/{group.instance_id}: repetition {sequences.rollout_ids[row]}"
 
 
 def _called(use: Callable[[Distributions, Tensor], R], targets: Tensor, distributions: Distributions) -> R:

@@ -187,7 +187,7 @@ class RewardBridge:
     ) -> None:
         """Start a group while the functions have capacity for more calls; send in order."""
         queued: deque[tuple[anyio.Event, int]] = deque()
-        """For each group, set once it has left, and its number of trajectories."""
+        """For each group, set once it has left, and its number of rollouts."""
         with unwrap_first():
             async with AsyncExitStack() as stack:
                 calls = {each.name: await self._open(each, stack) for each in self.components}
@@ -195,7 +195,7 @@ class RewardBridge:
                 tasks = await stack.enter_async_context(anyio.create_task_group())
                 async for group in inbox:
                     before, left = queued[-1][0] if queued else None, anyio.Event()
-                    queued.append((left, len(group)))
+                    queued.append((left, group.rollouts))
                     tasks.start_soon(await_user, self._judge_and_send, group.owned(), outbox, calls, before, left)
                     del group
                     while self._all_busy([size for _, size in queued]):
@@ -206,7 +206,7 @@ class RewardBridge:
         return stack.enter_context(closing(Calls(component, function)))
 
     def _all_busy(self, sizes: Sequence[int]) -> bool:
-        """Return whether groups of `sizes` trajectories fill the capacity of every component."""
+        """Return whether groups of `sizes` rollouts fill the capacity of every component."""
         return all((len(sizes) if each.batched else sum(sizes)) >= each.concurrency for each in self.components)
 
     async def _judge_and_send(
@@ -218,14 +218,16 @@ class RewardBridge:
         left: anyio.Event,
     ) -> None:
         """Send `group` with its rewards, once the group `before` it has left."""
-        turns = await self._turns(group) if self._reads_text else [[] for _ in range(len(group))]
+        turns = await self._turns(group) if self._reads_text else [[] for _ in range(group.rollouts)]
         outcomes = await self._judged(group, turns, calls)
         keep = _kept(group, outcomes, without_value=self._only_functions and "row" in group.meta)
         if keep.all():
             shaped = self._shaped([group], turns, _values(outcomes, keep))
         elif keep.any():
-            kept_turns = [turns[s] for s in np.flatnonzero(keep).tolist()]
-            shaped = self._shaped([group.select(keep)], kept_turns, _values(outcomes, keep))
+            kept_turns = [turns[r] for r in np.flatnonzero(keep).tolist()]
+            shaped = self._shaped(
+                [group.select(keep[group.rollout_of_sequence()])], kept_turns, _values(outcomes, keep)
+            )
         else:
             shaped = []
         if before is not None:
@@ -236,14 +238,16 @@ class RewardBridge:
     async def _judged(
         self, group: TrajectoryGroup, turns: Turns, calls: Mapping[str, Calls]
     ) -> dict[str, list[Outcome]]:
-        """Return the value of each function for each sequence; 0 for right completions, with a fallback."""
-        judged = np.flatnonzero(failed(group.rewards.astype(np.float64), self.config)).tolist()
-        outcomes: dict[str, list[Outcome]] = {each.name: [0.0] * len(group) for each in self.components}
+        """Return the value of each function for each rollout; 0 for right completions, with a fallback."""
+        starts = group.rollout_starts()
+        judged = np.flatnonzero(failed(group.rewards[starts].astype(np.float64), self.config)).tolist()
+        outcomes: dict[str, list[Outcome]] = {each.name: [0.0] * len(starts) for each in self.components}
+        last = (np.append(starts[1:], len(group)) - 1).tolist()
 
         async def judge(component: RewardComponent) -> None:
-            inputs = [_input(group, s, turns[s] if component.reads_text else []) for s in judged]
-            for s, value in zip(judged, await calls[component.name].values(inputs), strict=True):
-                outcomes[component.name][s] = value
+            inputs = [_input(group, last[r], turns[r] if component.reads_text else []) for r in judged]
+            for r, value in zip(judged, await calls[component.name].values(inputs), strict=True):
+                outcomes[component.name][r] = value
 
         async with anyio.create_task_group() as tasks:
             for component in self.components:
@@ -264,39 +268,43 @@ def _input(group: TrajectoryGroup, s: int, turns: Sequence[str]) -> RewardInput:
 def _kept(
     group: TrajectoryGroup, outcomes: Mapping[str, Sequence[Outcome]], *, without_value: bool
 ) -> NDArray[np.bool_]:
-    """Return [S] true on sequences that are sent; drop the others.
+    """Return [R] true on rollouts that are sent; drop the others.
 
     Args:
-        group: of S sequences.
-        outcomes: for each component, [S]. A sequence with a failure ends as failed.
-        without_value: whether a sequence without an applicable component ends as filtered: its prompt has no score.
+        group: of R rollouts.
+        outcomes: for each component, [R]. A rollout with a failure ends as failed.
+        without_value: whether a rollout without an applicable component ends as filtered: its prompt has no score.
     """
     lost: dict[tuple[EndState, str], list[TrajectoryId]] = {}
-    keep = np.ones(len(group), np.bool_)
-    for s, id_ in enumerate(group.ids):
-        of_sequence = [values[s] for values in outcomes.values()]
-        failure = next((outcome for outcome in of_sequence if isinstance(outcome, RewardFailure)), None)
+    keep, ids_of_rows = np.ones(group.rollouts, np.bool_), group.ids
+    for r, first in enumerate(group.rollout_starts().tolist()):
+        id_ = ids_of_rows[first]
+        of_rollout = [values[r] for values in outcomes.values()]
+        failure = next((outcome for outcome in of_rollout if isinstance(outcome, RewardFailure)), None)
         if failure is not None:
             lost.setdefault(("failed", failure.reason), []).append(id_)
-        elif without_value and all(outcome is None for outcome in of_sequence):
+        elif without_value and all(outcome is None for outcome in of_rollout):
             lost.setdefault(("filtered", "no reward function applies"), []).append(id_)
         else:
             continue
-        keep[s] = False
+        keep[r] = False
     for (state, reason), ids in lost.items():
         drop(ids, state, reason)
     return keep
 
 
 def _values(outcomes: Mapping[str, Sequence[Outcome]], keep: NDArray[np.bool_]) -> dict[str, NDArray[np.float64]]:
-    """Return the values of each function for the sequences in `keep`."""
+    """Return the values of each function for the rollouts in `keep`."""
     places = np.flatnonzero(keep).tolist()
-    return {name: np.array([values[s] or 0.0 for s in places], np.float64) for name, values in outcomes.items()}
+    return {name: np.array([values[r] or 0.0 for r in places], np.float64) for name, values in outcomes.items()}
 
 
 def turns_of(group: TrajectoryGroup, tokenizer: Tokenizer) -> Turns:
-    """Return the text of each completion, turn by turn, without the tokens that end one."""
-    return [[_decoded(row.tokens[a:b], tokenizer) for a, b in _runs(row.loss_mask)] for row in group]
+    """Return the text of each rollout, turn by turn, without the tokens that end one; branch after branch."""
+    turns: Turns = [[] for _ in range(group.rollouts)]
+    for row, rollout in zip(group, group.rollout_of_sequence().tolist(), strict=True):
+        turns[rollout] += [_decoded(row.tokens[a:b], tokenizer) for a, b in _runs(row.loss_mask)]
+    return turns
 
 
 def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ class RewardInput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The argument of a reward function."""
 
     trajectory: Trajectory
-    """The tokens, with all other columns of the trajectory."""
+    """The tokens, with all other columns; of a rollout with branches those of the last one."""
     score: float
     """The raw score, from the environment."""
     text: str

@@ -19,7 +19,7 @@ from ..._pipeline.util.user_code import call_user
 from ..._schemas import TrainBatch, TrajectoryGroup
 from ..._schemas.bounds import cut
 from ..contracts.policies import Tokenizer
-from .samples import Place, place_of, sample_of
+from .samples import Place, last_with_tokens, place_of, sample_of
 
 log = get_logger("penstock.evaluation")
 
@@ -60,11 +60,14 @@ class Candidates:
         """Add the completions of a prompt of the set `name`, apart from those without a sampled token."""
         if self.tokenizer is None:
             return
-        columns = zip(group.rewards.tolist(), group.repetition_ids.tolist(), group.completion_lengths(), strict=True)
         self._kept += [
-            Candidate(place_of(reward, repetition, group.instance_id, name), name, group, row)
-            for row, (reward, repetition, length) in enumerate(columns)
-            if length
+            Candidate(
+                place_of(float(group.rewards[row]), int(group.rollout_ids[row]), group.instance_id, name),
+                name,
+                group,
+                row,
+            )
+            for row in last_with_tokens(group.completion_lengths(), group.rollout_starts())
         ]
         if len(self._kept) >= KEPT:
             self._kept = [candidate for _, _, candidate in self._chosen()]

@@ -197,7 +197,7 @@ class _Scored:
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup]) -> None:
         ledger = current().ledger
         async for group in inbox:
-            if len(group) == self.evaluation.samples:
+            if group.rollouts == self.evaluation.samples:
                 self._add(group, await self._answers(group))
                 self.candidates.add(self.name, group)
                 self.prompts += 1
@@ -206,22 +206,24 @@ class _Scored:
 
     async def _answers(self, group: TrajectoryGroup) -> list[Any]:
         """Return the answers of the completions; empty without a majority."""
-        if self.tokenizer is None or len(group) == 1:
+        if self.tokenizer is None or group.rollouts == 1:
             return []
         turns = await anyio.to_thread.run_sync(call_user, turns_of, group, self.tokenizer)
         return [self.evaluation.answer("\n".join(texts)) for texts in turns]
 
     def _add(self, group: TrajectoryGroup, answers: Sequence[Any]) -> None:
         config = None if self.evaluation.rewards is None else self.evaluation.rewards.config
-        right = (group.rewards >= right_from(config)).tolist()
+        starts = group.rollout_starts()
+        rewards = group.rewards[starts]
+        right = (rewards >= right_from(config)).tolist()
         n = len(right)
         self._observe(f"mean@{n}", mean_at_n(right))
         for k in ks(n):
             self._observe(f"pass@{k}", pass_at_k(right, k))
         if answers:
             self._observe(f"maj@{n}", maj_at_n(right, answers))
-        self._observe("reward", *group.rewards.tolist())
-        self._observe("response_length", *group.completion_lengths().tolist())
+        self._observe("reward", *rewards.tolist())
+        self._observe("response_length", *np.add.reduceat(group.completion_lengths(), starts).tolist())
 
     def _observe(self, name: str, *values: float) -> None:
         value, count = self.means.get(f"eval/{self.name}/{name}", (0.0, 0.0))

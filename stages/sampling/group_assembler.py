@@ -199,7 +199,7 @@ def joined(pieces: Sequence[TrajectoryGroup]) -> TrajectoryGroup:
     """
     if len(pieces) == 1:
         return pieces[0]
-    ordered = sorted(pieces, key=lambda piece: int(piece.repetition_ids.min()))
+    ordered = sorted(pieces, key=lambda piece: int(piece.rollout_ids.min()))
     columns = TrainBatch.pack(ordered).columns()
     columns["offsets"] = columns.pop("cu_seqlens")
     meta = {name: value for piece in reversed(ordered) for name, value in piece.meta.items()}

@@ -57,7 +57,7 @@ class GroupBuffer:
 
     >>> from penstock.testing import group
     >>> buffer = GroupBuffer(2, deadline_s=None, max_groups=8, max_bytes=2**20, max_closed=128)
-    >>> pieces = [group(completion_lengths=[3], repetition_ids=[repetition]) for repetition in (0, 1, 0)]
+    >>> pieces = [group(completion_lengths=[3], rollout_ids=[repetition]) for repetition in (0, 1, 0)]
     >>> [[flush.why for flush in buffer.take(piece, now_s=0)] for piece in pieces]
     [[], ['whole'], ['late']]
     """
@@ -104,7 +104,7 @@ class GroupBuffer:
 
         Groups that are due by now leave first. Trajectories that wait are copied, so that they occupy no slot.
         """
-        flushes, group, arrived = self.expire(now_s), piece.id, mask_of(piece.repetition_ids.tolist())
+        flushes, group, arrived = self.expire(now_s), piece.id, mask_of(piece.rollout_ids.tolist())
         wanted = arrived & self._whole
         pending = self._waiting.get(group)
         duplicate = wanted & pending.mask if pending else 0

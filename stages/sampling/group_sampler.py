@@ -154,7 +154,7 @@ class GroupSampler:
             instance_id=group.instance_id,
             rewards=np.array([rollout.reward for rollout in succeeded], np.float64),
             stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
-            repetition_ids=np.array(list(rollouts), np.int64),
+            rollout_ids=np.array(list(rollouts), np.int64),
             meta={**succeeded[0].meta, "task": number, **sampling.recorded, **sampling.temperatures(rollouts)},
             **columns_of(succeeded, turn_rewards=self._params.turn_rewards),
         )

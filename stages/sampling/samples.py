@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from ..._pipeline.accounting.sample import Kind, Sample, best_and_worst
 from ..._schemas import StopReason, TrainBatch
@@ -65,7 +66,21 @@ class Samples:
         owners = batch.group_of_sequence()
         within_group = np.arange(len(batch)) - np.searchsorted(owners, owners)
         places = list(zip(batch.rewards.tolist(), within_group.tolist(), range(len(batch)), strict=True))
-        return best_and_worst(np.flatnonzero(batch.completion_lengths()).tolist(), self.count, places.__getitem__)
+        rows = last_with_tokens(batch.completion_lengths(), batch.rollout_starts())
+        return best_and_worst(rows, self.count, places.__getitem__)
+
+
+def last_with_tokens(trained: NDArray[np.int64], starts: NDArray[np.int64]) -> list[int]:
+    """Return the last sequence with a token that trains of each rollout that has one.
+
+    Args:
+        trained: [S] the number of such tokens of each sequence.
+        starts: [R] the first sequence of each rollout.
+    """
+    rows = np.flatnonzero(trained)
+    rollouts = np.searchsorted(starts, rows, side="right")
+    last: list[int] = rows[np.flatnonzero(np.diff(rollouts, append=len(starts) + 1))].tolist()
+    return last
 
 
 def _place(sample: Sample) -> Place:

@@ -192,7 +192,7 @@ class _Unsaved:
 
     def received(self, peer: Peer, record: TrajectoryGroup) -> TrajectoryGroup:
         """Note that the sender keeps `record`: the ledger admits it next, or has already. See `PeerListener`."""
-        mask = mask_in(record.repetition_ids)
+        mask = mask_in(record.rollout_ids)
         if saved := mask & self._saved.get(record.id, 0):
             peer.ended(record.id, saved, "saved", self._ledger.step)
         self.on_received()

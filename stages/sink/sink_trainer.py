@@ -486,26 +486,29 @@ async def _uninterrupted(work: Callable[[], Awaitable[None]], cancel_timeout_s: 
 def batch_metrics(batch: TrainBatch, current_version: int) -> dict[str, float]:
     """Return metrics of a batch, under the names of TRL and verl. `current_version` is that of the weights.
 
-    Means over sequences: `reward`, also by data set, `rewards/<part>`, `response_length/…`, `prompt_length/mean`; over
+    Means over rollouts: `reward`, also by data set, `rewards/<part>`, `response_length/…`, `prompt_length/mean`; over
     the tokens that train: `advantages/…`; in optimizer steps: `staleness/…`. `response_length/clip_ratio`: share of
     LENGTH.
     """
-    lengths = batch.completion_lengths()
-    lags = batch.lags(current_version)
+    firsts = batch.rollout_starts()
+    last = np.append(firsts[1:], len(batch)) - 1
+    by_sequence = batch.completion_lengths()
+    lengths = np.add.reduceat(by_sequence, firsts)
+    lags = np.maximum.reduceat(batch.lags(current_version), firsts)
     metrics: dict[str, float] = {
-        "reward": _mean(batch.rewards),
+        "reward": _mean(batch.rewards[firsts]),
         "response_length/mean": _mean(lengths),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": _mean(batch.stop_reasons == StopReason.LENGTH),
-        "prompt_length/mean": _mean(batch.lengths() - lengths),
+        "response_length/clip_ratio": _mean(batch.stop_reasons[last] == StopReason.LENGTH),
+        "prompt_length/mean": _mean((batch.lengths() - by_sequence)[firsts]),
         "staleness/mean": _mean(lags),
         "staleness/max": float(lags.max()),
         "batch/groups": float(len(batch.groups)),
-        "batch/trajectories": float(len(batch)),
+        "batch/trajectories": float(len(firsts)),
         "perf/total_num_tokens": float(len(batch.tokens)),
     }
-    metrics |= {f"rewards/{name}": _mean(part) for name, part in batch.reward_parts.items()}
+    metrics |= {f"rewards/{name}": _mean(part[firsts]) for name, part in batch.reward_parts.items()}
     metrics |= {f"reward/{source}": reward for source, reward in _reward_by_source(batch).items()}
     if batch.advantages is not None and batch.loss_mask.any():
         advantages = batch.advantages[batch.loss_mask]
@@ -520,7 +523,9 @@ def _reward_by_source(batch: TrainBatch) -> dict[str, float]:
     sources = np.repeat(
         [str(group.meta.get("data_source", "")) for group in batch.groups], [group.sequences for group in batch.groups]
     )
-    return {str(source): _mean(batch.rewards[sources == source]) for source in np.unique(sources) if source}
+    firsts = batch.rollout_starts()
+    rewards, sources = batch.rewards[firsts], sources[firsts]
+    return {str(source): _mean(rewards[sources == source]) for source in np.unique(sources) if source}
 
 
 def _mean(values: Any) -> float:

@@ -75,7 +75,7 @@ class TorchReference:
             np.concatenate([group.lengths() for group in groups]),
         )
         logprobs = np.zeros(len(packed.tokens), np.float32)
-        ids, lengths = [group.repetition_ids for group in groups], np.diff(packed.cu_seqlens)
+        ids, lengths = [group.rollout_ids for group in groups], np.diff(packed.cu_seqlens)
         own = own_temperatures(groups, ids, lengths, self.temperature)
         tokens, at = self.micro_batch_tokens, self.temperature
         for places, found in scored_tokens(model, packed, tokens, Distributions.logprobs_of, temperature=at, own=own):

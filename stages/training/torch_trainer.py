@@ -258,7 +258,7 @@ class TorchTrainer:
             self._reference_updates.apply(self._reference, bare(self._model), self._steps)
         found = {name: metric.value() for name, metric in metrics.items()}
         if self._adaptive_kl is not None:
-            found |= self._adaptive_kl.adapt(found, batch.total_sequences)
+            found |= self._adaptive_kl.adapt(found, batch.total_rollouts)
         unused = {} if batch.teacher_ids is None else {TOKENS_USED: 0.0}  # shows that no loss uses the teacher
         return unused | found | {"lr": rate} | self._loss_scale.metrics() | clock.seconds()
 
@@ -361,9 +361,9 @@ class TorchTrainer:
             tokens=part.targets,
             lengths=part.lengths,
             loss_tokens=batch.loss_tokens,
-            loss_sequences=batch.loss_sequences,
+            loss_rollouts=batch.loss_rollouts,
             loss_groups=batch.loss_groups,
-            total_sequences=batch.total_sequences,
+            total_rollouts=batch.total_rollouts,
             **known,
         )
 
@@ -514,14 +514,18 @@ class TorchTrainer:
 
 
 def _columns(batch: TrainBatch, temperature: float) -> dict[str, Array]:
-    """Return the columns that a loss receives, the tokens of each group, and temperatures if groups have their own."""
+    """Return the columns that a loss receives, tokens of each group and rollout, and temperatures that groups have."""
     columns: dict[str, Array] = {
         name: column for name in SCORED_COLUMNS if (column := getattr(batch, name)) is not None
     }
     trained = np.array([group.loss_tokens for group in batch.groups], np.int64)[batch.group_of_sequence()]
     columns["group_tokens"] = trained.repeat(batch.lengths())
+    starts = batch.rollout_starts()
+    if len(starts) < len(batch):
+        branches, trained = np.diff(starts, append=len(batch)), np.add.reduceat(batch.completion_lengths(), starts)
+        columns["rollout_tokens"] = trained.repeat(branches).repeat(batch.lengths())
     ends = np.cumsum([group.sequences for group in batch.groups])
-    own = own_temperatures(batch.groups, np.split(batch.repetition_ids, ends[:-1]), batch.lengths(), temperature)
+    own = own_temperatures(batch.groups, np.split(batch.rollout_ids, ends[:-1]), batch.lengths(), temperature)
     return columns if own is None else columns | {TEMPERATURE: own}
 
 

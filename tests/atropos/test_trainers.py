@@ -47,7 +47,7 @@ async def serving(sink: AtroposTrainers, context: Context) -> AsyncGenerator[Sen
 
 def admitted(context: Context, number: int, lengths: tuple[int, ...] = (2, 2, 2, 2)) -> TrajectoryGroup:
     made = group(instance_id=str(number), completion_lengths=list(lengths))
-    context.ledger.admit(made.id, made.repetition_ids.tolist())
+    context.ledger.admit(made.id, made.rollout_ids.tolist())
     return made
 
 

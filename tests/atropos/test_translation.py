@@ -13,6 +13,8 @@ from tests.stages.turns import of_turns
 from penstock import StopReason, TrainBatch, TrajectoryGroup
 from penstock._stages.integrations.atropos.contract import ScoredData, Untrainable, decode_scored
 from penstock._stages.integrations.atropos.translation import from_group, scored_of, to_group
+from penstock.errors import InvalidRecord
+from penstock.testing import group
 
 
 @st.composite
@@ -72,6 +74,11 @@ def grouped(scored: ScoredData | None = None, **fields: Any) -> TrajectoryGroup:
 def test_every_field_comes_back(scored: ScoredData) -> None:
     assert scored_of(grouped(scored)) == scored
     assert decode_scored(from_group(grouped(scored))) == decode_scored(scored.json())
+
+
+def test_a_rollout_with_branches_is_refused() -> None:
+    with pytest.raises(InvalidRecord, match=r"expected one sequence for each rollout, .*, got 2 of 1"):
+        from_group(group(rollout_ids=[0, 0]))
 
 
 def test_tokens_masked_with_minus_100_do_not_train_and_have_no_logprob() -> None:

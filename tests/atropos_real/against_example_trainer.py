@@ -44,7 +44,7 @@ class Groups:
                 behavior_logprobs=[np.where(row, -5.0, 0.0).tolist() for row in mask],
                 rewards=[1.0, 0.0, 0.5, 0.0],
             )
-            current().ledger.admit(made.id, made.repetition_ids.tolist())
+            current().ledger.admit(made.id, made.rollout_ids.tolist())
             await outbox.send(made)
 
 

@@ -54,7 +54,7 @@ def checker(*, checked: int = 0) -> Checker:
     """Return a checker after `seen` batches, all of them empty."""
     fresh = Checker(producers=PRODUCERS, group=GROUP, tokens=TOKENS)
     empty = msgspec.structs.replace(train_batch(IN_ORDER), groups=(), cu_seqlens=np.zeros(1, np.int64))
-    nothing = {name: getattr(empty, name)[:0] for name in (*COLUMNS, "rewards", "repetition_ids")}
+    nothing = {name: getattr(empty, name)[:0] for name in (*COLUMNS, "rewards", "rollout_ids")}
     for _ in range(checked):
         fresh.check(msgspec.structs.replace(empty, **nothing))
     return fresh
@@ -131,9 +131,9 @@ def test_further_columns_take_turns_in_having_their_edges_checked(turn: int, edg
     assert [wrong.index(batch) for batch in noticed] == [turn]
 
 
-@pytest.mark.parametrize("name", [*COLUMNS, "rewards", "repetition_ids"])
+@pytest.mark.parametrize("name", [*COLUMNS, "rewards", "rollout_ids"])
 def test_any_wrong_value_is_noticed_where_a_batch_is_checked_wholly(name: str) -> None:
-    middle = 3 if name in {"rewards", "repetition_ids"} else TOKENS + TOKENS // 2
+    middle = 3 if name in {"rewards", "rollout_ids"} else TOKENS + TOKENS // 2
     batch = with_one_value_changed(train_batch(IN_ORDER), name, middle)
     unnoticed = checker(checked=1)
 

@@ -51,7 +51,7 @@ SHORT: dict[str, Array] = {
 
 SAME: dict[str, Any] = {
     "offsets": np.arange(GROUP + 1) * TOKENS,
-    "repetition_ids": np.arange(GROUP),
+    "rollout_ids": np.arange(GROUP),
 }
 
 LENGTHS = dict.fromkeys(LONG, GROUP * TOKENS) | dict.fromkeys(SHORT, GROUP)

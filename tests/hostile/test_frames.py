@@ -106,8 +106,8 @@ FORGED: dict[str, tuple[list[bytes], str]] = {
         "columns: expected frames of .* bytes for .*, got",
     ),
     "a repetition beyond any ledger": (
-        frames_of(record(), repetition_ids=np.array([0, 2**40])),
-        "repetition_ids: expected 0 to 65535, got 0 to 1099511627776",
+        frames_of(record(), rollout_ids=np.array([0, 2**40])),
+        "rollout_ids: expected 0 to 65535, got 0 to 1099511627776",
     ),
     "candidates beyond any vocabulary, of no tokens": (
         frames_of(HOLLOW, form=TAUGHT, candidates=2**62),

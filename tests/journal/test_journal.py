@@ -116,7 +116,7 @@ class Run:
     async def passes(self, *records: TrajectoryGroup) -> list[TrajectoryGroup]:
         """Admit and send `records`, and return as many."""
         for record in records:
-            self.ledger.admit(record.id, record.repetition_ids.tolist())
+            self.ledger.admit(record.id, record.rollout_ids.tolist())
             await self.feed.send(record)
         return [await self.out.receive() for _ in records]
 
@@ -134,7 +134,7 @@ class Run:
 
 def restored(*records: TrajectoryGroup) -> Ledger:
     ledger = Ledger()
-    ledger.restore({record.id: sum(1 << bit for bit in record.repetition_ids.tolist()) for record in records}, 1)
+    ledger.restore({record.id: sum(1 << bit for bit in record.rollout_ids.tolist()) for record in records}, 1)
     return ledger
 
 
@@ -179,7 +179,7 @@ async def test_of_a_group_that_a_checkpoint_holds_in_part_the_rest_is_offered_ag
     async with Run(tmp_path, ledger) as run:
         (again,) = await run.rest()
 
-    assert again.repetition_ids.tolist() == [0, 2]
+    assert again.rollout_ids.tolist() == [0, 2]
     assert again.completion_lengths().tolist() == [3, 5]
 
 
@@ -420,3 +420,13 @@ async def test_a_checkpoint_is_announced_when_it_is_on_the_disk_and_not_before(t
 
     assert trainer.seen == [0, 1]
     assert announced == [{RECORDS[0].id: 0b11}]
+
+
+async def test_a_rollout_with_branches_is_sent_again_as_one_rollout(tmp_path: Path) -> None:
+    branched = group(completion_lengths=[2] * 3, rollout_ids=[0, 0, 1])
+    await drive(Journal(tmp_path), [branched])
+
+    sent = await drive(Journal(tmp_path), [])
+
+    assert [record.rollout_ids.tolist() for record in sent] == [[0, 0, 1]]
+    assert sent.ledger.balance().admitted == 2

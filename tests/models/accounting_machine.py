@@ -320,7 +320,7 @@ class RelayMachine(_AccountingMachine):
         others = [process for process in self._alive() if process.name != owner]
         if others:
             process = any_of(others, pick)
-            record = group(completion_lengths=[1], instance_id=one.instance_id, repetition_ids=[one.repetition_id])
+            record = group(completion_lengths=[1], instance_id=one.instance_id, rollout_ids=[one.repetition_id])
             self.foreign[process.name] += 1
             refused = self.foreign[process.name] > self.given[process.name]
             report = _dropped(record, "failed", "not its own")
@@ -383,9 +383,7 @@ class AssignedMachine(RelayMachine):
         self.accounting.assigned(process.name, prompt, mask)
         self._hold(
             process,
-            group(
-                completion_lengths=[1] * len(repetitions), instance_id=prompt.instance_id, repetition_ids=repetitions
-            ),
+            group(completion_lengths=[1] * len(repetitions), instance_id=prompt.instance_id, rollout_ids=repetitions),
         )
 
     def _settle(self, process: _Process) -> None:
@@ -404,7 +402,7 @@ class AssignedMachine(RelayMachine):
 
 def _dropped(record: TrajectoryGroup, state: WorkerEndState, reason: str) -> bytes:
     """Return a worker's report that it dropped `record`."""
-    ending = Ending(record.id, tuple(record.repetition_ids.tolist()), state, reason)
+    ending = Ending(record.id, tuple(record.rollout_ids.tolist()), state, reason)
     return msgspec.msgpack.encode(WorkerReport(None, (ending,)))
 
 

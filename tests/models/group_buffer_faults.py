@@ -178,7 +178,7 @@ class TheRestOfAPieceIsLost(GroupBuffer):
     """The rest of a partly refused piece is lost."""
 
     def take(self, piece: TrajectoryGroup, now_s: float) -> list[Flush]:
-        refused = mask_of(piece.repetition_ids.tolist()) & ~self._whole
+        refused = mask_of(piece.rollout_ids.tolist()) & ~self._whole
         if refused:
             return [*self.expire(now_s), Flush(piece.id, refused, "beyond")]
         return super().take(piece, now_s)

@@ -109,7 +109,7 @@ class AssemblyMachine(RuleBasedStateMachine):
             completion_lengths=[length] * len(repetitions),
             prompt_length=1,
             instance_id=name,
-            repetition_ids=repetitions,
+            rollout_ids=repetitions,
             rewards=list(numbers),
         )
         self.received += len(repetitions)
@@ -172,7 +172,7 @@ class AssemblyMachine(RuleBasedStateMachine):
         grown.deliveries |= fresh
         if len(grown.deliveries) == SIZE:
             return [self._closes(name, "whole")]
-        grown.nbytes += piece.select(np.isin(piece.repetition_ids, list(fresh))).nbytes
+        grown.nbytes += piece.select(np.isin(piece.rollout_ids, list(fresh))).nbytes
         if grown.nbytes > MAX_BYTES:
             return [self._closes(name, "evicted")]
         evicted: list[Expected] = []

@@ -37,7 +37,7 @@ RULES = (CONSERVED, ONCE, WHOLE, DUE, BOUNDED, CLOSED, REST)
 @cache
 def _piece(prompt: int, repetitions: tuple[int, ...]) -> TrajectoryGroup:
     lengths = [1] * len(repetitions)
-    return group(completion_lengths=lengths, prompt_length=1, instance_id=str(prompt), repetition_ids=repetitions)
+    return group(completion_lengths=lengths, prompt_length=1, instance_id=str(prompt), rollout_ids=repetitions)
 
 
 class PendingGroup:

@@ -285,7 +285,7 @@ def _record(ids: list[TrajectoryId]) -> TrajectoryGroup:
 
 @cache
 def _group(name: str, repetitions: tuple[int, ...]) -> TrajectoryGroup:
-    return group(completion_lengths=[1] * len(repetitions), instance_id=name, repetition_ids=repetitions)
+    return group(completion_lengths=[1] * len(repetitions), instance_id=name, rollout_ids=repetitions)
 
 
 def _batch(*parts: list[TrajectoryId]) -> TrainBatch:

@@ -57,7 +57,7 @@ class SampleOneEach:
                 await anyio.lowlevel.checkpoint()  # records of one tick are published together
                 os.kill(os.getpid(), signal.SIGKILL)
             name = str(number)
-            await outbox.send(group(instance_id=name, completion_lengths=[3], repetition_ids=[worker.index]))
+            await outbox.send(group(instance_id=name, completion_lengths=[3], rollout_ids=[worker.index]))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def rich(lengths: tuple[int, ...], index: int = 0, *, versions_by_token: bool = 
         rewards=floats(count).tolist(),
         policy_versions=random.integers(0, 9, total if versions_by_token else count),
         stop_reasons=random.integers(0, 5, count),
-        repetition_ids=random.permutation(count),
+        rollout_ids=random.permutation(count),
         reward_noise=np.abs(floats(count)),
         token_rewards=floats(total),
         values=floats(total),
@@ -44,7 +44,7 @@ def rich(lengths: tuple[int, ...], index: int = 0, *, versions_by_token: bool = 
 
 
 def totals(of: TrainBatch) -> tuple[int, int, int, int]:
-    return of.loss_tokens, of.loss_sequences, of.loss_groups, of.total_sequences
+    return of.loss_tokens, of.loss_rollouts, of.loss_groups, of.total_rollouts
 
 
 def noise_of(one: TrajectoryGroup) -> list[float]:
@@ -57,7 +57,7 @@ def rows(packed: TrainBatch) -> list[dict[str, Any]]:
     """Return the columns of each sequence of the batch."""
     by_token = len(packed.policy_versions) != len(packed)
     spans = [slice(a, b) for a, b in zip(packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True)]
-    over_sequences = {"rewards", "reward_noise", "stop_reasons", "repetition_ids"} | (
+    over_sequences = {"rewards", "reward_noise", "stop_reasons", "rollout_ids"} | (
         set() if by_token else {"policy_versions"}
     )
     return [
@@ -136,10 +136,10 @@ def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], 
     assert [found["reward_noise"] for found in found_rows] == [x for g in groups for x in noise_of(g)]
     assert packed.reward_parts["score"].tolist() == [x for g in groups for x in g.reward_parts["score"].tolist()]
     assert packed.loss_tokens == sum(int(g.loss_mask.sum()) for g in groups)
-    assert packed.loss_sequences == sum(int((g.completion_lengths() > 0).sum()) for g in groups)
+    assert packed.loss_rollouts == sum(int((g.completion_lengths() > 0).sum()) for g in groups)
     assert packed.loss_groups == sum(bool(g.loss_mask.any()) for g in groups)
     assert [g.loss_tokens for g in packed.groups] == [int(g.loss_mask.sum()) for g in groups]
-    assert packed.total_sequences == len(packed)
+    assert packed.total_rollouts == len(packed)
 
 
 def test_groups_are_brought_into_the_order_of_their_ids_with_all_that_is_theirs() -> None:
@@ -240,7 +240,7 @@ def test_a_group_that_does_not_fit_is_refused_with_the_sizes() -> None:
     assert not packer.fits(group(completion_lengths=[3]))
     with pytest.raises(InvalidRecord, match=r"expected at most 4 more \(of 10\), got a group of 5"):
         packer.add(group(completion_lengths=[3]))
-    assert (packer.tokens, packer.groups, packer.sequences) == (6, 1, 1)
+    assert (packer.tokens, packer.groups, packer.rollouts) == (6, 1, 1)
 
 
 def test_groups_with_other_columns_are_refused_by_name() -> None:
@@ -401,10 +401,10 @@ def test_a_header_that_makes_no_batch_is_refused() -> None:
 
 def test_sequences_that_were_left_out_count_until_their_batch_is_trained() -> None:
     whole = TrainBatch.pack([group(instance_id=str(n)) for n in (1, 0)])
-    whole = msgspec.structs.replace(whole, total_sequences=len(whole) + 3)
+    whole = msgspec.structs.replace(whole, total_rollouts=len(whole) + 3)
 
-    assert whole.in_order().total_sequences == 7
-    assert [part.total_sequences for part in whole.split(max_tokens=1)] == [7] * 4
-    assert whole.share(np.array([True, False, False, False])).total_sequences == 7
-    assert whole.select(np.array([True, False])).total_sequences == 5
-    assert TrainBatch.assemble(whole.header(), whole.columns()).total_sequences == 7
+    assert whole.in_order().total_rollouts == 7
+    assert [part.total_rollouts for part in whole.split(max_tokens=1)] == [7] * 4
+    assert whole.share(np.array([True, False, False, False])).total_rollouts == 7
+    assert whole.select(np.array([True, False])).total_rollouts == 5
+    assert TrainBatch.assemble(whole.header(), whole.columns()).total_rollouts == 7

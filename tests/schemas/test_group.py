@@ -48,7 +48,7 @@ def complete(seed: int = 0, lengths: tuple[int, ...] = (3, 4), *, versions_by_to
         rewards=floats(count),
         policy_versions=random.integers(0, 2**40, total if versions_by_token else count),
         stop_reasons=random.integers(0, len(StopReason), count).astype(np.uint8),
-        repetition_ids=random.permutation(count),
+        rollout_ids=random.permutation(count),
         reward_noise=np.abs(floats(count)),
         behavior_logprobs=floats(total),
         token_rewards=floats(total),
@@ -102,9 +102,9 @@ def assert_same(left: TrajectoryGroup, right: TrajectoryGroup) -> None:
         ({"policy_versions": [1.5, 2.5]}, "policy_versions: expected dtype int64, got float64"),
         ({"stop_reasons": [0, 5]}, "stop_reasons: expected 0 to 4, got 5"),
         ({"stop_reasons": [0, 300]}, "stop_reasons: expected dtype uint8, got int64"),
-        ({"repetition_ids": [3, 3]}, r"repetition_ids: expected unique values, got \[3, 3\]"),
-        ({"repetition_ids": [-1, 0]}, r"repetition_ids: expected 0 to 65535, got -1 to 0"),
-        ({"repetition_ids": [0, 2**40]}, "repetition_ids: expected 0 to 65535, got"),
+        ({"rollout_ids": [3, 3]}, r"rewards: expected one value for all sequences of a rollout, got \[1.0, 0.0\]"),
+        ({"rollout_ids": [-1, 0]}, r"rollout_ids: expected 0 to 65535, got -1 to 0"),
+        ({"rollout_ids": [0, 2**40]}, "rollout_ids: expected 0 to 65535, got"),
         ({"behavior_logprobs": [0.0] * 6}, r"behavior_logprobs: expected shape \[N=7\], got \[6\]"),
         ({"behavior_logprobs": [0.0] * 6 + [float("-inf")]}, "behavior_logprobs: expected finite values, got -inf at"),
         ({"ref_logprobs": [0.0] * 6 + [float("nan")]}, "ref_logprobs: expected finite values, got nan at index 6"),
@@ -233,7 +233,7 @@ def test_meta_is_the_groups_own() -> None:
 
 
 def test_a_group_has_an_id_and_a_size() -> None:
-    named = built(env="chain_sum", instance_id="17", repetition_ids=[4, 2])
+    named = built(env="chain_sum", instance_id="17", rollout_ids=[4, 2])
 
     assert named.id == GroupId("chain_sum", "17")
     assert named.ids == [TrajectoryId("chain_sum", "17", 4), TrajectoryId("chain_sum", "17", 2)]

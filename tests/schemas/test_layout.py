@@ -32,7 +32,7 @@ FORM = [
     ("rewards", "<f4", "S"),
     ("policy_versions", "<i8", "S"),
     ("stop_reasons", "|u1", "S"),
-    ("repetition_ids", "<i8", "S"),
+    ("rollout_ids", "<i8", "S"),
 ]
 """The least that a group has."""
 
@@ -110,7 +110,7 @@ def test_columns_share_frames_of_64_kib_at_most_and_larger_ones_have_their_own(t
     ("form", "message"),
     [
         ([], "offsets: expected a column of int64, got none"),
-        (FORM[:-1], "repetition_ids: expected a column of int64, got none"),
+        (FORM[:-1], "rollout_ids: expected a column of int64, got none"),
         ([*FORM, ("tokens", "<i4", "N")], "expected every column once"),
         ([*FORM, ("logprobs", "<f4", "N")], "logprobs: expected one of the columns"),
         ([*FORM, ("advantages", "<f4", "S")], "advantages: expected <f4 over N, got <f4 over S"),
@@ -171,8 +171,8 @@ def test_a_repetition_that_no_ledger_counts_is_refused_where_it_comes_in(repetit
     parts = (BundleEntry(lengths.tokens, lengths.sequences, b""),)
 
     form.check_numbers(GROUP_SCHEMA.contiguous(record.columns()), parts)
-    forged = record.columns() | {"repetition_ids": np.array([repetition, 0])}
-    with pytest.raises(InvalidRecord, match=f"repetition_ids: expected 0 to 65535, got .*{repetition}"):
+    forged = record.columns() | {"rollout_ids": np.array([repetition, 0])}
+    with pytest.raises(InvalidRecord, match=f"rollout_ids: expected 0 to 65535, got .*{repetition}"):
         form.check_numbers(GROUP_SCHEMA.contiguous(forged), parts)
 
 
@@ -256,14 +256,14 @@ def test_columns_of_a_batch_are_held_to_its_own_rules() -> None:
 
 def test_plain_columns_are_contiguous_and_of_the_dtype_that_travels() -> None:
     odd = group_columns(
-        tokens=np.arange(10, dtype=np.int32)[::2], repetition_ids=np.array([0, 1], np.longlong), loss_mask=None
+        tokens=np.arange(10, dtype=np.int32)[::2], rollout_ids=np.array([0, 1], np.longlong), loss_mask=None
     ) | {"loss_mask": np.ones(5, np.bool_)}
 
     contiguous = dict(zip(odd, GROUP_SCHEMA.contiguous(odd), strict=True))
 
     assert contiguous["tokens"].tolist() == [0, 2, 4, 6, 8]
     assert all(c.flags.c_contiguous and c.ndim == 1 for c in contiguous.values())
-    assert contiguous["repetition_ids"].dtype.char == "l"
+    assert contiguous["rollout_ids"].dtype.char == "l"
 
 
 # -- records that are sent -------------------------------------------------------------------------------------------

@@ -127,8 +127,8 @@ class InPieces:
             groups.append(group)
             if len(groups) == self.held:
                 for each in reversed(groups):
-                    for row in reversed(each.repetition_ids.tolist()):
-                        others = sum(1 << other for other in each.repetition_ids.tolist() if other != row)
+                    for row in reversed(each.rollout_ids.tolist()):
+                        others = sum(1 << other for other in each.rollout_ids.tolist() if other != row)
                         piece = exclude(each, others)
                         assert piece is not None
                         await outbox.send(piece)
@@ -141,7 +141,7 @@ class RewardsTheRow:
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         async for group in inbox:
-            await outbox.send(group.with_rewards(group.meta["row"]["reward"] + group.repetition_ids))
+            await outbox.send(group.with_rewards(group.meta["row"]["reward"] + group.rollout_ids))
 
 
 @dataclass

@@ -14,6 +14,7 @@ from penstock import TrajectoryGroup, TrajectoryId
 from penstock._stages.integrations.flow_thread.flow_run import Drop
 from penstock._stages.integrations.trl.samples import FIELDS, SampleBounds, samples_of
 from penstock.errors import InvalidPipeline, InvalidRecord
+from penstock.testing import group
 
 
 def of_two(**columns: Any) -> TrajectoryGroup:
@@ -85,6 +86,11 @@ def test_messages_are_decoded_where_the_tokenizer_is_known() -> None:
 def test_a_group_without_advantages_names_the_stage_that_makes_them() -> None:
     with pytest.raises(InvalidPipeline, match=r"add \.then\(AdvantageNormalizer"):
         list(samples_of(of_two(advantages=None), 0))
+
+
+def test_a_rollout_with_branches_is_refused() -> None:
+    with pytest.raises(InvalidRecord, match=r"one sequence for each rollout, because TRL .*, got 2 sequences of 1"):
+        list(samples_of(group(completion_lengths=[2, 2], rollout_ids=[0, 0], advantages=[0] * 8), 0))
 
 
 def test_a_group_without_log_probabilities_is_refused() -> None:

@@ -34,7 +34,7 @@ class Given:
 
     async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
         for group in self.groups:
-            current().ledger.admit(group.id, group.repetition_ids.tolist())
+            current().ledger.admit(group.id, group.rollout_ids.tolist())
             await outbox.send(group)
         if not self.ends:
             await anyio.sleep_forever()

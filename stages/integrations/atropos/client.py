@@ -235,7 +235,7 @@ class _Training:
                 current().metrics.total("atropos/refused")
                 continue
             sent += group.ids
-            if mask_of(group.repetition_ids.tolist()) & ~current().ledger.trajectories.known(group.id):
+            if mask_of(group.rollout_ids.tolist()) & ~current().ledger.trajectories.known(group.id):
                 new += 1
                 await self._outbox.send(group)
             del group  # the next stage owns it

@@ -67,7 +67,7 @@ def to_group(
         columns, count = _columns(scored, candidates), len(scored.tokens)
         columns["policy_versions"] = np.full(count, policy_version, np.int64)
         columns["stop_reasons"] = _stop_reasons(scored, count)
-        columns["repetition_ids"] = np.arange(count)
+        columns["rollout_ids"] = np.arange(count)
         group = TrajectoryGroup(env=env, instance_id=instance_id, meta=_meta(scored), **columns)
         group.validate()
     except Untrainable:
@@ -269,9 +269,17 @@ def scored_of(group: TrajectoryGroup) -> ScoredData:
     """Return `group` as an environment holds it before it is sent.
 
     The temperature that a SourceEnv records in `meta` becomes a generation parameter.
+
+    Raises:
+        InvalidRecord: a rollout has several sequences.
     """
+    if group.rollouts < len(group):
+        raise InvalidRecord(
+            f"{group.env}/{group.instance_id}: expected one sequence for each rollout, because an Atropos trainer "
+            f"compares sequences, got {len(group)} of {group.rollouts} rollouts"
+        )
     mask = group.loss_mask
-    kept = _kept(group.meta, group.repetition_ids.tolist())
+    kept = _kept(group.meta, group.rollout_ids.tolist())
     if (overrides := _overrides(kept.get("overrides"), group)) is not None:
         kept["overrides"] = overrides
     if group.behavior_logprobs is not None:

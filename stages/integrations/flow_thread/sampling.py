@@ -1,4 +1,4 @@
-"""The temperature of sampled groups. A foreign trainer applies it to its own logits."""
+"""Sampled groups that a foreign trainer can train: at the temperature of its logits, one sequence for each rollout."""
 
 from __future__ import annotations
 
@@ -14,17 +14,27 @@ Temperatures: TypeAlias = list[float | list[tuple[int, float]] | None]
 """For each repetition one, or one for each part of its sequence: `(tokens, temperature)`."""
 
 
-def check_temperature(group: TrajectoryGroup, temperature: float | None, trainer: str) -> None:
-    """Check that the group was sampled at the trainer's temperature, where both are known.
+def check_sampling(group: TrajectoryGroup, temperature: float | None, trainer: str) -> None:
+    """Check that the group has no branches, and the trainer's temperature where both are known.
 
     Raises:
-        InvalidRecord: it was not.
+        InvalidRecord: it has others.
     """
+    if (branched := branches(group)) is not None:
+        raise InvalidRecord(
+            f"{group.env}/{group.instance_id}: expected one sequence for each rollout, because {trainer} compares and "
+            f"weighs sequences, got {branched}: train it with TorchTrainer, or have the agent continue its history"
+        )
     if (found := other_temperature(group, temperature)) is not None:
         raise InvalidRecord(
             f"{group.env}/{group.instance_id}: expected log-probabilities at the temperature of {trainer}'s "
             f"configuration, {temperature}, got {found}: sample with SamplingParams(temperature={temperature})"
         )
+
+
+def branches(group: TrajectoryGroup) -> str | None:
+    """Return the numbers of sequences and rollouts, if they differ; else None."""
+    return None if group.rollouts == len(group) else f"{len(group)} sequences of {group.rollouts} rollouts"
 
 
 def other_temperature(group: TrajectoryGroup, temperature: float | None) -> str | None:

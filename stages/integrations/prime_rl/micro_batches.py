@@ -84,7 +84,7 @@ def _columns(batch: TrainBatch, temperature: float) -> dict[str, NDArray[Any]]:
             f"expected a batch with advantages and behavior_logprobs, which prime-rl's loss needs, got "
             f"{', '.join(batch.columns())}"
         )
-    ids = np.split(batch.repetition_ids, np.cumsum([group.sequences for group in batch.groups])[:-1])
+    ids = np.split(batch.rollout_ids, np.cumsum([group.sequences for group in batch.groups])[:-1])
     own = own_temperatures(batch.groups, ids, batch.lengths(), temperature)
     columns: dict[str, Any] = {
         "input_ids": batch.tokens,

@@ -20,7 +20,7 @@ from ...._schemas import TrajectoryGroup
 from ...advantages.zero_advantages import zero_advantages
 from ..flow_thread.flow_run import Decode, Drop
 from ..flow_thread.sample_queue import Trajectories
-from ..flow_thread.sampling import other_temperature
+from ..flow_thread.sampling import branches, other_temperature
 from .requests import PromptRequest, fail, give
 from .samples import Rules
 
@@ -78,8 +78,10 @@ class Arrivals:
             yield tuple(group.ids), zero_advantages(group).owned()
 
     def _refusal(self, group: TrajectoryGroup) -> str | None:
-        if len(group) != self._group_size:
-            return f"a group of {len(group)}: expected generator.n_samples_per_prompt={self._group_size}"
+        if group.rollouts != self._group_size:
+            return f"a group of {group.rollouts}: expected generator.n_samples_per_prompt={self._group_size}"
+        if (branched := branches(group)) is not None:
+            return f"{branched}: SkyRL's rollouts have one each"
         for column, what in UNREAD.items():
             if getattr(group, column) is not None:
                 return f"a group with {what}"

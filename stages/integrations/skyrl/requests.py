@@ -33,7 +33,7 @@ from ...._schemas import GroupId, Trajectory, TrajectoryGroup, TrajectoryId
 from ...contracts.sampling_params import SamplingParams
 from ..flow_thread.flow_run import Decode
 from ..flow_thread.sample_queue import Trajectories
-from ..flow_thread.sampling import check_temperature
+from ..flow_thread.sampling import check_sampling
 
 log = get_logger("penstock.skyrl")
 
@@ -146,7 +146,7 @@ class Requests:
             offsets=np.arange(len(repetitions) + 1) * len(prompt),
             loss_mask=np.zeros(len(prompt) * len(repetitions), np.bool_),
             rewards=np.zeros(len(repetitions)),
-            repetition_ids=repetitions,
+            rollout_ids=repetitions,
             meta={
                 **part.request.meta,
                 INSTANCE_ID: part.request.instance_id,
@@ -212,7 +212,7 @@ class Requests:
         part = self._sent.get(group.id)
         if part is None or part.request.answered.cancelled():
             return
-        check_temperature(group, part.request.sampling.logprob_temperature, "SkyRL")
+        check_sampling(group, part.request.sampling.logprob_temperature, "SkyRL")
         if wanted := [each for each in group.ids if each.repetition_id in part.left]:
             yield tuple(wanted), group.owned()
 
@@ -223,7 +223,7 @@ class Requests:
         part.left -= wanted
         self._given_up = 0
         self._forget_if_complete(group.id, part)
-        places = {repetition: place for place, repetition in enumerate(group.repetition_ids.tolist())}
+        places = {repetition: place for place, repetition in enumerate(group.rollout_ids.tolist())}
         give(part.request, {repetition: places[repetition] for repetition in wanted}, group)
         return True
 

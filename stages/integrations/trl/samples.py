@@ -16,7 +16,7 @@ from ...._pipeline.errors import InvalidPipeline
 from ...._schemas import InvalidRecord, Trajectory, TrajectoryGroup, TrajectoryId
 from ...._schemas.batch import oldest_versions
 from ..flow_thread.flow_run import Decode, Drop
-from ..flow_thread.sampling import check_temperature
+from ..flow_thread.sampling import check_sampling
 
 FIELDS = (
     *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs"),
@@ -90,13 +90,13 @@ def check(group: TrajectoryGroup, temperature: float | None) -> None:
 
     Raises:
         InvalidPipeline: it has none.
-        InvalidRecord: it was sampled at another temperature.
+        InvalidRecord: it was sampled at another temperature, or has branches.
     """
     if group.behavior_logprobs is None:
         raise InvalidPipeline(
             "TRL: expected groups with log-probabilities, got none: sample with a policy that has them"
         )
-    check_temperature(group, temperature, "TRL")
+    check_sampling(group, temperature, "TRL")
 
 
 def _advantage(row: Trajectory) -> float:

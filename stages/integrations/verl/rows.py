@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...._pipeline.errors import InvalidPipeline
 from ...._schemas import Trajectory, TrajectoryGroup, TrajectoryId
-from ..flow_thread.sampling import check_temperature
+from ..flow_thread.sampling import check_sampling
 
 
 class Row(NamedTuple):
@@ -58,7 +58,7 @@ def rows_of(group: TrajectoryGroup, needs: Needs) -> list[Row]:
             "verl: expected groups with advantages for algorithm.adv_estimator=penstock, got none: add "
             '.then(AdvantageNormalizer("grpo")), or let verl compute them (adv_estimator=grpo)'
         )
-    check_temperature(group, needs.temperature, "verl")
+    check_sampling(group, needs.temperature, "verl")
     return list(_rows(group, needs))
 
 

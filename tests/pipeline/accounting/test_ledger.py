@@ -136,9 +136,9 @@ def test_what_a_checkpoint_keeps_is_not_trained_again_by_the_run_that_resumes_it
 
 def test_of_two_deliveries_the_first_goes_on_and_the_copy_is_rejected_in_flight_already() -> None:
     ledger = Ledger()
-    assert ledger.hand_over(group(instance_id="a", repetition_ids=[0, 1])) == 0
+    assert ledger.hand_over(group(instance_id="a", rollout_ids=[0, 1])) == 0
 
-    assert ledger.hand_over(group(instance_id="a", repetition_ids=[1, 2])) == 0b010
+    assert ledger.hand_over(group(instance_id="a", rollout_ids=[1, 2])) == 0b010
 
     balance = ledger.balance()
     assert (balance.admitted, balance.in_flight) == (4, 3)
@@ -149,7 +149,7 @@ def test_what_the_run_before_trained_is_rejected_trained_already() -> None:
     ledger = Ledger()
     ledger.restore({A: 0b01}, step=5)
 
-    assert ledger.hand_over(group(instance_id="a")) == ledger.hand_over(group(instance_id="a", repetition_ids=[0, 2]))
+    assert ledger.hand_over(group(instance_id="a")) == ledger.hand_over(group(instance_id="a", rollout_ids=[0, 2]))
 
     assert ledger.balance().reasons["rejected"] == {"trained already": 2}
     assert ledger.in_flight == 2

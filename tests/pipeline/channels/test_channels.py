@@ -223,7 +223,7 @@ async def test_columns_need_not_lie_as_they_travel(transport: str) -> None:
     """A stage may build its columns as it likes: strided, of an alias of the dtype, or with one axis more."""
     plain = group(completion_lengths=[3, 4])
     every_other = np.repeat(plain.tokens, 2)[::2]
-    odd = msgspec.structs.replace(plain, tokens=every_other, repetition_ids=plain.repetition_ids.astype(np.longlong))
+    odd = msgspec.structs.replace(plain, tokens=every_other, rollout_ids=plain.rollout_ids.astype(np.longlong))
     teacher = np.arange(2 * len(plain.tokens)).reshape(-1, 2)
     odd = msgspec.structs.replace(
         odd, teacher_ids=teacher.astype(np.int32)[:, ::-1], teacher_logprobs=-teacher.astype(np.float32)
@@ -374,7 +374,7 @@ async def test_groups_that_are_received_make_the_same_batches_as_those_that_were
 
     for batch, sent in zip(got, map(TrainBatch.pack, batches), strict=True):
         assert batch.groups == sent.groups
-        assert (batch.loss_tokens, batch.loss_sequences) == (sent.loss_tokens, sent.loss_sequences)
+        assert (batch.loss_tokens, batch.loss_rollouts) == (sent.loss_tokens, sent.loss_rollouts)
         assert {n: (c.dtype, c.tolist()) for n, c in batch.columns().items()} == {
             n: (c.dtype, c.tolist()) for n, c in sent.columns().items()
         }

@@ -40,12 +40,12 @@ async def test_a_record_that_a_source_sends_twice_is_sent_once() -> None:
     sender, receiver = memory_channel[TrajectoryGroup](8)
 
     async with CountingSendChannel(sender, counter) as outbox, receiver:
-        await outbox.send(group(repetition_ids=[0, 1]))
-        outbox.send_nowait(group(repetition_ids=[1, 0]))
-        await outbox.send(group(repetition_ids=[1, 2]))
-        await outbox.send(group(repetition_ids=[1, 2]))
+        await outbox.send(group(rollout_ids=[0, 1]))
+        outbox.send_nowait(group(rollout_ids=[1, 0]))
+        await outbox.send(group(rollout_ids=[1, 2]))
+        await outbox.send(group(rollout_ids=[1, 2]))
 
-        received = [receiver.receive_nowait().repetition_ids.tolist() for _ in range(2)]
+        received = [receiver.receive_nowait().rollout_ids.tolist() for _ in range(2)]
         assert receiver.statistics().items == 0
 
     assert received == [[0, 1], [2]]

@@ -71,12 +71,12 @@ def test_received_records_are_admitted_and_counted_once(source: Source) -> None:
 
 
 def test_only_the_new_part_of_a_repeated_record_passes(source: Source) -> None:
-    source.sends(group(repetition_ids=[0, 1]))
+    source.sends(group(rollout_ids=[0, 1]))
 
-    rest = source.accounting.received(peer(), group(repetition_ids=[1, 2]))
-    nothing = source.accounting.received(peer(), group(repetition_ids=[0, 2]))
+    rest = source.accounting.received(peer(), group(rollout_ids=[1, 2]))
+    nothing = source.accounting.received(peer(), group(rollout_ids=[0, 2]))
 
-    assert rest.repetition_ids.tolist() == [2]
+    assert rest.rollout_ids.tolist() == [2]
     assert nothing is None
     assert source.counter.trajectories == source.ledger.balance().in_flight == 3
     assert source.ledger.balance().reasons["rejected"] == {"in flight already": 3}

@@ -340,7 +340,7 @@ def test_a_value_that_is_no_number_is_named_with_its_trajectory(
     mode: Mode, level: RewardLevel, column: str, value: float
 ) -> None:
     good = of_turns(".x", token_rewards=[0, 1], values=[0, 0])
-    bad = of_turns(".x", "", ".xx", instance_id="17", token_rewards=[0] * 5, values=[0] * 5, repetition_ids=[4, 6, 5])
+    bad = of_turns(".x", "", ".xx", instance_id="17", token_rewards=[0] * 5, values=[0] * 5, rollout_ids=[4, 6, 5])
     bad = msgspec.structs.replace(bad, **{column: np.array([0, 0, 0, 0, value], np.float32)})
 
     with pytest.raises(InvalidRecord, match=f"test/17, repetition 5: {column}: expected finite values, got {value}"):

@@ -48,7 +48,7 @@ class Training:
     async def feed(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Send groups, and run the batcher until it waits."""
         for fed in groups:
-            self.context.ledger.admit(fed.id, fed.repetition_ids.tolist())
+            self.context.ledger.admit(fed.id, fed.rollout_ids.tolist())
             await self._feed.send(fed)
         await anyio.wait_all_tasks_blocked()
 
@@ -289,7 +289,7 @@ async def test_a_sequence_that_its_sender_silenced_trains_nothing_whether_or_not
     (batch,) = await drive(Batcher(max_tokens=8), groups)
 
     assert batch.loss_mask.tolist() == [False, False, True, True, *[False] * 4]
-    assert (batch.loss_tokens, batch.loss_sequences) == (2, 1)
+    assert (batch.loss_tokens, batch.loss_rollouts) == (2, 1)
     if batch.advantages is not None:
         assert not batch.advantages[4:].any()
         assert batch.advantages[2:4].all()
@@ -478,5 +478,5 @@ async def test_sequences_of_groups_in_which_nothing_trains_are_counted_with_the_
 
     out = await drive(Batcher(max_tokens=100, sequences=4, drop_zero_variance=True), given)
 
-    assert [(len(batch), batch.loss_sequences, batch.total_sequences) for batch in out] == [(4, 4, 6), (2, 2, 4)]
+    assert [(len(batch), batch.loss_rollouts, batch.total_rollouts) for batch in out] == [(4, 4, 6), (2, 2, 4)]
     assert out.ledger.balance().reasons["filtered"] == {"nothing to train": 4, "zero variance": 2}

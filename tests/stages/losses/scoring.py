@@ -81,8 +81,8 @@ def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = 
         "tokens": torch.zeros(len(logprobs), dtype=torch.int64),
         "lengths": torch.tensor(kept),
         "loss_tokens": len(logprobs),
-        "loss_sequences": sum(length > 0 for length in kept),
-        "total_sequences": len(kept),
+        "loss_rollouts": sum(length > 0 for length in kept),
+        "total_rollouts": len(kept),
         "loss_groups": int(len(logprobs) > 0),
         "group_tokens": torch.full((len(logprobs),), len(logprobs)),
     }

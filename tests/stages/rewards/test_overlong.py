@@ -106,4 +106,4 @@ async def test_a_group_of_which_everything_was_cut_is_dropped_by_the_batcher() -
     (batch,) = await drive(Batcher(max_tokens=100), list(masked))
 
     assert [packed.instance_id for packed in batch.groups] == ["1"]
-    assert (batch.loss_sequences, batch.total_sequences) == (2, 4)
+    assert (batch.loss_rollouts, batch.total_rollouts) == (2, 4)

@@ -432,7 +432,7 @@ def test_a_failure_costs_the_trajectory_and_is_accounted_with_its_reason() -> No
 
     out = VirtualClock().run(lambda: drive_text(bridge(RewardFunction(fragile)), given))
 
-    assert out[0].repetition_ids.tolist() == [0, 4]
+    assert out[0].rollout_ids.tolist() == [0, 4]
     assert out[0].rewards.tolist() == [1.5, 5.5]
     balance = out.ledger.balance()
     assert balance.ended["failed"] == 3

@@ -48,7 +48,7 @@ def pieces(name: str) -> list[TrajectoryGroup]:
 
 
 def names(groups: Iterable[TrajectoryGroup]) -> list[tuple[str, list[int]]]:
-    return [(each.instance_id, each.repetition_ids.tolist()) for each in groups]
+    return [(each.instance_id, each.rollout_ids.tolist()) for each in groups]
 
 
 def contents(record: TrajectoryGroup) -> tuple[bytes, dict[str, tuple[str, bytes]]]:
@@ -85,8 +85,8 @@ class Assembling:
     async def feed(self, *given: TrajectoryGroup) -> None:
         for record in given:
             copies = self.ledger.hand_over(record)
-            if new := [each for each in record.repetition_ids.tolist() if not copies >> each & 1]:
-                await self.inlet.send(record.select(np.isin(record.repetition_ids, new)))
+            if new := [each for each in record.rollout_ids.tolist() if not copies >> each & 1]:
+                await self.inlet.send(record.select(np.isin(record.rollout_ids, new)))
         await anyio.wait_all_tasks_blocked()
 
     def sent(self) -> list[TrajectoryGroup]:
@@ -147,7 +147,7 @@ async def test_pieces_of_several_repetitions_are_joined_by_their_lowest() -> Non
 
     (out,) = await drive(GroupAssembler(SIZE, stragglers="wait"), given)
 
-    assert out.repetition_ids.tolist() == [0, 2, 1]
+    assert out.rollout_ids.tolist() == [0, 2, 1]
     assert out.rewards.tolist() == [0, 2, 1]
     assert [row.tokens.tolist() for row in out] == [whole("a")[s].tokens.tolist() for s in (0, 2, 1)]
 

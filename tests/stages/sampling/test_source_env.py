@@ -108,7 +108,7 @@ def source(make_env: Callable[[], Any] = Sums, policy: Any = None, **options: An
 async def test_a_group_holds_all_completions_of_one_prompt() -> None:
     (group,) = await sampled(source(policy=FakePolicy(answer=lambda _: "1")))
 
-    assert (group.env, group.instance_id, group.repetition_ids.tolist()) == ("Sums", "0", [0, 1, 2])
+    assert (group.env, group.instance_id, group.rollout_ids.tolist()) == ("Sums", "0", [0, 1, 2])
     assert group.lengths().tolist() == [6, 6, 6]
     assert group.tokens.tolist() == Letters().encode("0+1=1\0") * 3
     assert group.loss_mask.tolist() == ([False] * 4 + [True] * 2) * 3
@@ -363,7 +363,7 @@ async def test_requested_turn_rewards_that_are_missing_are_an_error() -> None:
 async def test_an_environment_that_raises_costs_that_rollout_and_the_group_goes_on_smaller() -> None:
     driven = await sampled(source(Touchy, FakePolicy(answer=moody()), groups=2, concurrency=3))
 
-    assert [group.repetition_ids.tolist() for group in driven] == [[0, 1], [0, 1]]
+    assert [group.rollout_ids.tolist() for group in driven] == [[0, 1], [0, 1]]
     balance = driven.ledger.balance()
     assert (balance.admitted, balance.in_flight) == (6, 4)
     assert balance.reasons["failed"] == {"environment raised ValueError: no score for that": 2}
@@ -409,7 +409,7 @@ def test_a_rollout_that_takes_too_long_is_counted_failed_and_the_others_go_on() 
 
     driven = clock.run(lambda: sampled(SourceEnv(Hanging, NoOpPolicy(), group_size=3, groups=1, rollout_timeout_s=30)))
 
-    assert [group.repetition_ids.tolist() for group in driven] == [[0, 2]]
+    assert [group.rollout_ids.tolist() for group in driven] == [[0, 2]]
     assert driven.ledger.balance().reasons["failed"] == {"rollout took longer than 30 s": 1}
     assert clock.now_s == 30
 

@@ -37,9 +37,9 @@ def test_shares_are_the_groups_of_the_batch_again_and_keep_its_totals(count: int
         taken = np.isin([of.instance_id for of in whole.groups], [of.instance_id for of in share.groups])
         tokens = taken[whole.group_of_sequence()][whole.sequence_of_token()]
         assert share.loss_tokens == whole.loss_tokens
-        assert share.loss_sequences == whole.loss_sequences
+        assert share.loss_rollouts == whole.loss_rollouts
         assert share.loss_groups == whole.loss_groups
-        assert share.total_sequences == whole.total_sequences
+        assert share.total_rollouts == whole.total_rollouts
         for name in ("tokens", "loss_mask", "advantages"):
             assert np.array_equal(getattr(share, name), getattr(whole, name)[tokens])
 

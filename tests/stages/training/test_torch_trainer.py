@@ -318,7 +318,7 @@ def test_a_batch_that_trains_nothing_is_refused_and_moves_nothing() -> None:
     each.step(packed)
     before = {name: tensor.clone() for name, tensor in each.weights().items()}
     masked = np.zeros_like(packed.loss_mask)
-    nothing = msgspec.structs.replace(packed, loss_mask=masked, loss_tokens=0, loss_sequences=0)
+    nothing = msgspec.structs.replace(packed, loss_mask=masked, loss_tokens=0, loss_rollouts=0)
 
     with pytest.raises(InvalidRecord, match="loss_mask: expected tokens that train, got a batch without"):
         each.step(nothing)

@@ -240,7 +240,7 @@ class _SourceBackend(Backend[TrajectoryGroup]):
         """Admit them. A copy of a known group is reported to the ledger when it is sent on."""
         for submission in submissions:
             group = submission.payload
-            repetitions = group.repetition_ids.tolist()
+            repetitions = group.rollout_ids.tolist()
             if not self._ledger.trajectories.known(group.id) & mask_of(repetitions):
                 self._ledger.admit(group.id, repetitions)
                 self._waiting[group.id] = group

@@ -273,5 +273,5 @@ def _committable(group: TrajectoryGroup) -> TrajectoryGroup:
         rewards=group.rewards,
         policy_versions=group.policy_versions,
         stop_reasons=group.stop_reasons,
-        repetition_ids=group.repetition_ids,
+        rollout_ids=group.rollout_ids,
     ).owned()
