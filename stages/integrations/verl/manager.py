@@ -176,10 +176,10 @@ class PenstockLoopManager:
     # -- on the event loop ---------------------------------------------------------------------------------------------
 
     def _items(self, group: TrajectoryGroup, _: Decode | None) -> Iterator[tuple[Trajectories, list[Row]]]:
-        if len(group) > self._config.group_size:
+        if group.rollouts > self._config.group_size:
             raise InvalidPipeline(
                 f"verl: expected groups of at most actor_rollout_ref.rollout.n={self._config.group_size}, got "
-                f"{len(group)} in {group.env}/{group.instance_id}: SourceEnv(group_size={self._config.group_size})"
+                f"{group.rollouts} in {group.env}/{group.instance_id}: SourceEnv(group_size={self._config.group_size})"
             )
         if rows := rows_of(group, self._config.needs):
             yield tuple(row.trajectory for row in rows), rows
