@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .bounds import Count, Line
 from .buffer_pool import Buffer, BufferPool
-from .columns import Array, ColumnRule, count_between, freeze
+from .columns import Array, ColumnRule, count_between, freeze, run_ends
 from .errors import UNREADABLE, InvalidRecord
 from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup
 from .ids import GroupId, TrajectoryId
@@ -170,6 +170,10 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def rollout_starts(self) -> NDArray[np.int64]:
         """Return the first sequence of each rollout."""
         return _rollout_starts(self.rollout_ids, self.groups)
+
+    def rollout_ends(self) -> NDArray[np.int64]:
+        """Return the last sequence of each rollout."""
+        return run_ends(self.rollout_starts(), len(self))
 
     def lags(self, current_version: int) -> NDArray[np.int64]:
         """Return [B] the optimizer steps between the oldest weights that sampled a sequence and `current_version`."""
@@ -568,7 +572,7 @@ def _finish(groups: tuple[PackedGroup, ...], columns: dict[str, Array], cu_seqle
     columns["cu_seqlens"] = cu_seqlens
     freeze((cu_seqlens,))
     mask, firsts = columns["loss_mask"], _rollout_starts(columns["rollout_ids"], groups)
-    starts, ends = cu_seqlens[firsts], cu_seqlens[np.append(firsts[1:], len(cu_seqlens) - 1)]
+    starts, ends = cu_seqlens[firsts], cu_seqlens[run_ends(firsts, len(cu_seqlens) - 1) + 1]
     filled = starts[ends > starts]
     return TrainBatch(
         groups=groups,

@@ -142,6 +142,15 @@ def run_starts(values: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.flatnonzero(np.diff(values, prepend=values[:1] + 1))
 
 
+def run_ends(starts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return the place of the last of each run, of runs at `starts` among `count` values.
+
+    >>> run_ends(np.array([0, 2, 3]), 5).tolist()
+    [1, 2, 4]
+    """
+    return np.append(starts[1:], count) - 1
+
+
 def freeze(columns: Iterable[Array | None]) -> None:
     """Make arrays read-only, so that a shared record cannot be changed while another task reads it."""
     for column in columns:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .bounds import LONGEST_LINE, Line
-from .columns import Array, ColumnRule, as_column, check_axes, count_between, count_runs, freeze, run_starts
+from .columns import Array, ColumnRule, as_column, check_axes, count_between, count_runs, freeze, run_ends, run_starts
 from .errors import UNREADABLE, InvalidRecord
 from .ids import GroupId, StopReason, TrajectoryId
 from .layout import Schema, check_offsets, check_rollout_ids
@@ -259,6 +259,10 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def rollout_starts(self) -> NDArray[np.int64]:
         """Return [R] the first sequence of each rollout."""
         return run_starts(self.rollout_ids)
+
+    def rollout_ends(self) -> NDArray[np.int64]:
+        """Return [R] the last sequence of each rollout."""
+        return run_ends(self.rollout_starts(), len(self))
 
     def rollout_of_sequence(self) -> NDArray[np.int64]:
         """Return [S] the place of each sequence's rollout among those of the group."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..._pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..._pipeline.graph.context import current
 from ..._pipeline.graph.stage_info import StageInfo
@@ -39,8 +37,7 @@ class TruncationMask:
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Metric `truncation/masked`: share of the rollouts that are masked."""
         async for group in inbox:
-            last = np.append(group.rollout_starts()[1:], len(group)) - 1
-            cut = group.stop_reasons[last] != StopReason.STOP
+            cut = group.stop_reasons[group.rollout_ends()] != StopReason.STOP
             current().metrics.mean("truncation/masked", cut)
             await outbox.send(masked(group, cut[group.rollout_of_sequence()]))
             del group  # it may occupy a producer's slots until the next one arrives

@@ -49,8 +49,8 @@ class GroupStack:
         """[G] number of rollouts of each group."""
         self._firsts: list[NDArray[np.int64]] | None = None
         """The first sequence of each rollout, by group; None if each rollout has one sequence."""
-        self._branches = self.sizes
-        """[R] number of sequences of each rollout, if some have more than one."""
+        self._branches: NDArray[np.int64] | None = None
+        """[R] number of sequences of each rollout; None if each has one."""
         lengths = _lengths(np.concatenate([group.offsets for group in groups]), np.array(counts, np.int64))
         if sizes != counts:
             for group in groups:
@@ -162,7 +162,7 @@ class GroupStack:
                 self._check_finite(name, column, by_token=False)
         self._check_distinct(rewards)
         spans = self._spans
-        if self._firsts is not None:
+        if self._branches is not None:
             columns, spans = columns.repeat(self._branches, axis=1), _spans(len(group) for group in self._groups)
         freeze([columns])
         cut = [[column[span] for span in spans] for column in columns]
@@ -221,7 +221,8 @@ class GroupStack:
         finite = np.isfinite(values)
         if not finite.all():
             first = finite.argmin()
-            ids = [group.ids[place] for group in self._groups for place in group.rollout_starts().tolist()]
+            starts = [(group.ids, group.rollout_starts().tolist()) for group in self._groups]
+            ids = [of_rows[place] for of_rows, places in starts for place in places]
             owners = np.arange(len(ids)).repeat(self.lengths if by_token else 1)
             env, instance_id, repetition_id = ids[owners[first]]
             raise InvalidRecord(

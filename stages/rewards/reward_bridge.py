@@ -242,7 +242,7 @@ class RewardBridge:
         starts = group.rollout_starts()
         judged = np.flatnonzero(failed(group.rewards[starts].astype(np.float64), self.config)).tolist()
         outcomes: dict[str, list[Outcome]] = {each.name: [0.0] * len(starts) for each in self.components}
-        last = (np.append(starts[1:], len(group)) - 1).tolist()
+        last = group.rollout_ends().tolist()
 
         async def judge(component: RewardComponent) -> None:
             inputs = [_input(group, last[r], turns[r] if component.reads_text else []) for r in judged]

@@ -491,7 +491,6 @@ def batch_metrics(batch: TrainBatch, current_version: int) -> dict[str, float]:
     LENGTH.
     """
     firsts = batch.rollout_starts()
-    last = np.append(firsts[1:], len(batch)) - 1
     by_sequence = batch.completion_lengths()
     lengths = np.add.reduceat(by_sequence, firsts)
     lags = np.maximum.reduceat(batch.lags(current_version), firsts)
@@ -500,7 +499,7 @@ def batch_metrics(batch: TrainBatch, current_version: int) -> dict[str, float]:
         "response_length/mean": _mean(lengths),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": _mean(batch.stop_reasons[last] == StopReason.LENGTH),
+        "response_length/clip_ratio": _mean(batch.stop_reasons[batch.rollout_ends()] == StopReason.LENGTH),
         "prompt_length/mean": _mean((batch.lengths() - by_sequence)[firsts]),
         "staleness/mean": _mean(lags),
         "staleness/max": float(lags.max()),
