@@ -198,7 +198,7 @@ class ColumnLayout:
         self.axes: tuple[int, ...] = tuple(AXES.index(axes) for _, _, axes in columns)
         """The axes of each column, as an index into `AXES`."""
         self._offsets = next((place for place, (_, _, axes) in enumerate(columns) if axes == "F"), -1)
-        self._repetitions = self.names.index("rollout_ids") if "rollout_ids" in self.names else -1
+        self._rollouts = self.names.index("rollout_ids") if "rollout_ids" in self.names else -1
         self._dtypes = tuple(_INDEX[dtype] for _, dtype, _ in columns)
         self.dtypes: tuple[np.dtype[Any], ...] = tuple(DTYPES[index] for index in self._dtypes)
         """The dtype of each column: the same objects as in DTYPES."""
@@ -298,7 +298,7 @@ class ColumnLayout:
             last = first + sequences
             check_offsets(self.names[self._offsets], offsets[first : last + 1], tokens)
             first = last + 1
-        check_rollout_ids(np.asarray(columns[self._repetitions]))
+        check_rollout_ids(np.asarray(columns[self._rollouts]))
 
     def _shape(self, flat: Iterable[Array], candidates: int) -> dict[str, Array]:
         columns = dict(zip(self.names, flat, strict=True))

@@ -77,7 +77,9 @@ def test_every_field_comes_back(scored: ScoredData) -> None:
 
 
 def test_a_rollout_with_branches_is_refused() -> None:
-    with pytest.raises(InvalidRecord, match=r"expected one sequence for each rollout, .*, got 2 of 1"):
+    with pytest.raises(
+        InvalidRecord, match=r"expected one sequence for each rollout, .*, got 2 sequences of 1 rollouts"
+    ):
         from_group(group(rollout_ids=[0, 0]))
 
 

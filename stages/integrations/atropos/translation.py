@@ -26,6 +26,7 @@ from ...._schemas.columns import freeze
 from ...contracts.candidates import ROUNDING, TeacherCandidates
 from ...contracts.sampling_params import TEMPERATURES
 from ...http.completion_stream import STOP_REASONS
+from ..flow_thread.sampling import check_unbranched
 from .contract import BY_TOKEN, NO_LOGPROB, UNTRAINED, ScoredData, Untrainable
 
 META = ("env_id", "messages", "overrides", "group_overrides", "generation_params", "images")
@@ -273,11 +274,7 @@ def scored_of(group: TrajectoryGroup) -> ScoredData:
     Raises:
         InvalidRecord: a rollout has several sequences.
     """
-    if group.rollouts < len(group):
-        raise InvalidRecord(
-            f"{group.env}/{group.instance_id}: expected one sequence for each rollout, because an Atropos trainer "
-            f"compares sequences, got {len(group)} of {group.rollouts} rollouts"
-        )
+    check_unbranched(group, "an Atropos trainer")
     mask = group.loss_mask
     kept = _kept(group.meta, group.rollout_ids.tolist())
     if (overrides := _overrides(kept.get("overrides"), group)) is not None:

@@ -20,15 +20,24 @@ def check_sampling(group: TrajectoryGroup, temperature: float | None, trainer: s
     Raises:
         InvalidRecord: it has others.
     """
-    if (branched := branches(group)) is not None:
-        raise InvalidRecord(
-            f"{group.env}/{group.instance_id}: expected one sequence for each rollout, because {trainer} compares and "
-            f"weighs sequences, got {branched}: train it with TorchTrainer, or have the agent continue its history"
-        )
+    check_unbranched(group, trainer)
     if (found := other_temperature(group, temperature)) is not None:
         raise InvalidRecord(
             f"{group.env}/{group.instance_id}: expected log-probabilities at the temperature of {trainer}'s "
             f"configuration, {temperature}, got {found}: sample with SamplingParams(temperature={temperature})"
+        )
+
+
+def check_unbranched(group: TrajectoryGroup, trainer: str) -> None:
+    """Check that each rollout of the group has one sequence.
+
+    Raises:
+        InvalidRecord: one has several.
+    """
+    if (branched := branches(group)) is not None:
+        raise InvalidRecord(
+            f"{group.env}/{group.instance_id}: expected one sequence for each rollout, because {trainer} compares and "
+            f"weighs sequences, got {branched}: train it with TorchTrainer, or have the agent continue its history"
         )
 
 

@@ -22,7 +22,7 @@ from ..flow_thread.deliveries import Deliveries
 from ..flow_thread.flow_run import Decode, Drop, FlowRun, Groups
 from ..flow_thread.flow_thread import FlowThread
 from ..flow_thread.sample_queue import SampleQueue, Trajectories
-from ..flow_thread.sampling import check_sampling
+from ..flow_thread.sampling import check_unbranched
 from .group_queue import Put, QueuePlace
 from .rollouts import fits
 from .step_files import StepFiles
@@ -204,7 +204,7 @@ class TagFlow:
     def _items(self, group: TrajectoryGroup, decode: Decode | None) -> Iterator[tuple[Trajectories, Sampled]]:
         """Yield the group, if ROLL can train it; on the event loop."""
         del decode
-        check_sampling(group, None, "ROLL")
+        check_unbranched(group, "ROLL")
         if fits(group, self._bounds.group_size, self._bounds.sequence_length):
             trajectories = tuple(group.ids)
             yield trajectories, Sampled(group.owned(), trajectories)
