@@ -381,11 +381,11 @@ class SenderConnection:
             self._count_timer.cancel()
         self._watch.cancel()
         self._loop.remove_reader(self._fd)
-        self._socket.close(linger=0)
         with anyio.CancelScope(shield=True):
             with suppress(asyncio.CancelledError):
                 await self._watch
             await self._control.aclose()
+        self._socket.close(linger=0)
         self.writer.close()
 
 

@@ -29,6 +29,9 @@ NEVER_MS = 2**31 - 1
 """The delay until ZeroMQ would reconnect: longer than a run. If it must not reconnect at all, it discards received
 messages when a connection ends; if it waits, without a connection meanwhile (`ZMQ_IMMEDIATE`), they come first."""
 
+UNNOTICED_S = 10.0
+"""Bound on the time until ZeroMQ's thread notices that its connection was ended here: microseconds, on an idle host."""
+
 NO_CONNECTION = "is its process stopped, or does a firewall drop what is sent there?"
 NO_HANDSHAKE = "is its process stopped or too busy, or does a program other than penstock listen there?"
 
@@ -80,15 +83,12 @@ class TcpControl:
     async def next_event(self, receiver: str) -> PeerLost:
         """See `SenderControl.next_event`: all messages arrive on the ZeroMQ socket, so the end is the only event.
 
-        The connection is closed at once: a closing receiver waits for that.
+        The connection is ended at once: a closing receiver waits for that.
         """
-        try:
-            await self._ended.wait()
-            lost = PeerLost(f"{receiver}, the receiver, {self._how_it_ended()}")
-            self._connection.shutdown()
-            return lost
-        finally:
-            self._connection.close()
+        await self._ended.wait()
+        lost = PeerLost(f"{receiver}, the receiver, {self._how_it_ended()}")
+        self._connection.shutdown()
+        return lost
 
     def _how_it_ended(self) -> str:
         # There are three cases:
@@ -114,7 +114,15 @@ class TcpControl:
         return 0
 
     async def aclose(self) -> None:
-        """See `SenderControl.aclose`."""
+        """See `SenderControl.aclose`: end the connection, and close the socket when ZeroMQ has noticed the end.
+
+        libzmq 4.3.5 aborts the process if the end of a connection reaches a socket that is being closed, while a
+        message of several frames is half on its way.
+        """
+        self._connection.shutdown()
+        with anyio.CancelScope(shield=True), anyio.move_on_after(UNNOTICED_S):
+            while not self.socket.closed and int(self.socket.getsockopt(EVENTS)) & POLLOUT:
+                await self._wait()
         self.socket.close(linger=0)
         self._connection.close()
 
