@@ -2,7 +2,7 @@
 
 contracts/     protocols and values that the others share
 tokenizers/    texts to tokens and back, chat templates
-http/          requests to servers: retries, bounded answers, streams
+http/          requests to servers: retries, bounded answers, streams; a server within bounds
 data/          prompts by number: rows, in a seeded order, split and mixed
 losses/        losses that a trainer minimises
 advantages/    AdvantageNormalizer, KLReward, TruncationMask; formulas and presets

@@ -15,6 +15,7 @@ import pytest
 from tests.atropos.gateways import TRAINER, scored
 
 from penstock import TrajectoryGroup
+from penstock._stages.http.limits import Bodies, BodyRefused, RequestRejections
 from penstock._stages.integrations.atropos.queue.records import Submission
 from penstock._stages.integrations.atropos.queue.trajectory_queue import TrajectoryQueue
 from penstock._stages.integrations.atropos.server.app import application
@@ -25,7 +26,6 @@ from penstock._stages.integrations.atropos.server.endpoints import (
     SENDING_TIMEOUT_S,
     Endpoints,
 )
-from penstock._stages.integrations.atropos.server.limits import Bodies, BodyRefused, RequestRejections
 from penstock._stages.integrations.atropos.server.shm_receiver import ShmIngest, ShmReceiver
 from penstock._stages.integrations.atropos.translation import from_group
 from penstock.integrations.atropos import Limits, ServerConfig

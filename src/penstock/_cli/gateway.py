@@ -10,13 +10,13 @@ from typing import Annotated
 import anyio
 import typer
 
+from .._stages.http.limits import Limits
 from .._stages.integrations.atropos.queue.trajectory_queue import (
     DEFAULT_CAPACITY,
     DEFAULT_CAPACITY_BYTES,
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     TrajectoryQueue,
 )
-from .._stages.integrations.atropos.server.limits import Limits
 from .._stages.integrations.atropos.server.serve import serve
 from .._stages.integrations.atropos.server.server_config import DEFAULT_PORT, ServerConfig
 from .._stages.integrations.atropos.server.shm_receiver import CAPACITY_BYTES

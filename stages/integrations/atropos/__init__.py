@@ -1,9 +1,9 @@
 """Atropos: its environments as sources, its trainers as sinks."""
 
+from ...http.limits import Limits
 from .api_error import AtroposAPIError
 from .client import AtroposClient
 from .server.gateway import AtroposGateway
-from .server.limits import Limits
 from .server.server_config import ServerConfig
 from .server.trainers import AtroposTrainers
 from .steps.messages import Action

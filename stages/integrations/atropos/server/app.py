@@ -24,10 +24,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ....._schemas import InvalidRecord
+from ....http.limits import BodyRefused
 from ..contract import SHM_PATH
 from ..queue.records import QueueFull, RequestRejected
 from .endpoints import Endpoints
-from .limits import BodyRefused
 from .server_config import ServerConfig
 
 G = TypeVar("G")
@@ -165,8 +165,12 @@ def _denial(_: HTTPConnection, error: AuthenticationError) -> Response:
 
 def refusal(status: int, detail: Any, headers: dict[str, str] | None = None) -> Response:
     """Return an answer with the reason, in the form that errors have in the original."""
-    body = msgspec.json.encode({"detail": detail})
-    return Response(body, status, headers=headers, media_type="application/json")
+    return Response(error_body(status, detail), status, headers=headers, media_type="application/json")
+
+
+def error_body(_: int, detail: Any) -> bytes:
+    """Return the JSON of an answer with the reason, in the form that errors have in the original."""
+    return msgspec.json.encode({"detail": detail})
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:

@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from ....._pipeline.errors import PenstockError
 from ....._pipeline.util.waiting import Waiters
 from ....._schemas import InvalidRecord, TrajectoryGroup
+from ....http.limits import Bodies, BodyRefused, Limits, RequestRejections
 from ..contract import EnvReference, EnvRegistration, TrainerRegistration, Untrainable, decode, decode_scored
 from ..queue.records import (
     Batch,
@@ -43,7 +44,6 @@ from ..queue.records import (
 )
 from ..queue.trajectory_queue import TrajectoryQueue
 from .backend import Backend
-from .limits import Bodies, BodyRefused, Limits, RequestRejections
 
 G = TypeVar("G")
 T = TypeVar("T")

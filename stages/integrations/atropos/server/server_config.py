@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ....._pipeline.errors import InvalidConfig
 from ....._schemas.numbers import normalize_counts
-from .limits import Limits
+from ....http.limits import Limits
 from .shm_receiver import CAPACITY_BYTES
 
 DEFAULT_PORT = 8000

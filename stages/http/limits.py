@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from ....._pipeline.accounting.telemetry import get_logger
-from ....._pipeline.errors import PenstockError
-from ....._schemas.numbers import normalize_counts, normalize_numbers
+from ..._pipeline.accounting.telemetry import get_logger
+from ..._pipeline.errors import PenstockError
+from ..._schemas.numbers import normalize_counts, normalize_numbers
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -26,7 +26,7 @@ SIZE_BYTES = 4
 UNREGISTERED = "unregistered"
 """Name in the counts for clients that did not register as an environment."""
 
-log = get_logger("penstock.atropos")
+log = get_logger("penstock.http")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
