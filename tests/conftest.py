@@ -38,7 +38,7 @@ with tensors as small as theirs."""
 FORKED = {"atropos", "journal", "processes", "resumption", "test_file_descriptors.py", "test_full_disk.py"}
 """Folders, and files, whose tests start interpreters with penstock, or workers; none that limits their memory."""
 
-FORKED_WITH_TORCH = {"models_hf", "ranks"}
+FORKED_WITH_TORCH = {"examples", "models_hf", "ranks"}
 """Folders whose tests start interpreters that train a model, which start such interpreters in their turn."""
 
 TRAINING = ("torch._dynamo", "transformers.models.auto.modeling_auto")

@@ -1,4 +1,4 @@
-"""Run the cells of a notebook without Jupyter: `python - NOTEBOOK < tests/notebooks.py`.
+"""Run the cells of a notebook without Jupyter: `python -c "$(cat tests/notebooks.py)" NOTEBOOK`.
 
 Cells are code of `__main__`, which is in no file, as in a kernel: one event loop runs them, they may await, and a line
 that begins with `!` is a command.

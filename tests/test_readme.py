@@ -21,9 +21,11 @@ CODE = re.compile(r"^```.*?^```$|`[^`]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 README_LINES = 100
 
-FROM_A_WHEEL = ("docs/coming-from.md", "docs/data.md", "docs/rewards.md", "docs/training.md")
-"""A process for each of the others would take minutes."""
+LONG_FROM_A_WHEEL = ("README.md", "docs/training.md")
+"""They train, in processes that import torch: `make test` runs them on forks, with the checkout."""
 
+FROM_A_WHEEL = ("docs/coming-from.md", "docs/data.md", "docs/rewards.md")
+"""A process for each of the others would take minutes."""
 
 ELSEWHERE = ("docs/trl.md", "docs/ray.md", "docs/several-hosts.md")
 """`make test-trl` and `make test-ray` run the first two, which need TRL and Ray; the script of the last one waits for a
@@ -47,19 +49,40 @@ def test_the_code_of_a_page_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = ROOT / name
-    is_script = "__main__" in program(page)
 
-    if not is_script and name not in FROM_A_WHEEL:
-        run_page(page)
-        return
+    if name in LONG_FROM_A_WHEEL:
+        with request.getfixturevalue("forks_with_torch").in_place_of_interpreters():
+            run_outside_the_checkout(command_of(name), ROOT / "src")
+    elif name in FROM_A_WHEEL or is_script(name):
+        run_outside_the_checkout(command_of(name), request.getfixturevalue("wheel"))
+    else:
+        run_page(ROOT / name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG_FROM_A_WHEEL)
+def test_a_page_that_trains_runs_with_penstock_from_a_wheel(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheel: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    run_outside_the_checkout(command_of(name), wheel)
+
+
+def is_script(name: str) -> bool:
+    return "__main__" in program(ROOT / name)
+
+
+def command_of(name: str) -> list[str]:
+    """Return the arguments of the interpreter that run a page in the current folder, with the files that it needs."""
+    page = ROOT / name
     if name == "README.md":
         assert command_line.ran("init", ".", "--tiny")[0] == 0
-    command = [pages.__file__, os.fspath(page)]
-    if is_script:
-        command = [f"{page.stem.replace('-', '_')}_page.py"]
-        Path(command[0]).write_text(shortened(program(page)))
-    run_outside_the_checkout(command, request.getfixturevalue("wheel"))
+    if not is_script(name):
+        return [pages.__file__, os.fspath(page)]
+    script = Path(f"{page.stem.replace('-', '_')}_page.py")
+    script.write_text(shortened(program(page)))
+    return [os.fspath(script)]
 
 
 def shortened(script: str) -> str:
@@ -67,9 +90,9 @@ def shortened(script: str) -> str:
     return script.replace("max_steps=25", "max_steps=2").replace("sequences=256", "sequences=16")
 
 
-def run_outside_the_checkout(command: list[str], wheel: Path) -> str:
-    """Run Python in the current folder with penstock from `wheel`; return what it printed."""
-    environment = os.environ | {"PYTHONPATH": os.fspath(wheel)}  # comes before the editable installation
+def run_outside_the_checkout(command: list[str], packages: Path) -> str:
+    """Run Python in the current folder with penstock from `packages`; return what it printed."""
+    environment = os.environ | {"PYTHONPATH": os.fspath(packages)}  # comes before the editable installation
     ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=environment)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
