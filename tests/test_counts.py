@@ -131,10 +131,12 @@ RESULTS = {
     "Summary",
     "Action",
     "Balance",
+    "Call",
     "ChannelKey",
     "ChannelStatistics",
     "EdgeStatistics",
     "KVCache",
+    "Outcome",
     "PaddedBatch",
 }
 RESULTS |= {

@@ -27,7 +27,7 @@ PIPELINE_FOLDERS = (
 
 STAGES_FOLDERS = (
     *("contracts", "tokenizers", "http", "data", "losses", "advantages", "models", "rewards", "engines", "teachers"),
-    *("sampling", "batching", "senders", "training", "sink", "training_run", "integrations"),
+    *("agents", "sampling", "batching", "senders", "training", "sink", "training_run", "integrations"),
 )
 """Those of stages/, in the same way."""
 

@@ -30,7 +30,8 @@ HANDED_OUT = {
     # what a run returns or reports
     *("Balance", "Context", "Report", "ResumePoint", "RollJob", "RunInfo", "RunningServer", "Sample", "Summary"),
     *("ChannelStatistics", "EdgeStatistics", "StageStatistics", "WeightAddress", "Worker", "WorkerStatistics"),
-    *("Attention", "CallBlock", "ParsedTurn", "RemoteReceiver", "RewardInput", "Scored", "StageInfo", "ToolCall"),
+    *("Attention", "Call", "CallBlock", "Outcome", "ParsedTurn", "RemoteReceiver", "RewardInput", "Scored"),
+    *("StageInfo", "ToolCall"),
     # records and what becomes one, which raise InvalidRecord, and configurations that msgspec decodes
     *("PackedGroup", "RolloutResult", "RunConfig", "TokenizerIdentity", "TrainBatch", "Trajectory", "TrajectoryGroup"),
     *("TrajectoryId", "batch", "group", "trajectory"),

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from ._stages.sampling.environments import (
-    Environment,
-    EnvironmentFailed,
-    OutsideEnvironment,
-    RolloutResult,
-    ScoredDataset,
-    StepEnvironment,
-)
+from ._stages.contracts.rollouts import Branch, RolloutResult
+from ._stages.sampling.environment_calls import EnvironmentFailed
+from ._stages.sampling.environments import Environment, OutsideEnvironment, ScoredDataset, StepEnvironment
 
 __all__ = [
+    "Branch",
     "Environment",
     "EnvironmentFailed",
     "OutsideEnvironment",

@@ -57,6 +57,15 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[C] version (optimizer step) of the weights that sampled each."""
 
 
+class Call(Completion, frozen=True, kw_only=True, eq=False):
+    """A completion that an agent asked for, with parameters of its own."""
+
+    id: str
+    """Unique in its rollout."""
+    temperature: float
+    """That of its log-probabilities."""
+
+
 class Engine(Protocol):
     """An opened policy. Every method may be called by any task."""
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..._schemas import Array, InvalidRecord, TrajectoryGroup
 from ..._schemas.batch import PackedGroup
+from ..._schemas.columns import run_starts
 from ..._schemas.conversion import convert
 from ..contracts.attention import Attention
 from ..contracts.autocast import autocast_on, computing_in
@@ -175,9 +176,9 @@ def own_temperatures(
     """Return [N] the temperature of each token's score; None if no group has its own.
 
     Args:
-        groups: one behind the other. `meta["temperatures"]` of a group is a list with an entry for each repetition id:
-            a number, or parts `[tokens, temperature]` of the sequence from its first token on.
-        repetitions: ids of the sequences of each group.
+        groups: one behind the other. `meta["temperatures"]` of a group is a list with an entry for each repetition: a
+            number, or parts `[tokens, temperature]` of its sequences, one behind the other, from the first token on.
+        repetitions: the rollout of each sequence, of each group.
         lengths: [S] of all sequences.
         default: for sequences of groups without.
 
@@ -186,16 +187,20 @@ def own_temperatures(
     """
     if not any(TEMPERATURES in group.meta for group in groups):
         return None
-    sequences = ((group, id_) for group, ids in zip(groups, repetitions, strict=True) for id_ in ids.tolist())
-    found = [
-        _own(group, id_, length) if TEMPERATURES in group.meta else np.full(length, default)
-        for (group, id_), length in zip(sequences, lengths.tolist(), strict=True)
-    ]
+    found, end = [], 0
+    for group, ids in zip(groups, repetitions, strict=True):
+        starts, end = end + run_starts(ids), end + len(ids)
+        tokens = np.add.reduceat(lengths[:end], starts).tolist()
+        if TEMPERATURES in group.meta:
+            rollouts = ids[starts - (end - len(ids))].tolist()
+            found += [_own(group, rollout, length) for rollout, length in zip(rollouts, tokens, strict=True)]
+        else:
+            found.append(np.full(sum(tokens), default))
     return np.concatenate(found).astype(np.float32)
 
 
 def _own(group: Sampled, repetition: int, length: int) -> NDArray[np.float64]:
-    """Return [length] the temperatures of a sequence."""
+    """Return [length] the temperatures of the tokens of a rollout."""
     temperatures = group.meta[TEMPERATURES]
     listed = isinstance(temperatures, list) and repetition < len(temperatures)
     found = temperatures[repetition] if listed else None

@@ -1,50 +1,47 @@
-"""Environments: the four kinds that `SourceEnv` samples from, and the rollouts of each.
+"""Environments: the five kinds that `SourceEnv` samples from, and the rollouts of each.
 
 The kind follows from the methods: a scored data set (reasoning-gym's interface), prompts that a later stage scores
-(`data.prompts`), a step-wise environment (the signature of gymnasium and gem, text in, text out), or an environment
-that returns finished rollouts from outside. Any method may be a coroutine function, or a plain one: that runs in a
-thread. Every exception of an environment becomes `EnvironmentFailed`, so that it is never taken for an error of the
-policy. Knows no channel and no ledger.
+(`data.prompts`), a step-wise environment (the signature of gymnasium and gem, text in, text out), an environment that
+returns finished rollouts from outside, or one that drives: it asks for completions itself. Any method but `drive` may
+be a coroutine function, or a plain one: that runs in a thread. Every exception of an environment becomes
+`EnvironmentFailed`, so that it is never taken for an error of the policy. Knows no channel and no ledger.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sized
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import anyio
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._pipeline.errors import InvalidPipeline, PenstockError
-from ..._pipeline.util.user_code import call_user, raised_text
+from ..._pipeline.errors import InvalidPipeline
 from ..._schemas import InvalidRecord, StopReason
 from ..._schemas.group import check_meta
+from ..agents.agent_client import DrivingEnvironment
 from ..contracts.policies import Completion, Tokenizer
 from ..contracts.prompts import Prompt, PromptSource
+from ..contracts.rollouts import Branch, RolloutResult, RolloutSampler, Turn, as_ids, next_turn
 from ..contracts.threads import Threads
 from ..tokenizers.chat_format import ChatFormat
 from ..tokenizers.conversations import ConversationEncoder, conversation, text_of
+from .driving_environments import DrivingTasks
+from .environment_calls import EnvironmentFailed, called, failed, reward_of, unchanged
 
 CLOSE_TIMEOUT_S = 2.0
 """Bound on closing the environments at the end of a run; part of the 5 s that Ctrl-C takes at most."""
 
+B = TypeVar("B", bound=Branch)
+
 LOOK_AHEAD = 8
 """Prompts of the epoch that are looked at for each rejected one, until the first that fits."""
-
-
-class EnvironmentFailed(PenstockError):
-    """An environment raised, or returned an invalid value; `__cause__` is the original exception."""
-
-
-class RolloutFiltered(PenstockError):
-    """An environment gives a rollout no reward, because it is not to be trained; it is counted as filtered."""
 
 
 class PromptRejected(Exception):
@@ -56,23 +53,6 @@ class PromptRejected(Exception):
         """The number of prompts of an epoch; 0 where it is not known."""
         self.none_fits = none_fits
         """True if every prompt of the epoch was looked at, and may not be sampled either."""
-
-
-class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The result of one rollout, turn by turn."""
-
-    turns: Sequence[NDArray[np.int32] | Completion]
-    """A Completion for each turn of the policy, bare token ids for all others. The prompt comes first."""
-    reward: float
-    """Reward of the whole rollout."""
-    stop_reason: StopReason = StopReason.STOP
-    turn_rewards: Sequence[float] | None = None
-    """Reward of each Completion, where known; `reward` is their sum."""
-    scored: bool = True
-    """True if the environment gave the reward; else it is 0, and a later stage gives one."""
-    meta: Mapping[str, Any] = {}
-    """Facts about the prompt, for the `meta` of the group: it takes those of its first rollout. Values that JSON can
-    hold."""
 
 
 @runtime_checkable
@@ -118,13 +98,9 @@ class OutsideEnvironment(Protocol):
         ...
 
 
-Environment: TypeAlias = ScoredDataset | PromptSource | StepEnvironment | OutsideEnvironment
+Environment: TypeAlias = ScoredDataset | PromptSource | StepEnvironment | OutsideEnvironment | DrivingEnvironment
 
-GenerateFn: TypeAlias = Callable[[Sequence[NDArray[np.int32] | Completion]], Awaitable[Completion | None]]
-"""Returns the policy's completion of the turns so far; None if no token is left for one."""
-
-
-RolloutFn: TypeAlias = Callable[[int, GenerateFn], Coroutine[Any, Any, RolloutResult]]
+RolloutFn: TypeAlias = Callable[[int, RolloutSampler], Coroutine[Any, Any, RolloutResult]]
 """Does one rollout of a prompt, given the number of the repetition.
 
 Raises EnvironmentFailed if the environment raises."""
@@ -163,10 +139,13 @@ async def open_tasks(
         first = await workers.call(make_env)
         if isinstance(first, OutsideEnvironment):
             yield _OutsideTasks(first, workers).begin
+        elif isinstance(first, DrivingEnvironment):
+            yield DrivingTasks(first).begin
         elif not isinstance(first, ScoredDataset | PromptSource | StepEnvironment):
             raise InvalidPipeline(
                 f"expected an environment with len, [] and score_answer (a scored data set), with prompt (prompts), "
-                f"with reset and step (step-wise), or with rollout (outside), got {type(first).__name__}"
+                f"with reset and step (step-wise), with rollout (outside), or with drive (driving), got "
+                f"{type(first).__name__}"
             )
         elif tokenizer is None:
             raise InvalidPipeline(f"{first!r} returns text: expected a tokenizer for it, got none")
@@ -184,23 +163,6 @@ async def open_tasks(
                 await pool.close()
     finally:
         workers.close()
-
-
-BeganFn: TypeAlias = Callable[[Future[Any]], None]
-
-
-async def _called(
-    threads: Threads, function: Callable[[], Any], take: Callable[[Any], Any], began: BeganFn | None = None
-) -> Any:
-    """Return `take` of the result of `function`, of an environment; `began` receives the call if it runs in a thread.
-
-    Raises:
-        EnvironmentFailed: either raised.
-    """
-    try:
-        return call_user(take, await threads.call(function, began))
-    except Exception as error:
-        raise EnvironmentFailed(f"environment raised {raised_text(error)}") from error
 
 
 # -- scored data sets ----------------------------------------------------------------------------------------------
@@ -221,7 +183,7 @@ class _DatasetTasks:
             asked = conversation(self._tokenizer, self._chat)
             return entry, asked.begin(entry["question"]), asked.meta
 
-        return partial(self._rollout, *await _called(self._threads, question, _unchanged))
+        return partial(self._rollout, *await called(self._threads, question, unchanged))
 
     async def _rollout(
         self,
@@ -229,13 +191,13 @@ class _DatasetTasks:
         prompt: NDArray[np.int32],
         meta: Mapping[str, Any],
         _: int,
-        generate: GenerateFn,
+        sampler: RolloutSampler,
     ) -> RolloutResult:
-        completion = await generate([prompt])
+        completion = await next_turn(sampler, [prompt])
         if completion is None:
             return RolloutResult(turns=[prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[], meta=meta)
         text = text_of(self._tokenizer, completion)
-        reward = await _called(self._threads, partial(self._dataset.score_answer, text, entry), _reward)
+        reward = await called(self._threads, partial(self._dataset.score_answer, text, entry), reward_of)
         stop_reason = completion.stop_reason
         return RolloutResult(
             turns=[prompt, completion], reward=reward, stop_reason=stop_reason, turn_rewards=[reward], meta=meta
@@ -281,22 +243,19 @@ class _PromptTasks:
 
     async def _prompt(self, number: int) -> tuple[Prompt, NDArray[np.int32], Mapping[str, Any]]:
         prompt: tuple[Prompt, NDArray[np.int32], Mapping[str, Any]]
-        prompt = await _called(self._threads, partial(self._source.prompt, number), self._read)
+        prompt = await called(self._threads, partial(self._source.prompt, number), self._read)
         return prompt
 
     def _read(self, prompt: Prompt) -> tuple[Prompt, NDArray[np.int32], Mapping[str, Any]]:
         if isinstance(prompt.content, str):
             asked = conversation(self._tokenizer, self._chat)
             return prompt, asked.begin(prompt.content), {**prompt.meta, **asked.meta}
-        tokens = _ids(prompt.content)
-        if not len(tokens):
-            raise ValueError("expected a prompt of at least one token, got none")
-        return prompt, tokens, prompt.meta
+        return prompt, as_ids(prompt.content, least=1), prompt.meta
 
     async def _rollout(
-        self, prompt: NDArray[np.int32], meta: Mapping[str, Any], _: int, generate: GenerateFn
+        self, prompt: NDArray[np.int32], meta: Mapping[str, Any], _: int, sampler: RolloutSampler
     ) -> RolloutResult:
-        completion = await generate([prompt])
+        completion = await next_turn(sampler, [prompt])
         return RolloutResult(
             turns=[prompt] if completion is None else [prompt, completion],
             reward=0.0,
@@ -330,7 +289,7 @@ class _EnvPool:
         if self._free:
             env = self._free.pop()
         else:
-            env = _PooledEnv(await _called(self._threads, self._make_env, _unchanged), self._threads)
+            env = _PooledEnv(await called(self._threads, self._make_env, unchanged), self._threads)
         try:
             yield env
         except BaseException:
@@ -359,7 +318,7 @@ class _PooledEnv:
 
     async def call(self, function: Callable[[], Any], take: Callable[[Any], Any]) -> Any:
         """Return `take` of the result of `function`, a method of the environment; see `_called`."""
-        return await _called(self._threads, function, take, self._began)
+        return await called(self._threads, function, take, self._began)
 
     def _began(self, call: Future[Any]) -> None:
         self._last = call
@@ -368,7 +327,7 @@ class _PooledEnv:
         """Call the environment's `close`, if it has one."""
         close = getattr(self.env, "close", None)
         if close is not None:
-            await self.call(close, _unchanged)
+            await self.call(close, unchanged)
 
     def discard(self) -> bool:
         """Close it, without waiting, after its current call returns; return False if `close` must be awaited."""
@@ -392,17 +351,17 @@ class _EpisodeTasks:
     async def begin(self, number: int) -> RolloutFn:
         return partial(self._rollout, self._seed + number)
 
-    async def _rollout(self, seed: int, _: int, generate: GenerateFn) -> RolloutResult:
+    async def _rollout(self, seed: int, _: int, sampler: RolloutSampler) -> RolloutResult:
         async with self._pool.acquire() as env:
-            return await self._play(env, seed, generate)
+            return await self._play(env, seed, sampler)
 
-    async def _play(self, env: _PooledEnv, seed: int, generate: GenerateFn) -> RolloutResult:
+    async def _play(self, env: _PooledEnv, seed: int, sampler: RolloutSampler) -> RolloutResult:
         said = conversation(self._tokenizer, self._chat)
         prompt = await env.call(partial(env.env.reset, seed=seed), lambda started: said.begin(started[0]))
-        turns: list[NDArray[np.int32] | Completion] = [prompt]
+        turns: list[Turn] = [prompt]
         rewards: list[float] = []
         stop_reason = StopReason.LENGTH
-        while (completion := await generate(turns)) is not None:
+        while (completion := await next_turn(sampler, turns)) is not None:
             turns.append(completion)
             action = text_of(self._tokenizer, completion)
             outcome = await env.call(partial(env.env.step, action), partial(_outcome, said, completion))
@@ -425,7 +384,7 @@ class _EpisodeTasks:
         """End an episode because the policy has no tokens left; its reward is that of the last turn."""
         end = getattr(env.env, "end_cut_episode", None)
         if end is not None:
-            reward = await env.call(end, _reward)
+            reward = await env.call(end, reward_of)
             if rewards:
                 rewards[-1] += reward
 
@@ -436,7 +395,7 @@ def _outcome(
     observation, reward, terminated, truncated, _ = outcome
     ended = bool(terminated or truncated)
     tokens = np.zeros(0, np.int32) if ended else said.go_on(completion, observation)
-    return tokens, _reward(reward), bool(terminated), bool(truncated)
+    return tokens, reward_of(reward), bool(terminated), bool(truncated)
 
 
 # -- rollouts from outside -----------------------------------------------------------------------------------------
@@ -452,23 +411,12 @@ class _OutsideTasks:
     async def begin(self, number: int) -> RolloutFn:
         return partial(self._rollout, number)
 
-    async def _rollout(self, number: int, repetition: int, _: GenerateFn) -> RolloutResult:
-        rollout: RolloutResult = await _called(self._threads, partial(self._env.rollout, number, repetition), _checked)
+    async def _rollout(self, number: int, repetition: int, _: RolloutSampler) -> RolloutResult:
+        rollout: RolloutResult = await called(self._threads, partial(self._env.rollout, number, repetition), _checked)
         return rollout
 
 
 # -- checks of returned values ----------------------------------------------------------------------------------------
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-def _reward(value: Any) -> float:
-    reward = float(value)
-    if not math.isfinite(reward):
-        raise ValueError(f"expected a finite reward, got {reward}")
-    return reward
 
 
 def checked(rollout: RolloutResult) -> RolloutResult:
@@ -480,7 +428,7 @@ def checked(rollout: RolloutResult) -> RolloutResult:
     try:
         check_meta(rollout.meta)
     except InvalidRecord as error:
-        raise EnvironmentFailed(f"environment raised {raised_text(error)}") from error
+        raise failed(error) from error
     return rollout
 
 
@@ -488,36 +436,37 @@ def _checked(rollout: Any) -> RolloutResult:
     """Return a rollout from outside with its arrays converted and checked against the rules of a group."""
     if not isinstance(rollout, RolloutResult):
         raise TypeError(f"expected a RolloutResult, got {type(rollout).__name__}")
-    turns = [_checked_turn(turn) for turn in rollout.turns]
+    reward, checked = reward_of(rollout.reward), _checked_branch(rollout)
+    others = [_checked_branch(branch) for branch in rollout.branches]
+    by_turn = [branch.turn_rewards for branch in (checked, *others) if branch.turn_rewards is not None]
+    if by_turn and len(by_turn) <= len(others):
+        raise InvalidRecord("turn_rewards: expected them for every sequence of the rollout, or for none")
+    if by_turn and not math.isclose(total := sum(map(sum, by_turn)), reward, rel_tol=1e-6, abs_tol=1e-6):
+        raise InvalidRecord(f"turn_rewards: expected {reward} in all, the reward, got {total}")
+    return msgspec.structs.replace(checked, reward=reward, branches=others)
+
+
+def _checked_branch(branch: B) -> B:
+    turns = [_checked_turn(turn) for turn in branch.turns]
     if not turns or isinstance(turns[0], Completion) or not len(turns[0]):
         raise InvalidRecord("turns: expected a prompt of at least one token first")
-    reward, turn_rewards = _reward(rollout.reward), rollout.turn_rewards
+    checked, turn_rewards = msgspec.structs.replace(branch, turns=turns), branch.turn_rewards
     if turn_rewards is not None:
-        turn_rewards = [_reward(turn_reward) for turn_reward in turn_rewards]
-        completions = sum(isinstance(turn, Completion) for turn in turns)
-        if len(turn_rewards) != completions:
+        if len(turn_rewards) != checked.completions:
             raise InvalidRecord(
-                f"turn_rewards: expected {completions}, one for each Completion, got {len(turn_rewards)}"
+                f"turn_rewards: expected {checked.completions}, one for each Completion, got {len(turn_rewards)}"
             )
-        if not math.isclose(sum(turn_rewards), reward, rel_tol=1e-6, abs_tol=1e-6):
-            raise InvalidRecord(f"turn_rewards: expected {reward} in all, the reward, got {sum(turn_rewards)}")
-    return msgspec.structs.replace(rollout, turns=turns, reward=reward, turn_rewards=turn_rewards)
+        checked = msgspec.structs.replace(checked, turn_rewards=[reward_of(each) for each in turn_rewards])
+    return checked
 
 
-def _checked_turn(turn: Any) -> NDArray[np.int32] | Completion:
+def _checked_turn(turn: Any) -> Turn:
     if not isinstance(turn, Completion):
-        return _ids(turn)
-    tokens = _ids(turn.tokens)
+        return as_ids(turn)
+    tokens = as_ids(turn.tokens)
     versions = np.asarray(turn.policy_versions, np.int64)
     logprobs = None if turn.logprobs is None else np.asarray(turn.logprobs, np.float32)
     for name, column in (("policy_versions", versions), ("logprobs", logprobs)):
         if column is not None and (column.shape != tokens.shape or not np.isfinite(column).all()):
             raise InvalidRecord(f"{name}: expected {len(tokens)} finite values, got shape {column.shape}")
     return msgspec.structs.replace(turn, tokens=tokens, logprobs=logprobs, policy_versions=versions)
-
-
-def _ids(tokens: Any) -> NDArray[np.int32]:
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
-        raise InvalidRecord(f"tokens: expected a row of ids of 0 or more, got {ids.dtype} {ids.shape}")
-    return ids.astype(np.int32, copy=False)

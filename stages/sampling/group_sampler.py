@@ -6,9 +6,8 @@ smaller; an error of the policy is raised. Knows no channel, and chooses no prom
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import anyio
 import msgspec
@@ -23,9 +22,11 @@ from ..._pipeline.util.repeated_errors import RepeatedErrors
 from ..._pipeline.util.user_code import await_user
 from ..._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from ..contracts.policies import Completion, Engine
+from ..contracts.rollouts import RolloutResult, tokens_of
 from ..contracts.sampling_params import SamplingParams
-from .environments import EnvironmentFailed, PromptRejected, RolloutFiltered, RolloutFn, RolloutResult, TaskFn, checked
-from .rollout_columns import columns_of, sampled_anything, tokens_of
+from .environment_calls import EnvironmentFailed, RolloutFiltered
+from .environments import PromptRejected, RolloutFn, TaskFn, checked
+from .rollout_columns import columns_of, sampled_anything
 from .turn_sampling import TurnSampling
 
 log = get_logger("penstock.source_env")
@@ -44,6 +45,33 @@ class RolloutParams:
     max_length: int | None
     timeout_s: float
     turn_rewards: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _RolloutSampler:
+    """A `RolloutSampler`, of one trajectory."""
+
+    _rollout: RolloutParams
+    _engine: Engine
+    _trajectory: TrajectoryId
+    deadline_s: float
+    """See `RolloutSampler.deadline_s`."""
+
+    def params(self, turn: int) -> SamplingParams:
+        """See `RolloutSampler.params`."""
+        trajectory, sampling = self._trajectory, self._rollout.sampling.at(turn)
+        return sampling.seeded_for(int(trajectory.instance_id), trajectory.repetition_id, turn)
+
+    async def sample(self, prompt: NDArray[np.int32], params: SamplingParams) -> Completion | None:
+        """See `RolloutSampler.sample`."""
+        if self._rollout.max_length is not None:
+            allowance = self._rollout.max_length - len(prompt)
+            if allowance < 1:
+                return None
+            if allowance < params.max_completion_tokens:
+                params = msgspec.structs.replace(params, max_completion_tokens=allowance)
+        (completion,) = await await_user(self._engine.generate, [prompt], params)
+        return completion
 
 
 class GroupSampler:
@@ -96,8 +124,8 @@ class GroupSampler:
         async with self._rollouts:
             with anyio.move_on_after(self._params.timeout_s) as timeout:
                 try:
-                    generate = partial(self._generate, trajectory)
-                    rollouts[trajectory.repetition_id] = checked(await rollout(trajectory.repetition_id, generate))
+                    sampler = _RolloutSampler(self._params, self._engine, trajectory, timeout.deadline)
+                    rollouts[trajectory.repetition_id] = checked(await rollout(trajectory.repetition_id, sampler))
                 except EnvironmentFailed as error:
                     left_out = isinstance(error.__cause__, RolloutFiltered)
                     self._drop([trajectory], "filtered" if left_out else "failed", error)
@@ -108,26 +136,6 @@ class GroupSampler:
             self._drop([trajectory], "rejected", _NothingSampled("nothing was sampled"))
         elif trajectory.repetition_id in rollouts:
             self._context.ledger.succeed()
-
-    async def _generate(
-        self, trajectory: TrajectoryId, turns: Sequence[NDArray[np.int32] | Completion]
-    ) -> Completion | None:
-        """Return the policy's completion of `turns`; None if `max_length` leaves no token."""
-        prompt = np.concatenate([tokens_of(turn) for turn in turns])
-        sampling = self._sampling(trajectory, sum(isinstance(turn, Completion) for turn in turns))
-        if self._params.max_length is not None:
-            allowance = self._params.max_length - len(prompt)
-            if allowance < 1:
-                return None
-            if allowance < sampling.max_completion_tokens:
-                sampling = msgspec.structs.replace(sampling, max_completion_tokens=allowance)
-        (completion,) = await await_user(self._engine.generate, [prompt], sampling)
-        return completion
-
-    def _sampling(self, trajectory: TrajectoryId, turn: int) -> SamplingParams:
-        """Return the parameters of a turn of a rollout, with a seed of its own if there is a seed."""
-        sampling = self._params.sampling.at(turn)
-        return sampling.seeded_for(int(trajectory.instance_id), trajectory.repetition_id, turn)
 
     @property
     def _timed_out(self) -> TimeoutError:
@@ -148,24 +156,38 @@ class GroupSampler:
 
     def _assembled(self, group: GroupId, number: int, rollouts: dict[int, RolloutResult]) -> TrajectoryGroup:
         """Return the group of the rollouts that succeeded, by repetition."""
-        succeeded, sampling = list(rollouts.values()), self._params.sampling
+        sequences = [sequence for rollout in rollouts.values() for sequence in rollout.sequences]
+        counts = [len(rollout.sequences) for rollout in rollouts.values()]
+        parts = {name for rollout in rollouts.values() for name in rollout.parts}
         return TrajectoryGroup.build(
             env=group.env,
             instance_id=group.instance_id,
-            rewards=np.array([rollout.reward for rollout in succeeded], np.float64),
-            stop_reasons=np.array([int(rollout.stop_reason) for rollout in succeeded], np.uint8),
-            rollout_ids=np.array(list(rollouts), np.int64),
-            meta={**succeeded[0].meta, "task": number, **sampling.recorded, **sampling.temperatures(rollouts)},
-            **columns_of(succeeded, turn_rewards=self._params.turn_rewards),
+            rewards=np.repeat(np.array([rollout.reward for rollout in rollouts.values()], np.float64), counts),
+            reward_parts={
+                name: np.repeat([rollout.parts.get(name, 0.0) for rollout in rollouts.values()], counts)
+                for name in sorted(parts)
+            },
+            stop_reasons=np.array([int(sequence.stop_reason) for sequence in sequences], np.uint8),
+            rollout_ids=np.repeat(np.array(list(rollouts), np.int64), counts),
+            meta={
+                **next(iter(rollouts.values())).meta,
+                "task": number,
+                **self._params.sampling.recorded(rollouts),
+            },
+            **columns_of(sequences, turn_rewards=self._params.turn_rewards),
         )
 
-    def _observe(self, group: TrajectoryGroup, rollouts: Iterable[RolloutResult]) -> None:
+    def _observe(self, group: TrajectoryGroup, rollouts: Collection[RolloutResult]) -> None:
         metrics = self._context.metrics
         completion_lengths = group.completion_lengths()
-        metrics.total("rollout/trajectories", len(group))
+        metrics.total("rollout/trajectories", len(rollouts))
         if all(rollout.scored for rollout in rollouts):
             metrics.mean("rollout/reward", group.rewards)
-        metrics.mean("rollout/response_length", completion_lengths)
+        metrics.mean("rollout/response_length", np.add.reduceat(completion_lengths, group.rollout_starts()))
         metrics.mean("rollout/prompt_length", [len(tokens_of(rollout.turns[0])) for rollout in rollouts])
-        metrics.mean("rollout/turns", [sum(isinstance(t, Completion) for t in rollout.turns) for rollout in rollouts])
-        metrics.mean("rollout/cut_ratio", group.stop_reasons == StopReason.LENGTH)
+        metrics.mean("rollout/turns", [sum(each.completions for each in rollout.sequences) for rollout in rollouts])
+        metrics.mean("rollout/branches", [len(rollout.sequences) for rollout in rollouts])
+        metrics.mean("rollout/cut_ratio", group.stop_reasons[group.rollout_ends()] == StopReason.LENGTH)
+        for rollout in rollouts:
+            for name, value in rollout.metrics.items():
+                metrics.mean(f"env/{name}", value)

@@ -13,22 +13,22 @@ from numpy.typing import NDArray
 
 from ..._schemas import InvalidRecord
 from ..contracts.policies import Completion
-from .environments import RolloutResult
+from ..contracts.rollouts import Branch, RolloutResult, Turn, tokens_of
 
 
-def columns_of(rollouts: Sequence[RolloutResult], *, turn_rewards: bool = False) -> dict[str, Any]:
-    """Return the token columns of `rollouts`, one sequence each; loss and logprobs are on sampled tokens only.
+def columns_of(sequences: Sequence[Branch], *, turn_rewards: bool = False) -> dict[str, Any]:
+    """Return the token columns of `sequences`; loss and logprobs are on sampled tokens only.
 
     Args:
-        rollouts: each with at least one sampled token.
+        sequences: each with at least one sampled token.
         turn_rewards: whether `token_rewards` is one of the columns.
 
     Raises:
-        InvalidRecord: a rollout lacks `turn_rewards`.
+        InvalidRecord: a sequence lacks `turn_rewards`.
     """
-    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    turns = [turn for sequence in sequences for turn in sequence.turns]
     lengths = np.array([len(tokens_of(turn)) for turn in turns])
-    turn_ends = np.cumsum([0, *(len(rollout.turns) for rollout in rollouts)])
+    turn_ends = np.cumsum([0, *(len(sequence.turns) for sequence in sequences)])
     offsets = np.concatenate([[0], np.cumsum(lengths)])[turn_ends]
     loss_mask = np.repeat([isinstance(turn, Completion) for turn in turns], lengths)
     columns = {
@@ -41,12 +41,12 @@ def columns_of(rollouts: Sequence[RolloutResult], *, turn_rewards: bool = False)
         columns["behavior_logprobs"] = np.concatenate([_logprobs_of(turn) for turn in turns])
     if turn_rewards:
         is_sampled = np.array([isinstance(turn, Completion) for turn in turns])
-        columns["token_rewards"] = _token_rewards(rollouts, np.cumsum(lengths)[is_sampled], loss_mask, offsets)
+        columns["token_rewards"] = _token_rewards(sequences, np.cumsum(lengths)[is_sampled], loss_mask, offsets)
     return columns
 
 
 def _token_rewards(
-    rollouts: Sequence[RolloutResult], ends: NDArray[np.int64], loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]
+    sequences: Sequence[Branch], ends: NDArray[np.int64], loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return [N] the reward of each turn of the policy, on one token; `ends` are the offsets behind its turns.
 
@@ -54,12 +54,12 @@ def _token_rewards(
     turn, or else the first sampled token.
     """
     rewards_by_turn: list[float] = []
-    for rollout in rollouts:
-        if rollout.turn_rewards is None:
+    for sequence in sequences:
+        if sequence.turn_rewards is None:
             raise InvalidRecord("turn_rewards: expected a reward for each turn, for SourceEnv.turn_rewards, got none")
-        rewards_by_turn.extend(rollout.turn_rewards)
+        rewards_by_turn.extend(sequence.turn_rewards)
     sampled = np.flatnonzero(loss_mask)
-    turns = [sum(isinstance(turn, Completion) for turn in rollout.turns) for rollout in rollouts]
+    turns = [sequence.completions for sequence in sequences]
     first = np.searchsorted(sampled, offsets[:-1]).repeat(turns)
     place = sampled[np.maximum(np.searchsorted(sampled, ends) - 1, first)]
     rewards = np.zeros(len(loss_mask))
@@ -67,9 +67,7 @@ def _token_rewards(
     return rewards
 
 
-def _versions(
-    turns: Sequence[NDArray[np.int32] | Completion], loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _versions(turns: Sequence[Turn], loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return [S] if each sequence has one version; else [N], with the sequence's oldest on tokens not sampled."""
     sampled = np.concatenate([turn.policy_versions for turn in turns if isinstance(turn, Completion)])
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
@@ -84,15 +82,10 @@ def _versions(
 
 def sampled_anything(rollout: RolloutResult) -> bool:
     """Return whether the policy sampled a token."""
-    return any(isinstance(turn, Completion) and len(turn.tokens) for turn in rollout.turns)
+    return any(sequence.sampled_tokens for sequence in rollout.sequences)
 
 
-def tokens_of(turn: NDArray[np.int32] | Completion) -> NDArray[np.int32]:
-    """Return the tokens of a turn."""
-    return turn.tokens if isinstance(turn, Completion) else turn
-
-
-def _logprobs_of(turn: NDArray[np.int32] | Completion) -> NDArray[np.float32]:
+def _logprobs_of(turn: Turn) -> NDArray[np.float32]:
     if isinstance(turn, Completion) and turn.logprobs is not None:
         return turn.logprobs
     return np.zeros(len(tokens_of(turn)), np.float32)

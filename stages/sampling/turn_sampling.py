@@ -5,15 +5,13 @@ Knows no environment and no engine.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..contracts.policies import Completion
+from ..contracts.policies import Call, Completion
+from ..contracts.rollouts import Branch, RolloutResult, tokens_of
 from ..contracts.sampling_params import TEMPERATURES, SamplingParams
-from .environments import RolloutResult
-from .rollout_columns import tokens_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +29,33 @@ class TurnSampling:
         """Return the parameters of a turn of the policy, from 0 on."""
         return self.by_turn[min(turn, len(self.by_turn) - 1)]
 
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """Return the parameters that every group has in `meta`; the bound is a list if it differs between turns."""
+    def recorded(self, rollouts: Mapping[int, RolloutResult]) -> dict[str, Any]:
+        """Return the facts for `meta` of a group, whose `rollouts` are by repetition.
+
+        The bound on completions is a list if it differs between turns. The temperature is one number, or, where that of
+        turns or calls differs from the first one's, `temperatures`: by repetition the parts of its sequences, one
+        behind the other.
+        """
         bounds = [sampling.max_completion_tokens for sampling in self.by_turn]
-        bound: dict[str, Any] = {"max_completion_tokens": bounds if len(set(bounds)) > 1 else bounds[0]}
-        return bound if self._tempers_turns else {"temperature": self.by_turn[0].logprob_temperature, **bound}
-
-    @property
-    def _tempers_turns(self) -> bool:
-        """Return whether the temperature differs between turns."""
-        return len({sampling.logprob_temperature for sampling in self.by_turn}) > 1
-
-    def temperatures(self, rollouts: Mapping[int, RolloutResult]) -> dict[str, Any]:
-        """Return `meta["temperatures"]` of a group: where turns differ, by repetition the parts of its sequence."""
-        if not self._tempers_turns:
-            return {}
+        recorded: dict[str, Any] = {"max_completion_tokens": bounds if len(set(bounds)) > 1 else bounds[0]}
+        usual = self.by_turn[0].logprob_temperature
+        if all(sampling.logprob_temperature == usual for sampling in self.by_turn) and all(
+            turn.temperature == usual
+            for rollout in rollouts.values()
+            for sequence in rollout.sequences
+            for turn in sequence.turns
+            if isinstance(turn, Call)
+        ):
+            return {"temperature": usual, **recorded}
         parts: list[list[tuple[int, float]] | None] = [None] * (max(rollouts) + 1)
         for repetition, rollout in rollouts.items():
-            turns = itertools.accumulate((isinstance(turn, Completion) for turn in rollout.turns), initial=0)
-            parts[repetition] = [
-                (len(tokens_of(turn)), self.at(number).logprob_temperature)
-                for turn, number in zip(rollout.turns, turns, strict=False)
-            ]
-        return {TEMPERATURES: parts}
+            parts[repetition] = [part for sequence in rollout.sequences for part in self._parts(sequence)]
+        return recorded | {TEMPERATURES: parts}
+
+    def _parts(self, sequence: Branch) -> Iterator[tuple[int, float]]:
+        """Yield the length of each turn, and the temperature of its log-probabilities."""
+        number = 0
+        for turn in sequence.turns:
+            own = turn.temperature if isinstance(turn, Call) else self.at(number).logprob_temperature
+            yield len(tokens_of(turn)), own
+            number += isinstance(turn, Completion)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from penstock.environments import (
     StepEnvironment,
 )
 from penstock.errors import InvalidPipeline
-from penstock.policies import Completion
+from penstock.policies import Completion, SamplingParams
 
 Turns = Sequence[NDArray[np.int32] | Completion]
 
@@ -34,14 +35,23 @@ def text(turns: Turns) -> list[str]:
     return [Letters().decode((t.tokens if isinstance(t, Completion) else t).tolist()) for t in turns]
 
 
-def answering(*answers: str, max_completion_tokens: int = 99) -> Callable[[Turns], Any]:
-    """Return a policy that gives one answer after another, and then has no token left."""
-    left = list(answers)
+@dataclass
+class Answers:
+    """A policy that gives one answer after another, and then has no token left; a `RolloutSampler`."""
 
-    async def speak(_: Turns) -> Completion | None:
-        return completion_of(left.pop(0), max_completion_tokens) if left else None
+    left: list[str]
+    sampling: SamplingParams
+    deadline_s: float = math.inf
 
-    return speak
+    def params(self, _: int) -> SamplingParams:
+        return self.sampling
+
+    async def sample(self, _: NDArray[np.int32], params: SamplingParams) -> Completion | None:
+        return completion_of(self.left.pop(0), params.max_completion_tokens) if self.left else None
+
+
+def answering(*answers: str, max_completion_tokens: int = 99) -> Answers:
+    return Answers(list(answers), SamplingParams(max_completion_tokens=max_completion_tokens))
 
 
 async def rolled(

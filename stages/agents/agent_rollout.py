@@ -1,0 +1,181 @@
+"""`AgentRollout`: one rollout of a driving environment. It samples the calls of the agent, and records them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+from anyio.lowlevel import checkpoint
+from numpy.typing import NDArray
+
+from ..._pipeline.errors import InvalidConfig, PenstockError
+from ..contracts.policies import Call, Completion
+from ..contracts.rollouts import Branch, RolloutResult, RolloutSampler, as_ids
+from ..contracts.sampling_params import SamplingParams
+from .agent_client import ContextTooLong, Outcome, RolloutEnded
+from .call_tree import CallTree
+
+
+class TokensUnaccounted(PenstockError):
+    """A sampled token of a rollout would train twice, or not at all: a fault of penstock."""
+
+
+class AgentRollout:
+    """Samples and records the calls of one rollout; an `AgentClient`."""
+
+    def __init__(self, sampler: RolloutSampler, repetition: int) -> None:
+        self.repetition = repetition
+        self._sampler = sampler
+        self._tree = CallTree()
+        self._begun = 0
+        """Calls so far, those without a completion included."""
+        self._sampled: dict[str, int] = {}
+        """Tokens of each call, by id."""
+        self._rewards: dict[str | None, float] = {}
+        """By the id of the call."""
+        self._ended = False
+        self.failure: Exception | None = None
+        """The error of the policy that ended the rollout."""
+        self.scope: anyio.CancelScope = anyio.CancelScope()
+        """Of the agent: cancelled by an error of the policy, which an agent must not survive."""
+
+    def __repr__(self) -> str:
+        state = "ended" if self._ended else "running"
+        return f"<AgentRollout {self.repetition} {state}: {len(self._tree)} calls>"
+
+    @property
+    def deadline_s(self) -> float:
+        """See `AgentClient.deadline_s`."""
+        return self._sampler.deadline_s
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """See `AgentClient.sampling`."""
+        return msgspec.structs.replace(self._sampler.params(self._begun), seed=None)
+
+    async def generate(self, prompt: NDArray[np.int32], sampling: SamplingParams | None = None) -> Call:
+        """See `AgentClient.generate`."""
+        await checkpoint()  # an agent that retries what is refused must not block the loop
+        self._check_running()
+        prompt = as_ids(prompt, least=1)
+        number = self._begun
+        self._begun += 1
+        params = self._params(number, sampling)
+        try:
+            completion = await self._sampler.sample(prompt, params)
+        except InvalidConfig:  # of this call
+            raise
+        except Exception as error:
+            self.failure = error
+            self.scope.cancel()
+            raise
+        if completion is None:
+            raise ContextTooLong(
+                f"expected a prompt that leaves a token for a completion, got {len(prompt)} tokens: shorten the "
+                f"conversation, or raise SourceEnv.max_length"
+            )
+        self._check_running()
+        call = Call(
+            id=f"call-{number}",
+            temperature=params.logprob_temperature,
+            **{name: getattr(completion, name) for name in Completion.__struct_fields__},
+        )
+        self._tree.add(prompt, call)
+        self._sampled[call.id] = len(call.tokens)
+        return call
+
+    def _params(self, number: int, own: SamplingParams | None) -> SamplingParams:
+        """Return the parameters of call `number`: its own within those of the source, or the source's."""
+        usual = self._sampler.params(number)
+        if own is None:
+            return usual
+        bounded = msgspec.structs.replace(
+            own, max_completion_tokens=min(own.max_completion_tokens, usual.max_completion_tokens)
+        ).ending_at(usual.stop_ids)
+        if own.seed is None or usual.seed is None:
+            return bounded.seeded_by(usual.seed)
+        # The same in every call of the rollout with this seed, and another one in each rollout.
+        return msgspec.structs.replace(bounded, seed=self._sampler.params(0).seeded_for(own.seed).seed)
+
+    async def reward(self, value: float, *, call: str | None = None) -> None:
+        """See `AgentClient.reward`."""
+        self._check_running()
+        if call is not None and call not in self._sampled:
+            raise ValueError(f"call: expected the id of a call of this rollout, got {call!r}")
+        self._rewards[call] = self._rewards.get(call, 0.0) + finite(value)
+
+    def _check_running(self) -> None:
+        if self._ended:
+            raise RolloutEnded(f"rollout {self.repetition} has ended: a call now would train nothing")
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Return the tokens that were sampled so far."""
+        return sum(self._sampled.values())
+
+    def end(self) -> None:
+        """Refuse all further calls and rewards."""
+        self._ended = True
+
+    def result(self, outcome: Outcome | float | None) -> RolloutResult:
+        """Return the result of the rollout, given what `drive` returned.
+
+        Raises:
+            TypeError, ValueError: that is no finite number and no `Outcome`; or there is no reward at all.
+            TokensUnaccounted: a token would not train once.
+        """
+        if outcome is None and not self._rewards:
+            raise TypeError("drive: expected a reward, a number or an Outcome, or calls of client.reward, got neither")
+        found = outcome if isinstance(outcome, Outcome) else Outcome(reward=0.0 if outcome is None else finite(outcome))
+        unnamed = finite(found.reward) + self._rewards.pop(None, 0.0)
+        branches = self._tree.branches()
+        self._check_sampled(branches)
+        branches = [
+            msgspec.structs.replace(branch, turn_rewards=[self._rewards.get(call.id, 0.0) for call in _calls(branch)])
+            for branch in branches
+        ] or [Branch(turns=[], turn_rewards=[])]
+        *others, last = branches
+        rewards = list(last.turn_rewards or [])
+        if rewards:
+            rewards[-1] += unnamed
+        first, *rest = [*others, msgspec.structs.replace(last, turn_rewards=rewards)]
+        return RolloutResult(
+            turns=first.turns,
+            stop_reason=first.stop_reason,
+            turn_rewards=first.turn_rewards,
+            branches=rest,
+            reward=unnamed + sum(self._rewards.values()),
+            parts={name: finite(value) for name, value in found.parts.items()},
+            metrics={name: finite(value) for name, value in found.metrics.items()},
+        )
+
+    def _check_sampled(self, branches: list[Branch]) -> None:
+        """Check that each sampled token trains once."""
+        trained: dict[str, int] = {}
+        for branch in branches:
+            for call in _calls(branch):
+                trained[call.id] = trained.get(call.id, 0) + len(call.tokens)
+        for name, tokens in self._sampled.items():
+            if trained.get(name, 0) != tokens:
+                raise TokensUnaccounted(
+                    f"rollout {self.repetition}: {name}: expected to train its {tokens} sampled tokens once, got "
+                    f"{trained.get(name, 0)}: report this"
+                )
+
+
+def _calls(branch: Branch) -> list[Call]:
+    return [turn for turn in branch.turns if isinstance(turn, Call)]
+
+
+def finite(value: Any) -> float:
+    """Return a number as a float.
+
+    Raises:
+        ValueError, TypeError: it is no finite number.
+    """
+    number = float(value)
+    if not np.isfinite(number):
+        raise ValueError(f"expected a finite number, got {number}")
+    return number

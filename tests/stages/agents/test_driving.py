@@ -1,0 +1,363 @@
+"""An environment that drives asks for completions itself; every token that is sampled for it trains once."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+from anyio.lowlevel import checkpoint
+from tests.fake_policy import FakePolicy, Letters
+
+from penstock import SourceEnv, StopReason, TrajectoryGroup
+from penstock.agents import AgentClient, ContextTooLong, Outcome, RolloutEnded
+from penstock.errors import InvalidConfig, InvalidPipeline, InvalidRecord
+from penstock.policies import Completion, SamplingParams
+from penstock.testing import Driven, VirtualClock, drive_source
+
+Drive = Callable[[int, AgentClient], Awaitable[Any]]
+
+
+class Agent:
+    """An environment with a function as its `drive`."""
+
+    def __init__(self, drive: Drive) -> None:
+        self._drive = drive
+
+    async def drive(self, task: int, client: AgentClient) -> Any:
+        return await self._drive(task, client)
+
+
+def ids(text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(Letters().encode(text), np.int32)
+
+
+async def driven(drive: Drive, policy: FakePolicy | None = None, **fields: Any) -> Driven[TrajectoryGroup]:
+    fields = {"group_size": 1, "groups": 1, **fields}
+    return await drive_source(SourceEnv(lambda: Agent(drive), policy or FakePolicy(), **fields))
+
+
+async def group_of(drive: Drive, policy: FakePolicy | None = None, **fields: Any) -> TrajectoryGroup:
+    (group,) = await driven(drive, policy, **fields)
+    return group
+
+
+def rows(group: TrajectoryGroup) -> list[str]:
+    """Return the text of each sequence, the sampled tokens that train in capitals, the end token as a full stop."""
+    texts = []
+    for row in group:
+        letters = Letters().decode(row.tokens.tolist()).replace("\0", ".")
+        texts.append("".join(a.upper() if mask else a for a, mask in zip(letters, row.loss_mask, strict=True)))
+    return texts
+
+
+# -- sequences ---------------------------------------------------------------------------------------------------------
+
+
+async def test_calls_that_continue_one_another_are_one_sequence() -> None:
+    async def drive(task: int, client: AgentClient) -> float:
+        first = await client.generate(ids(f"task {task}?"))
+        await client.generate(np.concatenate([ids(f"task {task}?"), first.tokens, ids("and?")]))
+        return 0.5
+
+    group = await group_of(drive, FakePolicy(answer=lambda text: "yes" if text.endswith("and?") else "no"))
+
+    assert rows(group) == ["task 0?NO.and?YES."]
+    assert group.rewards.tolist() == [0.5]
+    assert group.stop_reasons.tolist() == [StopReason.STOP]
+
+
+async def test_a_call_with_another_history_begins_a_sequence_of_the_same_rollout() -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        first = await client.generate(ids("a long history"))
+        await client.generate(np.concatenate([ids("a long history"), first.tokens, ids("b")]))
+        await client.generate(ids("compacted"))
+        return 1.0
+
+    group = await group_of(drive, group_size=2)
+
+    assert rows(group) == ["a long historyOK.bOK.", "compactedOK."] * 2
+    assert group.rollout_ids.tolist() == [0, 0, 1, 1]
+    assert group.rewards.tolist() == [1.0] * 4
+
+
+async def test_a_turn_that_two_calls_continue_trains_in_the_first_and_is_context_of_the_second() -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        asked = ids("q")
+        said = (await client.generate(asked)).tokens
+        for fork in ("b", "c"):
+            await client.generate(np.concatenate([asked, said, ids(fork)]))
+        return 1.0
+
+    assert rows(await group_of(drive)) == ["qOK.bOK.", "qok.cOK."]
+
+
+async def test_completions_of_one_prompt_are_a_sequence_each() -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        async with anyio.create_task_group() as calls:
+            for _ in range(3):
+                calls.start_soon(client.generate, ids("q"))
+        return 1.0
+
+    assert rows(await group_of(drive)) == ["qOK."] * 3
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_each_token_of_any_agent_trains_once_behind_the_tokens_that_it_was_sampled_behind(seed: int) -> None:
+    """The agent continues, edits, forks and cuts histories at random; each completion has letters of its own."""
+    made, numbers = random.Random(seed), itertools.count(1000)  # noqa: S311 (no secret)
+    sampled: dict[int, list[int]] = {}
+
+    async def drive(_: int, client: AgentClient) -> float:
+        histories = [[1, 2]]
+
+        async def call() -> None:
+            prompt = [*made.choice(histories), *made.choices([3, 4], k=made.randint(0, 2))]
+            if made.random() < 0.2:
+                prompt = prompt[len(prompt) // 2 :]
+            completion = (await client.generate(np.array(prompt))).tokens.tolist()
+            sampled.update({token: [*prompt, *completion[:place]] for place, token in enumerate(completion)})
+            histories.append(prompt + completion)
+
+        for _ in range(made.randint(1, 12)):
+            async with anyio.create_task_group() as calls:
+                for _ in range(made.choice([1, 1, 2, 3])):
+                    calls.start_soon(call)
+        return 1.0
+
+    class Numbers(FakePolicy):
+        async def generate(self, prompts: Sequence[Any], sampling: SamplingParams) -> list[Completion]:
+            await checkpoint()
+            (usual,) = await super().generate(prompts, sampling)
+            tokens = np.array([next(numbers) for _ in usual.tokens], np.int32)
+            return [msgspec.structs.replace(usual, tokens=tokens)]
+
+    group = await group_of(drive, Numbers())
+
+    trained: dict[int, list[int]] = {}
+    for row in group:
+        for place in np.flatnonzero(row.loss_mask).tolist():
+            assert int(row.tokens[place]) not in trained
+            trained[int(row.tokens[place])] = row.tokens[:place].tolist()
+    assert trained == sampled
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_brings_parameters_within_those_of_the_source() -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        await client.generate(ids("q"), SamplingParams(temperature=0.5, max_completion_tokens=999, stop=("!",)))
+        await client.generate(ids("r"), SamplingParams(max_completion_tokens=3))
+        await client.generate(ids("s"))
+        return 1.0
+
+    policy = FakePolicy()
+    usual = SamplingParams(max_completion_tokens=50, temperature=0.7, stop_ids=(5,))
+    await group_of(drive, policy, sampling=usual)
+
+    assert [(each.max_completion_tokens, each.temperature, each.stop) for each in policy.requests] == [
+        (50, 0.5, ("!",)),
+        (3, 1.0, ()),
+        (50, 0.7, ()),
+    ]
+    assert {each.stop_ids for each in policy.requests} == {(5,)}
+
+
+async def test_temperatures_of_calls_are_recorded_by_token_of_each_rollout() -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        first = await client.generate(ids("q"), SamplingParams(temperature=0.5 + client.repetition))
+        await client.generate(np.concatenate([ids("q"), first.tokens, ids("r")]))
+        await client.generate(ids("other"), SamplingParams(temperature=0.25))
+        return 1.0
+
+    group = await group_of(drive, group_size=2)
+
+    assert "temperature" not in group.meta
+    assert group.meta["temperatures"] == [
+        [(1, 1.0), (3, temperature), (1, 1.0), (3, 1.0), (5, 1.0), (3, 0.25)] for temperature in (0.5, 1.5)
+    ]
+
+
+async def test_calls_at_the_temperature_of_the_source_are_recorded_as_one_number() -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        await client.generate(ids("q"))
+        await client.generate(ids("r"), SamplingParams(temperature=0.7, top_p=0.9))
+        return 1.0
+
+    group = await group_of(drive, sampling=SamplingParams(temperature=0.7))
+
+    assert group.meta["temperature"] == 0.7
+    assert "temperatures" not in group.meta
+
+
+async def test_a_seed_of_a_call_repeats_it_within_its_rollout_alone() -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        for seed in (1, 1, 2, None):
+            await client.generate(ids("q"), SamplingParams(seed=seed))
+        return 1.0
+
+    policy = FakePolicy()
+    await group_of(drive, policy, group_size=2, concurrency=1, sampling=SamplingParams(seed=7))
+
+    seeds = [each.seed for each in policy.requests]
+    for of_rollout in (seeds[:4], seeds[4:]):
+        assert of_rollout[0] == of_rollout[1]
+        assert len(set(of_rollout)) == 3
+    assert not set(seeds[:4]) & set(seeds[4:])
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+
+async def test_rewards_of_calls_are_those_of_their_turns_and_the_rest_is_that_of_the_last() -> None:
+    async def drive(_: int, client: AgentClient) -> Outcome:
+        first = await client.generate(ids("q"))
+        await client.generate(ids("other"))
+        await client.reward(0.25, call=first.id)
+        await client.reward(1.0)
+        return Outcome(reward=2.0, parts={"style": 0.5}, metrics={"tools": 3})
+
+    ran = await driven(drive, turn_rewards=True)
+    (group,) = ran
+
+    assert group.rewards.tolist() == [3.25, 3.25]
+    assert group.token_rewards is not None
+    assert [row.sum() for row in np.split(group.token_rewards, group.offsets[1:-1])] == [0.25, 3.0]
+    assert group.reward_parts["style"].tolist() == [0.5, 0.5]
+    metrics = ran.metrics.emit(0)
+    assert (metrics["env/tools"], metrics["rollout/branches"]) == (3, 2)
+
+
+@pytest.mark.parametrize("returned", [None, "a lot", float("nan"), Outcome(reward=float("inf"))])
+async def test_a_rollout_without_a_finite_reward_fails(returned: Any) -> None:
+    async def drive(_: int, client: AgentClient) -> Any:
+        await client.generate(ids("q"))
+        return returned
+
+    ran = await driven(drive)
+
+    assert ran == []
+    assert ran.ledger.balance().ended["failed"] == 1
+
+
+async def test_a_rollout_that_is_dropped_is_counted_as_filtered_by_its_reason() -> None:
+    async def drive(_: int, client: AgentClient) -> Outcome:
+        await client.generate(ids("q"))
+        return Outcome(drop="no tool was called")
+
+    ran = await driven(drive)
+
+    assert ran.ledger.balance().reasons["filtered"] == {"no tool was called": 1}
+    assert ran.metrics.emit(0)["rollout/dropped_tokens/filtered"] == 3
+
+
+# -- refusals and errors -----------------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_without_room_for_a_completion_is_refused_and_the_agent_may_go_on() -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        with pytest.raises(ContextTooLong, match="got 8 tokens"):
+            await client.generate(ids("too long"))
+        await client.generate(ids("short"))
+        return 1.0
+
+    assert rows(await group_of(drive, max_length=8)) == ["shortOK."]
+
+
+@pytest.mark.parametrize("prompt", [[], [-1], [[1]], [0.5], [2**40]])
+async def test_a_prompt_that_is_no_row_of_ids_is_refused(prompt: Any) -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        with pytest.raises(InvalidRecord, match="tokens: expected"):
+            await client.generate(prompt)
+        await client.generate(ids("q"))
+        return 1.0
+
+    assert rows(await group_of(drive)) == ["qOK."]
+
+
+async def test_a_call_after_the_rollout_is_refused() -> None:
+    kept: list[AgentClient] = []
+
+    async def drive(_: int, client: AgentClient) -> float:
+        await client.generate(ids("q"))
+        kept.append(client)
+        return 1.0
+
+    await driven(drive)
+
+    with pytest.raises(RolloutEnded):
+        await kept[0].generate(ids("q"))
+    with pytest.raises(RolloutEnded):
+        await kept[0].reward(1.0)
+
+
+async def test_an_agent_that_raises_costs_its_rollout_alone() -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        await client.generate(ids("q"))
+        if client.repetition == 1:
+            raise ZeroDivisionError
+        return 1.0
+
+    ran = await driven(drive, group_size=3)
+
+    assert ran[0].rollout_ids.tolist() == [0, 2]
+    assert ran.metrics.emit(0)["rollout/dropped_tokens/failed"] == 3
+
+
+async def test_an_error_of_the_policy_ends_the_run_whatever_the_agent_does_with_it() -> None:
+    class Broken(FakePolicy):
+        async def generate(self, prompts: Any, sampling: Any) -> Any:  # noqa: ARG002 (the protocol's)
+            raise OSError("the engine is gone")
+
+    async def drive(_: int, client: AgentClient) -> float:
+        while True:
+            with contextlib.suppress(Exception):
+                await client.generate(ids("q"))
+
+    with pytest.raises(OSError, match="the engine is gone"):
+        await driven(drive, Broken())
+
+
+async def test_a_call_that_the_engine_refuses_for_its_parameters_is_an_error_of_the_agent() -> None:
+    class Picky(FakePolicy):
+        async def generate(self, prompts: Any, sampling: SamplingParams) -> Any:
+            if sampling.stop:
+                raise InvalidConfig("SamplingParams.stop: expected none")
+            return await super().generate(prompts, sampling)
+
+    async def drive(_: int, client: AgentClient) -> float:
+        await client.generate(ids("q"), SamplingParams(stop=("!",) * client.repetition))
+        return 1.0
+
+    ran = await driven(drive, Picky(), group_size=2)
+
+    assert ran[0].rollout_ids.tolist() == [0]
+
+
+def test_an_agent_without_end_is_given_up_at_its_deadline() -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        await client.generate(ids("q"))
+        assert client.deadline_s == anyio.current_time() + 20
+        await anyio.sleep_forever()
+        return 1.0
+
+    ran = VirtualClock().run(lambda: driven(drive, rollout_timeout_s=20))
+
+    assert ran.ledger.balance().ended["failed"] == 1
+    assert ran.metrics.emit(0)["rollout/dropped_tokens/cancelled"] == 3
+
+
+async def test_an_environment_whose_drive_blocks_is_refused() -> None:
+    class Blocking:
+        def drive(self, task: int, client: AgentClient) -> Any:  # noqa: ARG002 (the protocol's)
+            return 1.0
+
+    with pytest.raises(InvalidPipeline, match=r"Blocking\.drive: expected `async def`"):
+        await drive_source(SourceEnv(Blocking, FakePolicy()))
