@@ -16,13 +16,17 @@ from typing import Any, Literal, TypeAlias
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import InvalidConfig, InvalidData, UnstableTemplate
 from ..contracts.policies import Tokenizer
-from .chat_templates import rendered, renderer, template_of
+from .chat_templates import CALL_ID, call_of, rendered, renderer, template_of
 from .end_tokens import TURN, end_ids_of, named
-from .messages import Message, asked, normalized
+from .messages import Message, asked, normalized, with_names
+from .tool_calls import TOOL_CALL_PARSERS, ToolCall, parse_turn
 
 log = get_logger("penstock.chat")
 
 ObservationRole: TypeAlias = Literal["user", "tool"]
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions."""
 
 PROBES = ("an answer", "<think>\na thought\n</think>\n\nan answer")
 """Turns that a template writes unchanged where another message follows, if it changes no turns."""
@@ -36,8 +40,11 @@ OBSERVATION = "penstock observation"
 IN_A_CALL = {"text": TURN}
 """Arguments of a call of a tool that is all of a turn."""
 
-CALL_ID = "call00000"
-"""As long as Mistral's template requires it."""
+TOOL = {"type": "function", "function": {"name": "tool", "description": "a tool", "parameters": {"type": "object"}}}
+"""Its schema."""
+
+QUESTION: Message = {"role": "user", "content": "a question"}
+"""The beginning of a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +88,7 @@ class ChatFormat:
                 f"ChatFormat.tokenizer: expected a tokenizer with a chat template, got none in {self.tokenizer!r}: "
                 f"write one to chat_template.jinja in its folder"
             )
-        if isinstance(self.tools, Mapping) or not all(isinstance(tool, Mapping) for tool in self.tools):
-            raise InvalidConfig(f"ChatFormat.tools: expected a sequence of JSON schemas, got {self.tools!r}")
+        _check_tools("ChatFormat.tools", self.tools)
         object.__setattr__(self, "tools", tuple(self.tools))
         if self.observation_role not in {"user", "tool"}:
             raise InvalidConfig(f"ChatFormat.observation_role: expected user or tool, got {self.observation_role!r}")
@@ -91,22 +97,36 @@ class ChatFormat:
         if taken := sorted(RESERVED & self.arguments.keys()):
             raise InvalidConfig(f"ChatFormat.arguments: expected arguments of the template's own, got {taken[0]!r}")
 
-    def prompt(self, messages: Sequence[Message], /) -> list[int]:
+    def prompt(self, messages: Sequence[Message], /, *, tools: Tools | None = None) -> list[int]:
         """Return the tokens of `messages` and of the beginning of the policy's turn.
 
         Turns of the assistant at the end are answers, and no part of the prompt.
 
+        Args:
+            messages: the conversation. Arguments of calls may be objects or JSON, and results of tools may have the id
+                of a call in place of a name, as OpenAI's API sends them.
+            tools: schemas of this prompt, in place of the format's own.
+
         Raises:
+            InvalidConfig: the tools are no sequence of schemas.
             InvalidData: the template refuses these messages, or a part of them is no text.
         """
-        return list(self.tokenizer.encode(self._rendered(asked(messages))))
+        return list(self.tokenizer.encode(self._rendered(with_names(asked(messages)), self._tools(tools))))
 
-    def after(self, messages: Sequence[Message], new: Sequence[Message], *, ended: bool = True) -> list[int]:
+    def after(
+        self,
+        messages: Sequence[Message],
+        new: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        ended: bool = True,
+    ) -> list[int]:
         """Return the tokens between the policy's last turn and its next one.
 
         Args:
             messages: the conversation so far; the last message is the policy's turn.
             new: the messages that follow it.
+            tools: schemas of the next prompt, in place of the format's own.
             ended: whether the policy sampled the template's end of a turn; else the returned tokens begin with that
                 token.
 
@@ -115,7 +135,7 @@ class ChatFormat:
             InvalidData: the template refuses these messages, or a part of them is no text.
         """
         self.check_turns()
-        tokens = self._between(normalized(messages[:-1]), normalized(new))
+        tokens = self._between(normalized(messages), normalized(new), self._tools(tools))
         return tokens[1:] if ended else tokens
 
     def check_turns(self) -> None:
@@ -131,10 +151,24 @@ class ChatFormat:
         if self._difference and self.strict:
             raise UnstableTemplate(f"{self._difference}; {self._advice()}")
 
+    @cached_property
+    def tool_call_format(self) -> str | None:
+        """Return the parser in `TOOL_CALL_PARSERS` that reads the calls that the template writes; None if none does."""
+        call = ToolCall(name="tool", arguments=IN_A_CALL)
+        said = {"role": "assistant", "content": "", "tool_calls": [call_of(call.name, call.arguments)]}
+        answer = {"role": "assistant", "content": TURN}
+        try:
+            begin, _, end = self._rendered([QUESTION, answer], [TOOL], prompt=False).partition(TURN)
+            text = self._rendered([QUESTION, said], [TOOL], prompt=False)
+        except InvalidData:
+            return None
+        turn = text.rstrip().removeprefix(begin.rstrip()).removesuffix(end.strip())
+        return next((name for name in TOOL_CALL_PARSERS if parse_turn(turn, name).calls == (call,)), None)
+
     # -- between turns -------------------------------------------------------------------------------------------------
 
-    def _between(self, before: Sequence[Message], new: Sequence[Message]) -> list[int]:
-        """Return the tokens from the end of a turn after `before` to the beginning of the next one, with `new` between.
+    def _between(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools) -> list[int]:
+        """Return the tokens from the end of the last of `messages` to the next turn's beginning, with `new` between.
 
         Raises:
             UnstableTemplate: the template ends this turn otherwise than that of `check_turns`.
@@ -143,19 +177,22 @@ class ChatFormat:
         ending = self._ending("tool" if any(message["role"] == "tool" for message in new) else "user")
         if isinstance(ending, str):
             raise UnstableTemplate(ending)
-        ids = self._after_turn(before, new, ending.arguments)
-        if len(ids) <= ending.skipped or ids[ending.skipped] != ending.token:
+        ids = self._after_turn(messages[:-1], with_names(new, messages), ending.arguments, tools)
+        place = ids.index(ending.token) if ending.token in ids else -1
+        if place < 0 or (ending.arguments is None and place != ending.skipped):
             raise UnstableTemplate(
                 f"{self.tokenizer!r}: expected a chat template that ends each turn of the assistant with "
                 f"{self.tokenizer.decode([ending.token])!r}, got {self.tokenizer.decode(ids[:8])!r}; {ADVICE}"
             )
-        return ids[ending.skipped :]
+        return ids[place:]
 
-    def _after_turn(self, before: Sequence[Message], new: Sequence[Message], arguments: Any = None) -> list[int]:
+    def _after_turn(
+        self, before: Sequence[Message], new: Sequence[Message], arguments: Any = None, tools: Tools = ()
+    ) -> list[int]:
         """Return the tokens after the content of a turn; it calls a tool if there are `arguments` for one."""
         past = [_without_content(message) for message in before]
         messages = [*past, {"role": "assistant", "content": "" if arguments == IN_A_CALL else TURN}, *new]
-        text = self._rendered(messages if arguments is None else _with_calls(messages, arguments))
+        text = self._rendered(messages if arguments is None else _with_calls(messages, arguments), tools)
         _, found, rest = text.rpartition(TURN)
         return list(self.tokenizer.encode(rest)) if found else []
 
@@ -163,12 +200,11 @@ class ChatFormat:
         """Return the template's end of a turn before a message of `role`; the reason if it is not usable.
 
         1. The turn is text.
-        2. The turn calls a tool, as some templates require before a message of a tool; its arguments are an object, or
-           text.
+        2. The turn calls a tool, as some templates require before a message of a tool.
         3. The turn is a call, and the template writes no other content before its result.
         """
         if role not in self._endings:
-            forms = (None, {}, "{}", IN_A_CALL) if role == "tool" else (None,)
+            forms = (None, {}, IN_A_CALL) if role == "tool" else (None,)
             tried = [self._tried(role, arguments) for arguments in forms]
             found = [ending for ending in tried if isinstance(ending, _Ending)]
             self._endings[role] = (found or tried)[0]
@@ -177,9 +213,9 @@ class ChatFormat:
     def _tried(self, role: ObservationRole, arguments: Any) -> _Ending | str:
         """Find the end of a turn in a conversation of two turns."""
         observed: Message = {"role": role, "content": OBSERVATION}
-        before = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}, observed]
+        before = [QUESTION, {"role": "assistant", "content": "an answer"}, observed]
         try:
-            ids = self._after_turn(before, [observed], arguments)
+            ids = self._after_turn(before, [observed], arguments, self.tools)
         except InvalidData as error:
             return str(error)
         text = self.tokenizer.decode(ids)
@@ -224,13 +260,13 @@ class ChatFormat:
     def _changed(self, turn: str, role: ObservationRole) -> str:
         """Render a conversation of two turns, message by message; return the change of a turn or its prefix."""
         ending = self._ending(role)
-        messages: list[Message] = [{"role": "user", "content": "a question"}]
-        text = self._rendered(messages)
+        messages: list[Message] = [QUESTION]
+        text = self._rendered(messages, self.tools)
         for number in range(2):
             messages += [{"role": "assistant", "content": turn}, {"role": role, "content": f"observation {number}"}]
             arguments = ending.arguments if isinstance(ending, _Ending) else None
             written = messages if arguments is None else _with_calls(messages, arguments)
-            sampled, text = text + turn, self._rendered(written)
+            sampled, text = text + turn, self._rendered(written, self.tools)
             if not text.startswith(sampled):
                 return (
                     f"{self.tokenizer!r}: expected a chat template that writes an earlier turn of the assistant as it "
@@ -244,12 +280,24 @@ class ChatFormat:
         unchanged = usable and not any(self._changed(probe, other) for probe in PROBES)
         return f'{ADVICE}; or use ChatFormat(observation_role="{other}"), with which it does' if unchanged else ADVICE
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
-        """Return the text of `messages` and of the beginning of the policy's turn."""
-        return rendered(self.tokenizer, messages, self.tools, arguments=self.arguments)
+    def _tools(self, tools: Tools | None) -> Tools:
+        """Return the schemas of a call, which default to the format's own."""
+        if tools is None:
+            return self.tools
+        _check_tools("tools", tools)
+        return tools
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools = (), *, prompt: bool = True) -> str:
+        """Return the text of `messages`, and of the beginning of the policy's turn in a `prompt`."""
+        return rendered(self.tokenizer, messages, tools, arguments=self.arguments, generation_prompt=prompt)
 
 
 ADVICE = "write one that does to chat_template.jinja in the tokenizer's folder, from which servers load it too"
+
+
+def _check_tools(name: str, tools: Any) -> None:
+    if isinstance(tools, Mapping | str) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidConfig(f"{name}: expected a sequence of JSON schemas, got {tools!r}")
 
 
 def _without_content(message: Message) -> Message:
@@ -257,17 +305,17 @@ def _without_content(message: Message) -> Message:
     return {**message, "content": "."} if message["role"] == "assistant" and message.get("content") else message
 
 
-def _with_calls(messages: Sequence[Message], arguments: Any = "{}") -> list[Message]:
-    """Return messages with tools' messages after a call, and named: some templates require both."""
+def _with_calls(messages: Sequence[Message], arguments: Any) -> list[Message]:
+    """Return messages with tools' messages after a call of each, and named: some templates require both."""
     out: list[Message] = []
+    turn = None
     for message in messages:
-        if message["role"] != "tool":
-            out.append(message)
-            continue
-        name = message.get("name", "tool")
-        call = {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": arguments}}
-        turn = next((place for place in reversed(range(len(out))) if out[place]["role"] == "assistant"), None)
-        if turn is not None:
-            out[turn] = {"tool_calls": [call], **out[turn]}
-        out.append({"name": name, "tool_call_id": CALL_ID, **message})
+        if message["role"] == "assistant":
+            turn = None if message.get("tool_calls") else len(out)
+        elif message["role"] == "tool":
+            message = {"name": "tool", "tool_call_id": CALL_ID, **message}  # noqa: PLW2901 (the completed one)
+            if turn is not None:
+                call = call_of(message["name"], arguments, message["tool_call_id"])
+                out[turn] = {**out[turn], "tool_calls": [*out[turn].get("tool_calls", ()), call]}
+        out.append(message)
     return out

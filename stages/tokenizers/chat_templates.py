@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,9 @@ from ..._pipeline.util.extras import extra
 
 PROBE = "penstock content"
 """Content that is searched in the output of a template."""
+
+CALL_ID = "call00000"
+"""As long as Mistral's template requires it."""
 
 
 def template_of(tokenizer: Any, *, tools: bool = False) -> str | None:
@@ -33,7 +37,8 @@ def rendered(
 ) -> str:
     """Return the text of `messages`, and of the beginning of the policy's turn if there is a `generation_prompt`.
 
-    The content of messages is text, or absent. `arguments` are those of the template, by name.
+    The content of messages is text, or absent. `arguments` are those of the template, by name. Arguments of calls of
+    tools are given as the template writes them: as an object, or as JSON.
 
     Raises:
         InvalidData: the template refuses these messages.
@@ -41,7 +46,7 @@ def rendered(
     """
     template = template_of(tokenizer, tools=bool(tools))
     special: Mapping[str, str] = getattr(tokenizer, "special_tokens_map", {})
-    given = [dict(message) for message in messages]
+    given = [_with_arguments(message, as_text=bool(template) and _takes_json(template)) for message in messages]
     if template and _takes_parts(template):
         given = [_in_parts(message) for message in given]
     render = renderer()
@@ -74,6 +79,59 @@ def _takes_parts(template: str) -> bool:
         return PROBE in str(text)
 
     return not writes(message) and writes(_in_parts(message))
+
+
+@lru_cache(maxsize=64)
+def _takes_json(template: str) -> bool:
+    """Return whether `template` writes the arguments of a call as they are, so that an object is no JSON there."""
+    render, call = renderer(), call_of("tool", {PROBE: PROBE})
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "name": "tool", "tool_call_id": CALL_ID, "content": "a result"}
+    messages: list[Mapping[str, Any]] = [{"role": "user", "content": "a question"}, said, result]
+
+    def text(*, as_text: bool) -> str:
+        given = [_with_arguments(message, as_text=as_text) for message in messages]
+        try:
+            ((text,), _) = render(conversations=[given], chat_template=template, bos_token="", eos_token="")
+        except Exception:  # noqa: BLE001 (a template is a program)
+            return ""
+        return str(text)
+
+    written = text(as_text=False)
+    return (PROBE not in written or f"'{PROBE}'" in written) and PROBE in text(as_text=True)
+
+
+def call_of(name: str, arguments: Any, call_id: str = CALL_ID) -> dict[str, Any]:
+    """Return a call of a tool, as a message of the assistant has it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """Return a message of which the arguments of calls are objects, or JSON; arguments that are neither stay."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return dict(message)
+    return {**message, "tool_calls": [_call_with_arguments(call, as_text=as_text) for call in calls]}
+
+
+def _call_with_arguments(call: Any, *, as_text: bool) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if as_text and isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        arguments = _object_in(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _object_in(text: str) -> Any:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ be a list of parts. Knows no template.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 from ..._pipeline.errors import InvalidData
@@ -45,6 +46,25 @@ def asked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if not prompt:
         raise InvalidData("expected messages that end with one of the user, got turns of the assistant alone")
     return prompt
+
+
+def with_names(messages: Sequence[Message], earlier: Sequence[Message] = ()) -> list[Message]:
+    """Return messages of which the results of tools have names: that of the call with their id, as OpenAI sends them.
+
+    A call is searched in `earlier` messages too, from their end. A result without a call stays as it is.
+    """
+    out: list[Message] = []
+    for message in messages:
+        name = None
+        if message["role"] == "tool" and "name" not in message and "tool_call_id" in message:
+            name = _name_of(message["tool_call_id"], chain(reversed(out), reversed(earlier)))
+        out.append(message if name is None else {**message, "name": name})
+    return out
+
+
+def _name_of(call_id: Any, messages: Iterable[Message]) -> Any:
+    calls = (call for message in messages for call in message.get("tool_calls") or ())
+    return next((call.get("function", {}).get("name") for call in calls if call.get("id") == call_id), None)
 
 
 def _normalized(number: int, message: Message) -> dict[str, Any]:

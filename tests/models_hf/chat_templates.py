@@ -125,6 +125,93 @@ RESULTS_IN_TURNS = """\
 """
 """Writes the result of a call within the turn of the assistant, and no message of a tool without a call."""
 
+LLAMA_CALLS = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content | trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system = '' %}{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' + system + '<|eot_id|>' }}
+{%- if tools %}
+    {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' }}
+    {%- for tool in tools %}{{- tool | tojson(indent=4) + '\\n\\n' }}{%- endfor %}
+    {{- messages[0].content | trim + '<|eot_id|>' }}{%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception('expected one call') }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson + '}<|eot_id|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content | tojson + '<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+"""Writes tools into the first message of the user, and of a turn its call alone."""
+
+MISTRAL_CALLS = """\
+{{- bos_token }}
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools and message == users[-1] %}
+            {{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST] ' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}{{- raise_exception('expected an id of nine letters') }}{%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ']' + eos_token }}
+    {%- elif message.role == 'assistant' %}
+        {{- ' ' + message.content + eos_token }}
+    {%- else %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}' }}
+        {{- '[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+"""Writes tools before the last message of the user."""
+
+HERMES = """\
+{%- if tools %}{{- '<|im_start|>system\\n<tools> ' + tools | tojson + ' </tools><|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if message.name is not defined %}{{- raise_exception('expected a name') }}{%- endif %}
+        {{- '<|im_start|>tool\\n<tool_response>\\n{"name": "' + message.name + '", "content": ' }}
+        {{- message.content | tojson + '}\\n</tool_response> <|im_end|>\\n' }}
+    {%- elif message.tool_calls is defined %}
+        {{- '<|im_start|>assistant' }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n{ "arguments": ' + call.function.arguments | tojson + ', "name": "' }}
+            {{- call.function.name + '"}\\n</tool_call> ' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""Requires the name of a tool with its result, and writes of a turn its calls alone."""
+
+JSON_CALLS = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n```json\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}\\n```' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""Takes arguments of calls as JSON only."""
+
 PARTS = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -144,7 +231,19 @@ SWITCHED = CHATML.replace(
 )
 """Has an argument, `thinking`."""
 
-END_TOKENS = {LLAMA: "<|eot_id|>", MISTRAL: "</s>", RESULTS_IN_TURNS: "</s>"}
+CALLING = {
+    "hermes": {"qwen": QWEN, "hermes": HERMES},
+    "llama": {"llama": LLAMA_CALLS},
+    "mistral": {"mistral": MISTRAL_CALLS},
+    "json": {"json": JSON_CALLS},
+}
+"""Templates that write calls, by the format of these."""
+
+END_TOKENS = {
+    LLAMA: "<|eot_id|>",
+    LLAMA_CALLS: "<|eot_id|>",
+    **dict.fromkeys((MISTRAL, MISTRAL_CALLS, RESULTS_IN_TURNS), "</s>"),
+}
 
 SPECIAL = [
     "<|im_start|>",
@@ -157,6 +256,11 @@ SPECIAL = [
     "</s>",
     "[INST]",
     "[/INST]",
+    "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
 ]
 
 
