@@ -33,6 +33,7 @@ from tests.resumption.script_of_a_run import (
 from tests.tiny_model import TinyModel
 
 from penstock import AdvantageNormalizer, Batcher, SinkTrainer, SourceEnv, processes, source
+from penstock.environments import Environment
 from penstock.policies import SamplingParams
 from penstock.torch import TorchPolicy
 from penstock.weights import WeightPublisher
@@ -61,8 +62,10 @@ class Deadly(Digits):
         return super().score_answer(answer, entry)
 
 
-async def run(folder: Path, kill_point: KillPoint, make_env: Callable[[], Digits] = ALIVE, workers: int = 3) -> None:
-    """Run as a user's script does, and resume when it is started again."""
+async def run(
+    folder: Path, kill_point: KillPoint, make_env: Callable[[], Environment] = ALIVE, workers: int = 3
+) -> None:
+    """Run as a user's script does, and resume when it is started again; with 0 workers in the process of the run."""
     torch.set_num_threads(1)
     model = TinyModel(vocabulary=11)
     trainer = Killed(kill_point, model)
@@ -76,7 +79,7 @@ async def run(folder: Path, kill_point: KillPoint, make_env: Callable[[], Digits
             sampling=SamplingParams(max_completion_tokens=4),
         )
         pipeline = (
-            source(env, on=processes(workers), max_lag=0)
+            (source(env, on=processes(workers), max_lag=0) if workers else source(env, max_lag=0))
             .then(AdvantageNormalizer("grpo"))
             .then(Batcher(max_tokens=512, sequences=STEP_GROUPS * GROUP_SIZE))
             .sink(SinkTrainer(trainer, publisher, max_steps=STEPS, checkpoint_every=CHECKPOINT_EVERY))

@@ -21,9 +21,9 @@ RUNS_WITH_WORKERS = ("alone", "whole", "sampler", "trainer")
 BY_THE_CLOCK = ("timing_s/", "perf/throughput", "perf/time_per_step")
 
 
-def made_by(script: str, folder: Path) -> Path:
+def made_by(script: str, folder: Path, *arguments: str) -> Path:
     """Return `folder` with the runs of `script`."""
-    command = [sys.executable, "-m", f"tests.resumption.{script}", str(folder)]
+    command = [sys.executable, "-m", f"tests.resumption.{script}", str(folder), *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     return folder
@@ -82,3 +82,17 @@ def test_the_weights_do_not_depend_on_the_number_of_samplers_nor_on_what_is_kill
 def trained(line: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of a step that do not depend on time."""
     return {name: value for name, value in line.items() if not name.startswith(OBSERVED_BY_WORKERS)}
+
+
+@pytest.mark.parametrize("killed", ["trainer", pytest.param("workers", marks=pytest.mark.long)])
+def test_a_run_of_agents_with_branches_comes_to_the_same_bit_for_bit_whatever_is_killed(
+    killed: str, tmp_path: Path
+) -> None:
+    runs = made_by("script_of_agents", tmp_path, killed)
+
+    assert all(line["rollout/branches"] == 2.5 for line in metrics_of(runs / "whole"))
+    whole, other = ([trained(line) for line in metrics_of(runs / name)] for name in ("whole", killed))
+    assert [line["step"] for line in whole] == list(range(1, STEPS + 1))
+    assert len({line["grad_norm"] for line in whole}) == STEPS
+    assert other == whole
+    assert weights_of(runs / killed) == weights_of(runs / "whole")
