@@ -29,6 +29,14 @@ class RolloutEnded(CallRefused):
     """A call of a rollout that has ended: nothing that is sampled would train."""
 
 
+class RolloutDeadline(CallRefused):
+    """A call of a rollout whose time is up."""
+
+
+class CallsUsedUp(CallRefused):
+    """A call of a rollout that has made as many as it may."""
+
+
 class AgentClient(Protocol):
     """The policy, as the agent of one rollout calls it. Every call is recorded, and its tokens train."""
 

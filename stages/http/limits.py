@@ -96,7 +96,7 @@ class BodyRefused(PenstockError):
 
 @dataclass(slots=True)
 class Bodies:
-    """Reads the bodies of concurrent requests. The size of each as it is sent is bounded by the web framework."""
+    """Reads the bodies of concurrent requests."""
 
     limits: Limits
     held: int = field(default=0, init=False)
@@ -107,12 +107,17 @@ class Bodies:
         """Yield the body as it was sent; it counts as held within the `async with`.
 
         Raises:
-            BodyRefused: too much is being read already.
+            BodyRefused: it is larger than the limit, or too much is being read already.
         """
         pieces: list[bytes] = []
         read = 0
         try:
             async for piece in request.stream():
+                if read + len(piece) > self.limits.request_bytes:
+                    raise BodyRefused(
+                        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                        f"expected a body of at most {self.limits.request_bytes} bytes, got more",
+                    )
                 if self.held + len(piece) > self.limits.held_bytes:
                     raise BodyRefused(
                         HTTPStatus.SERVICE_UNAVAILABLE, f"{self.held} bytes are being read already: try again later"

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.util.exception_groups import unwrap_single
 from .limits import Limits, RequestRejections
 
 BACKLOG = 2048
@@ -115,12 +116,13 @@ async def serving(
             f"{keyfile or 'the same file'}, got others: {error}"
         ) from error
     server = _Server(settings)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_serve_shielded, server, listener)
-        try:
-            yield
-        finally:
-            server.ending.set()
+    with unwrap_single():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_serve_shielded, server, listener)
+            try:
+                yield
+            finally:
+                server.ending.set()
 
 
 async def _serve_shielded(server: uvicorn.Server, listener: socket.socket) -> None:

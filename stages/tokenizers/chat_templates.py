@@ -122,11 +122,12 @@ def _call_with_arguments(call: Any, *, as_text: bool) -> Any:
     if as_text and isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif not as_text and isinstance(arguments, str):
-        arguments = _object_in(arguments)
+        arguments = object_in(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _object_in(text: str) -> Any:
+def object_in(text: str) -> Any:
+    """Return the object that `text` is in JSON, or `text` where it is another."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

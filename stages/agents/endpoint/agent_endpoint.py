@@ -1,0 +1,125 @@
+"""`AgentEndpoint`: an HTTP server in the running event loop, which agents call as a provider of models."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import anyio
+import anyio.to_thread
+
+from ...http.limits import Limits, RequestRejections
+from ...http.serving import BACKLOG, serving
+from ...tokenizers.chat_format import ChatFormat
+from ...tokenizers.tool_calls import ToolCallParser
+from ..conversation_tree import History
+from .application import Application, ServedRollouts
+from .refusals import openai_error_body
+from .routes import ROUTES
+from .served_rollout import SamplesCalls, ServedRollout
+
+MAX_CALLS = 4096
+"""Calls that are sampled at once; others wait."""
+
+REQUEST_BYTES = 32 * 2**20
+
+
+class AgentEndpoint:
+    """Serves rollouts on loopback, or at a Unix socket, within the `async with`.
+
+    Raises, on entering:
+        OSError: the socket cannot be bound.
+    """
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        *,
+        tool_calls: str | ToolCallParser | None = None,
+        history: History = "keep",
+        unix_socket: Path | None = None,
+        limits: Limits | None = None,
+        max_calls: int = MAX_CALLS,
+    ) -> None:
+        """Configure an endpoint.
+
+        Args:
+            chat: writes the messages of agents as tokens; its `tools` are those of requests without any.
+            tool_calls: the format of calls of tools, see `TOOL_CALL_PARSERS`, or a parser; by default the one that the
+                template writes.
+            history: `keep` what was sampled, also thoughts that the template drops from earlier turns; or begin a
+                branch where the `template` writes a turn in another way.
+            unix_socket: path to listen at in place of a port on loopback.
+            limits: bounds on requests and connections.
+            max_calls: bound on the calls that are sampled at once.
+        """
+        self._chat = chat
+        self._parser = tool_calls or chat.tool_call_format or "hermes"
+        self._history: History = history
+        self._unix_socket = unix_socket
+        self._limits = limits or Limits(request_bytes=REQUEST_BYTES)
+        self._rollouts = ServedRollouts()
+        self._limiter = anyio.CapacityLimiter(max_calls)
+        self._stack = AsyncExitStack()
+        self.url: str = ""
+        """Address of the server, without the path of an API; set while it runs."""
+
+    async def __aenter__(self) -> Self:
+        """Listen."""
+        async with AsyncExitStack() as stack:
+            listener = await anyio.to_thread.run_sync(self._listen)
+            stack.push_async_callback(self._close, listener)
+            app = Application(ROUTES, self._rollouts, self._limits)
+            server = serving(app, listener, self._limits, RequestRejections(), openai_error_body)
+            await stack.enter_async_context(server)
+            self._stack = stack.pop_all()
+        self.url = "http://localhost" if self._unix_socket else f"http://127.0.0.1:{listener.getsockname()[1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Finish the answers in progress, and close the socket."""
+        await self._stack.__aexit__(kind, error, traceback)
+
+    @contextmanager
+    def serve(self, rollout: SamplesCalls) -> Iterator[ServedRollout]:
+        """Answer calls of `rollout`, with a key of its own, within the body; later ones are refused as ended."""
+        served = ServedRollout(
+            rollout,
+            self._chat,
+            self._parser,
+            self._limiter,
+            url=self.url,
+            history=self._history,
+        )
+        self._rollouts.add(served)
+        try:
+            yield served
+        finally:
+            self._rollouts.remove(served)
+
+    def _listen(self) -> socket.socket:
+        """Return a socket that listens. Blocks."""
+        listener = (
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            if self._unix_socket
+            else socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        )
+        try:
+            listener.bind(str(self._unix_socket) if self._unix_socket else ("127.0.0.1", 0))
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+    async def _close(self, listener: socket.socket) -> None:
+        listener.close()
+        if self._unix_socket:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._unix_socket.unlink)
