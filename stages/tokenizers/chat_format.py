@@ -8,9 +8,11 @@ transformers renders the templates, as its `apply_chat_template` does. Knows no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 
 from ..._pipeline.accounting.telemetry import get_logger
@@ -24,6 +26,9 @@ from .tool_calls import TOOL_CALL_PARSERS, ToolCall, parse_turn
 log = get_logger("penstock.chat")
 
 ObservationRole: TypeAlias = Literal["user", "tool"]
+
+History: TypeAlias = Literal["keep", "template"]
+"""Earlier turns as they were sampled, or as the template writes them."""
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """JSON schemas of functions."""
@@ -45,6 +50,16 @@ TOOL = {"type": "function", "function": {"name": "tool", "description": "a tool"
 
 QUESTION: Message = {"role": "user", "content": "a question"}
 """The beginning of a conversation."""
+
+
+_Follow: TypeAlias = tuple[tuple[str, ...], bool]
+"""Roles of the messages after a turn; whether there are tools."""
+
+_Shape: TypeAlias = tuple[_Follow, tuple[str, ...]]
+"""What follows a turn; the roles of the first message, and of the last before the turn."""
+
+_Beginning: TypeAlias = Literal["question", "system", "whole"]
+"""A question alone, one after the system's message and the tools, and the conversation as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,10 @@ class ChatFormat:
     strict: bool = False
     """Refuse a template that writes an earlier turn in another way than it was sampled, in place of a warning."""
     _endings: dict[ObservationRole, _Ending | str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _beginnings: dict[_Shape, _Beginning] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The beginning of a conversation that is enough for the text after its last turn, by the shape of both."""
+    _changes: dict[_Follow, tuple[str, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The template's changes of each of `PROBES`, by the roles that follow, and whether there are tools."""
 
     def __post_init__(self) -> None:
         """Check the fields.
@@ -135,8 +154,39 @@ class ChatFormat:
             InvalidData: the template refuses these messages, or a part of them is no text.
         """
         self.check_turns()
-        tokens = self._between(normalized(messages), normalized(new), self._tools(tools))
+        tokens = self._between(messages, normalized(new), self._tools(tools))
         return tokens[1:] if ended else tokens
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        new: Sequence[Message],
+        *,
+        sampled: Sequence[int] = (),
+        tools: Tools | None = None,
+        history: History = "keep",
+    ) -> list[int] | None:
+        """Return the tokens that follow `sampled` in the next prompt; None if that begins anew, with `prompt`.
+
+        Takes time in proportion to `new`, if the template writes what follows a turn alike after any beginning.
+
+        Args:
+            messages: the conversation so far, with the thoughts of its turns; the last message is the policy's turn.
+            new: the messages that follow it.
+            sampled: the tokens of that turn. If they end with the template's end of a turn, it is not repeated.
+            tools: schemas of the next prompt, in place of the format's own.
+            history: `template` begins anew if the template removes or rewrites sampled turns once `new` follows. Either
+                does so if the template cannot continue a turn, or refuses these messages.
+        """
+        try:
+            if history == "keep":
+                self.check_turns()
+            elif self._rewrites(messages, new, self._tools(tools)):
+                return None
+            tokens = self._between(messages, normalized(new), self._tools(tools))
+        except (UnstableTemplate, InvalidData):
+            return None
+        return tokens[1:] if len(sampled) and sampled[-1] == tokens[0] else tokens
 
     def check_turns(self) -> None:
         """Check that the template is usable for several turns; a second call is free.
@@ -177,7 +227,7 @@ class ChatFormat:
         ending = self._ending("tool" if any(message["role"] == "tool" for message in new) else "user")
         if isinstance(ending, str):
             raise UnstableTemplate(ending)
-        ids = self._after_turn(messages[:-1], with_names(new, messages), ending.arguments, tools)
+        ids = self._after_last(messages, with_names(new, messages), ending.arguments, tools)
         place = ids.index(ending.token) if ending.token in ids else -1
         if place < 0 or (ending.arguments is None and place != ending.skipped):
             raise UnstableTemplate(
@@ -185,6 +235,35 @@ class ChatFormat:
                 f"{self.tokenizer.decode([ending.token])!r}, got {self.tokenizer.decode(ids[:8])!r}; {ADVICE}"
             )
         return ids[place:]
+
+    def _after_last(
+        self, messages: Sequence[Message], new: Sequence[Message], arguments: Any, tools: Tools
+    ) -> list[int]:
+        """Return the tokens after the content of the last turn, from the shortest beginning that gives them.
+
+        The first conversation of a shape is rendered as a whole, and compared.
+        """
+        before = messages[:-1]
+        system = [message for message in before[:1] if message["role"] == "system"]
+        beginnings: Mapping[_Beginning, tuple[Sequence[Message], Tools]] = {
+            "question": ([QUESTION], ()),
+            "system": ([*system, QUESTION], tools),
+            "whole": (before, tools),
+        }
+
+        def ids_after(beginning: _Beginning) -> list[int]:
+            said, given = beginnings[beginning]
+            return self._after_turn(with_names(normalized(said)), new, arguments, given)
+
+        shape = (_following(new, tools), tuple(message["role"] for message in (*before[:1], *before[-1:])))
+        if shape not in self._beginnings:
+            whole = ids_after("whole")
+            self._beginnings[shape] = "whole"
+            for beginning in ("system", "question"):
+                with suppress(InvalidData):
+                    if ids_after(beginning) == whole:
+                        self._beginnings[shape] = beginning
+        return ids_after(self._beginnings[shape])
 
     def _after_turn(
         self, before: Sequence[Message], new: Sequence[Message], arguments: Any = None, tools: Tools = ()
@@ -249,35 +328,76 @@ class ChatFormat:
 
     # -- earlier turns -------------------------------------------------------------------------------------------------
 
+    def _rewrites(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools) -> bool:
+        """Return whether the template writes sampled turns in another way once `new` follows.
+
+        1. It does so with any turn.
+        2. It writes calls alone, and the turn says more.
+        3. It removes thoughts: those of the last turn, and of the turns that tools' messages alone have followed, if it
+           removes none before them.
+        """
+        turn = messages[-1]
+        answers, thoughts = self._changes_before(_following(new, tools), tools)
+        says_more = bool(turn.get("tool_calls") and (turn.get("content") or _thinks(turn)))
+        if answers or (says_more and self._writes_calls_alone):
+            return True
+        return bool(thoughts) and any(map(_thinks, self._kept_until_now(messages, tools)))
+
+    @cached_property
+    def _writes_calls_alone(self) -> bool:
+        """Whether the template writes the calls of a turn without its content."""
+        turn = {"role": "assistant", "content": TURN, "tool_calls": [call_of("tool", {})]}
+        with suppress(InvalidData):
+            return TURN not in self._rendered([QUESTION, turn], [TOOL], prompt=False)
+        return True
+
+    def _kept_until_now(self, messages: Sequence[Message], tools: Tools) -> Iterator[Message]:
+        """Iterate over the last turns, of which the template has written the thoughts so far."""
+        yield messages[-1]
+        earlier = list(takewhile(lambda message: message["role"] != "user", reversed(messages[:-1])))
+        if earlier and not self._changes_before((("tool",), bool(tools)), tools)[1]:
+            yield from (message for message in earlier if message["role"] == "assistant")
+
     @cached_property
     def _difference(self) -> str:
         """The template's change of earlier turns, for the log; empty without one."""
-        difference = next(filter(None, (self._changed(probe, self.observation_role) for probe in PROBES)), "")
+        following = ((self.observation_role,), bool(self.tools))
+        difference = next(filter(None, self._changes_before(following, self.tools)), "")
         if difference and not self.strict:
             log.warning("earlier_turns_change", difference=difference, advice=self._advice())
         return difference
 
-    def _changed(self, turn: str, role: ObservationRole) -> str:
+    def _changes_before(self, following: _Follow, tools: Tools) -> tuple[str, str]:
+        """Return the changes of an answer, and of an answer with thoughts, before messages of these roles."""
+        if following not in self._changes:
+            answer, thoughts = (self._changed(probe, following[0], tools) for probe in PROBES)
+            self._changes[following] = (answer, thoughts)
+        return self._changes[following]
+
+    def _changed(self, turn: str, roles: Sequence[str], tools: Tools) -> str:
         """Render a conversation of two turns, message by message; return the change of a turn or its prefix."""
-        ending = self._ending(role)
+        ending = self._ending("tool" if "tool" in roles else "user")
+        arguments = ending.arguments if isinstance(ending, _Ending) else None
+        if arguments == IN_A_CALL and turn == PROBES[0]:
+            turn = ""  # the template writes the call alone
         messages: list[Message] = [QUESTION]
-        text = self._rendered(messages, self.tools)
+        text = self._rendered(messages, tools)
         for number in range(2):
-            messages += [{"role": "assistant", "content": turn}, {"role": role, "content": f"observation {number}"}]
-            arguments = ending.arguments if isinstance(ending, _Ending) else None
+            messages.append({"role": "assistant", "content": turn})
+            messages += [{"role": role, "content": f"observation {number}"} for role in roles]
             written = messages if arguments is None else _with_calls(messages, arguments)
-            sampled, text = text + turn, self._rendered(written, self.tools)
-            if not text.startswith(sampled):
+            before, text = text, self._rendered(written, tools)
+            if not text.startswith(before) or not text[len(before) :].lstrip().startswith(turn):
                 return (
                     f"{self.tokenizer!r}: expected a chat template that writes an earlier turn of the assistant as it "
-                    f"was sampled, {sampled!r}, got {text!r}"
+                    f"was sampled, {before + turn!r}, got {text!r}"
                 )
         return ""
 
     def _advice(self) -> str:
         other: ObservationRole = "tool" if self.observation_role == "user" else "user"
         usable = isinstance(self._ending(other), _Ending)
-        unchanged = usable and not any(self._changed(probe, other) for probe in PROBES)
+        unchanged = usable and not any(self._changes_before(((other,), bool(self.tools)), self.tools))
         return f'{ADVICE}; or use ChatFormat(observation_role="{other}"), with which it does' if unchanged else ADVICE
 
     def _tools(self, tools: Tools | None) -> Tools:
@@ -298,6 +418,16 @@ ADVICE = "write one that does to chat_template.jinja in the tokenizer's folder, 
 def _check_tools(name: str, tools: Any) -> None:
     if isinstance(tools, Mapping | str) or not all(isinstance(tool, Mapping) for tool in tools):
         raise InvalidConfig(f"{name}: expected a sequence of JSON schemas, got {tools!r}")
+
+
+def _following(new: Sequence[Message], tools: Tools) -> _Follow:
+    return tuple(message["role"] for message in new), bool(tools)
+
+
+def _thinks(turn: Message) -> bool:
+    """Return whether a turn has thoughts: between tags, or as servers return them."""
+    content = turn.get("content")
+    return bool(turn.get("reasoning_content") or (isinstance(content, str) and "think>" in content))
 
 
 def _without_content(message: Message) -> Message:

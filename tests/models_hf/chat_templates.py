@@ -170,6 +170,8 @@ MISTRAL_CALLS = """\
         {{- ']' + eos_token }}
     {%- elif message.role == 'assistant' %}
         {{- ' ' + message.content + eos_token }}
+    {%- elif message.role == 'system' %}
+        {{- '[INST] ' + message.content + '[/INST]' }}
     {%- else %}
         {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}' }}
         {{- '[/TOOL_RESULTS]' }}

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.models_hf.chat_templates import CALLING, CHATML, tokenizer_folder
+from tests.models_hf.chat_templates import (
+    CALLING,
+    CHATML,
+    HERMES,
+    MISTRAL_CALLS,
+    NO_TOOLS,
+    THINKING_AHEAD,
+    tokenizer_folder,
+)
 
 from penstock.chat import ChatFormat, ToolCall, parse_turn
 from penstock.errors import InvalidConfig
@@ -121,3 +129,118 @@ def test_calls_that_a_template_writes_are_read_back_in_its_format(name: str, mak
 
 def test_a_template_that_writes_no_calls_has_no_format(make: Make) -> None:
     assert make(CHATML).tool_call_format is None
+
+
+# -- conversations that go on ------------------------------------------------------------------------------------------
+
+
+COUNTING = CHATML.replace("message['role'] +", "message['role'] + loop.index | string +")
+"""Its text after a turn depends on all before it."""
+
+SYSTEM = {"role": "system", "content": "be kind"}
+ANSWER = {"role": "assistant", "content": "an answer"}
+AGAIN = {"role": "user", "content": "again, an hour?"}
+CALLED = called(call("add", 1))
+
+GOING_ON: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "a message of the user": ([SYSTEM, QUESTION, ANSWER], [AGAIN]),
+    "a later one": ([QUESTION, ANSWER, AGAIN, CALLED, result(1), ANSWER], [AGAIN]),
+    "a result": ([SYSTEM, QUESTION, CALLED], [result(1)]),
+    "results": ([QUESTION, called(call("add", 1), call("look", 2))], [result(2, "5"), result(1)]),
+    "a later result": ([QUESTION, CALLED, result(1), called(call("look", 2))], [result(2)]),
+}
+
+EVERY_TEMPLATE = {**TEMPLATES, "counting": COUNTING}
+
+
+@pytest.mark.parametrize("tools", [[], [ADD, LOOK]], ids=["no tools", "tools"])
+@pytest.mark.parametrize("name", EVERY_TEMPLATE)
+def test_a_conversation_that_goes_on_has_the_tokens_of_its_prompt(name: str, tools: Any, make: Make) -> None:
+    chat = make(EVERY_TEMPLATE[name])
+    end = chat.tokenizer.eos_id
+    refused = {("llama", "results")}  # one call in a turn
+
+    for number, (said, new) in enumerate(conversation for _ in range(2) for conversation in GOING_ON.values()):
+        if (name, list(GOING_ON)[number % len(GOING_ON)]) in refused:
+            continue
+        whole = chat.prompt([*said, *new], tools=tools)
+
+        between = chat.extend(said, new, sampled=[5, end], tools=tools)
+
+        assert between
+        assert whole[-len(between) :] == between
+        assert whole[-len(between) - 1] == end
+        assert chat.extend(said, new, sampled=[5], tools=tools) == [end, *between]
+
+
+def test_earlier_messages_are_rendered_once_for_all_turns_of_one_shape(make: Make) -> None:
+    class Watched(dict[str, Any]):
+        read = 0
+
+        def items(self) -> Any:
+            Watched.read += 1
+            return super().items()
+
+    chat = make(TEMPLATES["qwen"], observation_role="tool")
+    said = [QUESTION, Watched(CALLED), result(1), CALLED]
+    first = chat.extend(said, [result(1)], tools=[ADD])
+    once = Watched.read
+
+    for _ in range(3):
+        said += [result(1), CALLED]
+        assert chat.extend(said, [result(1)], tools=[ADD]) == first
+
+    assert Watched.read == once > 0
+
+
+def thinking(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": "<think>\nso\n</think>\n\n" + message["content"]}
+
+
+@pytest.mark.parametrize(
+    ("said", "new", "goes_on"),
+    [
+        ([QUESTION, ANSWER], AGAIN, True),
+        ([QUESTION, thinking(ANSWER)], AGAIN, False),
+        ([QUESTION, {**ANSWER, "reasoning_content": "so"}], AGAIN, False),
+        ([QUESTION, thinking(CALLED)], result(1), True),
+        ([QUESTION, thinking(CALLED), result(1), ANSWER], AGAIN, False),
+        ([QUESTION, thinking(ANSWER), AGAIN, ANSWER], AGAIN, True),
+    ],
+    ids=["no thoughts", "thoughts", "thoughts apart", "before a result", "earlier in the loop", "removed before"],
+)
+def test_a_conversation_goes_on_as_the_template_writes_it_unless_that_removes_its_thoughts(
+    said: list[dict[str, Any]], new: dict[str, Any], goes_on: Any, make: Make
+) -> None:
+    chat = make(TEMPLATES["qwen"])
+
+    assert (chat.extend(said, [new], history="template") is not None) is goes_on
+    assert chat.extend(said, [new], history="keep") == chat.after(said, [new], ended=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "new"),
+    [
+        (THINKING_AHEAD, [QUESTION, ANSWER], [AGAIN]),
+        (MISTRAL_CALLS, [QUESTION, ANSWER], [AGAIN]),
+        (HERMES, [QUESTION, called(call("add", 1), content="I add")], [result(1)]),
+    ],
+    ids=["begins thoughts in the prompt", "moves its tools", "removes text beside calls"],
+)
+def test_a_template_that_writes_earlier_turns_in_another_way_begins_anew(
+    template: str, said: Any, new: Any, make: Make
+) -> None:
+    chat = make(template)
+
+    assert chat.extend(said, new, tools=[ADD], history="template") is None
+    assert chat.extend(said, new, tools=[ADD], history="keep")
+
+
+def test_a_template_that_cannot_continue_begins_anew(make: Make) -> None:
+    unfinished = make(CHATML.replace("<|im_end|>", "<end>"))
+    strict = make(TEMPLATES["qwen"], strict=True)
+
+    for history in ("keep", "template"):
+        assert unfinished.extend([QUESTION, ANSWER], [AGAIN], history=history) is None
+        assert make(NO_TOOLS).extend([QUESTION, CALLED], [result(1)], history=history) is None
+    assert strict.extend([QUESTION, ANSWER], [AGAIN]) is None
