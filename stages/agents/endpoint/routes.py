@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from .application import Routes
 from .chat_completions import CHAT_COMPLETIONS
+from .text_completions import TEXT_COMPLETIONS
+from .token_routes import GENERATE, MODELS, TOKENIZE
 
 ROUTES: Routes = {
+    ("GET", "/v1/models"): MODELS,
+    ("POST", "/inference/v1/generate"): GENERATE,
+    ("POST", "/tokenize"): TOKENIZE,
     ("POST", "/v1/chat/completions"): CHAT_COMPLETIONS,
+    ("POST", "/v1/completions"): TEXT_COMPLETIONS,
 }
