@@ -138,6 +138,7 @@ RESULTS = {
     "KVCache",
     "Outcome",
     "PaddedBatch",
+    "ParsedTurn",
 }
 RESULTS |= {
     "PipelineStatistics",
