@@ -16,18 +16,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._pipeline.errors import InvalidData, UnstableTemplate
+from ..._pipeline.errors import InvalidData
 from ..contracts.policies import Completion
-from ..tokenizers.chat_format import ChatFormat, Tools
+from ..tokenizers.chat_format import ChatFormat, History, Tools
 from ..tokenizers.chat_templates import object_in
 from ..tokenizers.messages import Message, normalized
 
 BranchReason: TypeAlias = Literal["edited", "compacted", "template", "tools", "parallel"]
 """An earlier message differs; there are fewer messages than before; the template cannot continue the turn, or writes it
 in another way; other tools; another call continues the same turn already, or has the same messages."""
-
-History: TypeAlias = Literal["keep", "template"]
-"""Sampled thoughts that a template drops from earlier turns stay, or begin a branch without them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,17 +124,13 @@ class ConversationTree:
         turn = next((turn for turn in _preferred(path[depth - 1].turns, said) if turn.tools == tools_key), None)
         if turn is None:
             return begun("tools")
-        if self._history == "template" and not self._is_rendered(turn, path[:depth], said, tools):
+        recorded = [*(node.turns[-1].message if node.turns else {} for node in path[: depth - 1]), turn.message]
+        past, new = list(map(_with_thoughts, said, recorded)), said[depth:]
+        between = self._chat.extend(past, new, sampled=turn.sampled, tools=tools, history=self._history)
+        if between is None:
             return begun("template")
-        new = said[depth:]
-        try:
-            between = np.asarray(self._chat.after(said[:depth], new, tools=tools, ended=False), np.int32)
-        except UnstableTemplate:
-            return begun("template")
-        if turn.sampled.size and turn.sampled[-1] == between[0]:  # else the turn gets the template's end of it
-            between = between[1:]
         edited = turn.continued and any(message["role"] == "assistant" for message in new)
-        return made(_Sequence(turn, between), "edited" if edited else None)
+        return made(_Sequence(turn, np.asarray(between, np.int32)), "edited" if edited else None)
 
     def record(self, prompt: CallPrompt, message: Message, completion: Completion) -> None:
         """Record a call, with the message of the assistant that was returned for it."""
@@ -175,12 +168,11 @@ class ConversationTree:
             return None
         return "compacted" if len(said) < self._longest else "edited"
 
-    def _is_rendered(self, turn: _Turn, path: Sequence[_Node], said: Sequence[Message], tools: Tools | None) -> bool:
-        """Return whether the template writes the conversation with its thoughts up to `turn` as it was sampled."""
-        past = [node.turns[-1].message if node.turns else message for node, message in zip(path, said, strict=False)]
-        decode = self._chat.tokenizer.decode
-        text = decode(self._chat.prompt([*past, *said[len(path) :]], tools=tools))
-        return text.startswith(decode(turn.all().tolist()))
+
+def _with_thoughts(message: Message, recorded: Message) -> Message:
+    """Return a message with the thoughts that were recorded, which agents leave out."""
+    thoughts = recorded.get("reasoning_content")
+    return {**message, "reasoning_content": thoughts} if thoughts else message
 
 
 def _preferred(turns: Sequence[_Turn], said: Sequence[Message]) -> list[_Turn]:

@@ -15,6 +15,9 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import InvalidConfig, InvalidData, UnstableTemplate
 from ..contracts.policies import Tokenizer
@@ -28,7 +31,7 @@ log = get_logger("penstock.chat")
 ObservationRole: TypeAlias = Literal["user", "tool"]
 
 History: TypeAlias = Literal["keep", "template"]
-"""Earlier turns as they were sampled, or as the template writes them."""
+"""Sampled turns stay as they are, or a conversation begins anew where the template would change them."""
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """JSON schemas of functions."""
@@ -162,7 +165,7 @@ class ChatFormat:
         messages: Sequence[Message],
         new: Sequence[Message],
         *,
-        sampled: Sequence[int] = (),
+        sampled: Sequence[int] | NDArray[np.int32] = (),
         tools: Tools | None = None,
         history: History = "keep",
     ) -> list[int] | None:

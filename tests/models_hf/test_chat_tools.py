@@ -240,6 +240,7 @@ def test_a_template_that_cannot_continue_begins_anew(make: Make) -> None:
     unfinished = make(CHATML.replace("<|im_end|>", "<end>"))
     strict = make(TEMPLATES["qwen"], strict=True)
 
+    history: Any
     for history in ("keep", "template"):
         assert unfinished.extend([QUESTION, ANSWER], [AGAIN], history=history) is None
         assert make(NO_TOOLS).extend([QUESTION, CALLED], [result(1)], history=history) is None

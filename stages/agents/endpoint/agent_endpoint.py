@@ -14,9 +14,8 @@ import anyio.to_thread
 
 from ...http.limits import Limits, RequestRejections
 from ...http.serving import BACKLOG, serving
-from ...tokenizers.chat_format import ChatFormat
+from ...tokenizers.chat_format import ChatFormat, History
 from ...tokenizers.tool_calls import ToolCallParser
-from ..conversation_tree import History
 from .application import Application, ServedRollouts
 from .refusals import openai_error_body
 from .routes import ROUTES

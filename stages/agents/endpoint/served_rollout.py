@@ -18,12 +18,12 @@ from ...._pipeline.util.exception_groups import unwrap_first
 from ...._schemas import StopReason
 from ...contracts.policies import Call
 from ...contracts.sampling_params import SamplingParams
-from ...tokenizers.chat_format import ChatFormat, Tools
+from ...tokenizers.chat_format import ChatFormat, History, Tools
 from ...tokenizers.conversations import text_of
 from ...tokenizers.messages import Message
 from ...tokenizers.tool_calls import ToolCall, ToolCallParser, parse_turn
 from ..agent_client import CallsUsedUp
-from ..conversation_tree import BranchReason, ConversationTree, History
+from ..conversation_tree import BranchReason, ConversationTree
 from .call_fields import choices_sampling
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
