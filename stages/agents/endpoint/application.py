@@ -192,8 +192,9 @@ class _Call:
     async def _respond_error(self, error: Exception) -> None:
         if not self._started:
             raise error
-        refused = _promised(self._served, refusal_of(error))
-        await self._send({"type": "http.response.body", "body": event(self._route.error(refused)), "more_body": False})
+        told = self._route.error(_promised(self._served, refusal_of(error)))
+        body = event(told, told.get("type"))
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _write(self, events: bytes) -> None:
         if not self._started:

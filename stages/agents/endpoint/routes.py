@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .anthropic_messages import ANTHROPIC_MESSAGES, COUNT_TOKENS
 from .application import Routes
 from .chat_completions import CHAT_COMPLETIONS
 from .text_completions import TEXT_COMPLETIONS
@@ -13,4 +14,6 @@ ROUTES: Routes = {
     ("POST", "/tokenize"): TOKENIZE,
     ("POST", "/v1/chat/completions"): CHAT_COMPLETIONS,
     ("POST", "/v1/completions"): TEXT_COMPLETIONS,
+    ("POST", "/v1/messages"): ANTHROPIC_MESSAGES,
+    ("POST", "/v1/messages/count_tokens"): COUNT_TOKENS,
 }
