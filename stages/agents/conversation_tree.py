@@ -88,7 +88,7 @@ class ConversationTree:
         self.branched: Counter[BranchReason] = Counter()
         """Recorded calls that began a branch, by reason."""
         self._chat = chat
-        self._history = history
+        self._history: History = history
         self._root = _Node()
         self._longest = 0
         """Messages of the longest recorded prompt."""

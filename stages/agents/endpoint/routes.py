@@ -5,6 +5,7 @@ from __future__ import annotations
 from .anthropic_messages import ANTHROPIC_MESSAGES, COUNT_TOKENS
 from .application import Routes
 from .chat_completions import CHAT_COMPLETIONS
+from .openai_responses import RESPONSES
 from .text_completions import TEXT_COMPLETIONS
 from .token_routes import GENERATE, MODELS, TOKENIZE
 
@@ -16,4 +17,5 @@ ROUTES: Routes = {
     ("POST", "/v1/completions"): TEXT_COMPLETIONS,
     ("POST", "/v1/messages"): ANTHROPIC_MESSAGES,
     ("POST", "/v1/messages/count_tokens"): COUNT_TOKENS,
+    ("POST", "/v1/responses"): RESPONSES,
 }
