@@ -58,8 +58,8 @@ QUESTION: Message = {"role": "user", "content": "a question"}
 _Follow: TypeAlias = tuple[tuple[str, ...], bool]
 """Roles of the messages after a turn; whether there are tools."""
 
-_Shape: TypeAlias = tuple[_Follow, tuple[str, ...]]
-"""What follows a turn; the roles of the first message, and of the last before the turn."""
+_Shape: TypeAlias = tuple[_Follow, tuple[str, ...], int]
+"""What follows a turn; the roles of the first message, and of the last before the turn; the number of its calls."""
 
 _Beginning: TypeAlias = Literal["question", "system", "whole"]
 """A question alone, one after the system's message and the tools, and the conversation as it is."""
@@ -91,7 +91,9 @@ class ChatFormat:
     """Arguments of the template by name, such as `{"enable_thinking": False}`."""
     strict: bool = False
     """Refuse a template that writes an earlier turn in another way than it was sampled, in place of a warning."""
-    _endings: dict[ObservationRole, _Ending | str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _endings: dict[tuple[ObservationRole, bool], _Ending | str] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _beginnings: dict[_Shape, _Beginning] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The beginning of a conversation that is enough for the text after its last turn, by the shape of both."""
     _changes: dict[_Follow, tuple[str, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -227,7 +229,8 @@ class ChatFormat:
             UnstableTemplate: the template ends this turn otherwise than that of `check_turns`.
             InvalidData: the template refuses the messages.
         """
-        ending = self._ending("tool" if any(message["role"] == "tool" for message in new) else "user")
+        role: ObservationRole = "tool" if any(message["role"] == "tool" for message in new) else "user"
+        ending = self._ending(role, calls=role == "tool" and bool(messages[-1].get("tool_calls")))
         if isinstance(ending, str):
             raise UnstableTemplate(ending)
         ids = self._after_last(messages, with_names(new, messages), ending.arguments, tools)
@@ -256,9 +259,11 @@ class ChatFormat:
 
         def ids_after(beginning: _Beginning) -> list[int]:
             said, given = beginnings[beginning]
-            return self._after_turn(with_names(normalized(said)), new, arguments, given)
+            return self._after_turn(with_names(normalized(said)), new, arguments, given, calls)
 
-        shape = (_following(new, tools), tuple(message["role"] for message in (*before[:1], *before[-1:])))
+        calls = messages[-1].get("tool_calls") or ()
+        roles = tuple(message["role"] for message in (*before[:1], *before[-1:]))
+        shape = (_following(new, tools), roles, len(calls))
         if shape not in self._beginnings:
             whole = ids_after("whole")
             self._beginnings[shape] = "whole"
@@ -269,28 +274,41 @@ class ChatFormat:
         return ids_after(self._beginnings[shape])
 
     def _after_turn(
-        self, before: Sequence[Message], new: Sequence[Message], arguments: Any = None, tools: Tools = ()
+        self,
+        before: Sequence[Message],
+        new: Sequence[Message],
+        arguments: Any = None,
+        tools: Tools = (),
+        calls: Sequence[Any] = (),
     ) -> list[int]:
-        """Return the tokens after the content of a turn; it calls a tool if there are `arguments` for one."""
+        """Return the tokens after the content of a turn.
+
+        If there are `arguments` for calls, it has the `calls` that are known, or one for each result.
+        """
         past = [_without_content(message) for message in before]
-        messages = [*past, {"role": "assistant", "content": "" if arguments == IN_A_CALL else TURN}, *new]
+        turn: dict[str, Any] = {"role": "assistant", "content": "" if arguments == IN_A_CALL else TURN}
+        if calls and arguments is not None:
+            turn["tool_calls"] = [
+                call_of(call["function"]["name"], arguments, call.get("id", CALL_ID)) for call in calls
+            ]
+        messages = [*past, turn, *new]
         text = self._rendered(messages if arguments is None else _with_calls(messages, arguments), tools)
         _, found, rest = text.rpartition(TURN)
         return list(self.tokenizer.encode(rest)) if found else []
 
-    def _ending(self, role: ObservationRole) -> _Ending | str:
+    def _ending(self, role: ObservationRole, *, calls: bool = False) -> _Ending | str:
         """Return the template's end of a turn before a message of `role`; the reason if it is not usable.
 
-        1. The turn is text.
+        1. The turn is text; the last form if it is known that the turn `calls` tools.
         2. The turn calls a tool, as some templates require before a message of a tool.
         3. The turn is a call, and the template writes no other content before its result.
         """
-        if role not in self._endings:
-            forms = (None, {}, IN_A_CALL) if role == "tool" else (None,)
-            tried = [self._tried(role, arguments) for arguments in forms]
+        if (role, calls) not in self._endings:
+            forms: tuple[Any, ...] = (None, {}, IN_A_CALL) if role == "tool" else (None,)
+            tried = [self._tried(role, arguments) for arguments in (forms[1:] + forms[:1] if calls else forms)]
             found = [ending for ending in tried if isinstance(ending, _Ending)]
-            self._endings[role] = (found or tried)[0]
-        return self._endings[role]
+            self._endings[role, calls] = (found or tried)[0]
+        return self._endings[role, calls]
 
     def _tried(self, role: ObservationRole, arguments: Any) -> _Ending | str:
         """Find the end of a turn in a conversation of two turns."""

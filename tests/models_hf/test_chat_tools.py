@@ -8,10 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models_hf.agent_conversations import (
+    ADD,
+    AGAIN,
+    ANSWER,
+    CALLED,
+    GOING_ON,
+    LOOK,
+    QUESTION,
+    call,
+    called,
+    result,
+)
 from tests.models_hf.chat_templates import (
     CALLING,
     CHATML,
     HERMES,
+    JSON_CALLS,
     MISTRAL_CALLS,
     NO_TOOLS,
     THINKING_AHEAD,
@@ -25,30 +38,6 @@ from penstock.policies import PretrainedTokenizer
 TEMPLATES = {name: template for templates in CALLING.values() for name, template in templates.items()}
 
 FORMATS = {name: parser for parser, templates in CALLING.items() for name in templates}
-
-
-def schema(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": "one", "parameters": {"type": "object"}}}
-
-
-ADD, LOOK = schema("add"), schema("look")
-
-QUESTION = {"role": "user", "content": "a question?"}
-
-
-def call(name: str, number: int, *, as_json: bool = True) -> dict[str, Any]:
-    """Return a call as OpenAI's API sends it, or with an object as arguments."""
-    arguments = {"left": number, "text": 'a "b" <é>'}
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False) if as_json else arguments}
-    return {"id": f"call0000{number}", "type": "function", "function": function}
-
-
-def called(*calls: dict[str, Any], content: str = "") -> dict[str, Any]:
-    return {"role": "assistant", "content": content, "tool_calls": list(calls)}
-
-
-def result(number: int, content: str = "4") -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": f"call0000{number}", "content": content}
 
 
 Make = Callable[..., ChatFormat]
@@ -137,20 +126,13 @@ def test_a_template_that_writes_no_calls_has_no_format(make: Make) -> None:
 COUNTING = CHATML.replace("message['role'] +", "message['role'] + loop.index | string +")
 """Its text after a turn depends on all before it."""
 
-SYSTEM = {"role": "system", "content": "be kind"}
-ANSWER = {"role": "assistant", "content": "an answer"}
-AGAIN = {"role": "user", "content": "again, an hour?"}
-CALLED = called(call("add", 1))
+AFTER_CALLS = JSON_CALLS.replace(
+    "<|im_start|>' + message.role",
+    "<|im_start|>' + ('results' if loop.index0 and messages[loop.index0 - 1].tool_calls else message.role)",
+)
+"""Its text after a turn depends on whether that calls."""
 
-GOING_ON: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
-    "a message of the user": ([SYSTEM, QUESTION, ANSWER], [AGAIN]),
-    "a later one": ([QUESTION, ANSWER, AGAIN, CALLED, result(1), ANSWER], [AGAIN]),
-    "a result": ([SYSTEM, QUESTION, CALLED], [result(1)]),
-    "results": ([QUESTION, called(call("add", 1), call("look", 2))], [result(2, "5"), result(1)]),
-    "a later result": ([QUESTION, CALLED, result(1), called(call("look", 2))], [result(2)]),
-}
-
-EVERY_TEMPLATE = {**TEMPLATES, "counting": COUNTING}
+EVERY_TEMPLATE = {**TEMPLATES, "counting": COUNTING, "after calls": AFTER_CALLS}
 
 
 @pytest.mark.parametrize("tools", [[], [ADD, LOOK]], ids=["no tools", "tools"])
@@ -240,7 +222,6 @@ def test_a_template_that_cannot_continue_begins_anew(make: Make) -> None:
     unfinished = make(CHATML.replace("<|im_end|>", "<end>"))
     strict = make(TEMPLATES["qwen"], strict=True)
 
-    history: Any
     for history in ("keep", "template"):
         assert unfinished.extend([QUESTION, ANSWER], [AGAIN], history=history) is None
         assert make(NO_TOOLS).extend([QUESTION, CALLED], [result(1)], history=history) is None

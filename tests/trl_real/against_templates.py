@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from structlog.testing import capture_logs
+from tests.models_hf.agent_conversations import ADD, CALLED, GOING_ON, LOOK, result
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.chat import ChatFormat
-from penstock.errors import UnstableTemplate
+from penstock.chat import ChatFormat, parse_turn
+from penstock.errors import InvalidData, UnstableTemplate
 from penstock.policies import PretrainedTokenizer
 
 TEMPLATES = sorted(
@@ -43,6 +45,9 @@ ENDS = {
 """The tokens that end a completion, by the beginning of a template's name; `<|im_end|>` with all others."""
 
 QUESTION = {"role": "user", "content": "2 + 2?"}
+
+WITHOUT_TOOLS = ("cohere", "gemma", "llava", "phi")
+"""Beginnings of the names of templates that have no messages of tools."""
 
 OBSERVED = "no, look again"
 
@@ -130,4 +135,37 @@ def test_most_templates_take_both_roles(tmp_path: Path) -> None:
                     refused.append((name, role))
 
     assert {role for _, role in refused} == {"tool"}
-    assert {name.split("_")[0].rstrip("23") for name, _ in refused} == {"cohere", "gemma", "llava", "phi"}
+    assert {name.split("_")[0].rstrip("23") for name, _ in refused} == set(WITHOUT_TOOLS)
+
+
+@pytest.mark.parametrize(("name", "template"), TEMPLATES, ids=[name for name, _ in TEMPLATES])
+def test_a_recorded_conversation_goes_on_with_the_tokens_of_its_prompt(
+    name: str, template: str, tmp_path: Path
+) -> None:
+    chat = ChatFormat(tokenizer_of(name, template, tmp_path))
+
+    with capture_logs():
+        for tools, (said, new), _ in product(([], [ADD, LOOK]), GOING_ON.values(), range(2)):
+            try:
+                whole = chat.prompt([*said, *new], tools=tools)
+            except InvalidData:
+                continue
+            between = chat.extend(said, new, tools=tools)
+            assert between is None or whole[-len(between) :] == between
+            assert between or (new[0]["role"] == "tool" and name.startswith(WITHOUT_TOOLS))
+
+
+def test_calls_are_read_back_from_the_text_of_the_templates_of_their_formats(tmp_path: Path) -> None:
+    formats: dict[str | None, set[str]] = {}
+    for name, template in TEMPLATES:
+        (folder := tmp_path / name).mkdir()
+        chat = ChatFormat(tokenizer_of(name, template, folder))
+        found = chat.tool_call_format
+        formats.setdefault(found, set()).add(name.removesuffix("_training"))
+        if found is not None:
+            text = chat.tokenizer.decode(chat.prompt([QUESTION, CALLED, result(1)]))
+            said = text.removeprefix(chat.tokenizer.decode(chat.prompt([QUESTION])))
+            assert [call.name for call in parse_turn(said, found, tools=[ADD]).calls] == ["add"]
+
+    assert formats["llama"] == {"llama3_1", "llama3_2"}
+    assert formats["hermes"] == {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"}
