@@ -31,7 +31,7 @@ HANDED_OUT = {
     *("Balance", "Context", "Report", "ResumePoint", "RollJob", "RunInfo", "RunningServer", "Sample", "Summary"),
     *("ChannelStatistics", "EdgeStatistics", "StageStatistics", "WeightAddress", "Worker", "WorkerStatistics"),
     *("Attention", "Call", "CallBlock", "Outcome", "ParsedTurn", "RemoteReceiver", "RewardInput", "Scored"),
-    *("StageInfo", "ToolCall"),
+    *("StageInfo", "ToolCall", "BlockingAgentClient", "CommandResult"),
     # records and what becomes one, which raise InvalidRecord, and configurations that msgspec decodes
     *("PackedGroup", "RolloutResult", "RunConfig", "TokenizerIdentity", "TrainBatch", "Trajectory", "TrajectoryGroup"),
     *("TrajectoryId", "batch", "group", "trajectory"),

@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing import spawn
 from typing import Any
 
@@ -64,15 +65,28 @@ def _end_by_sigterm() -> None:
 
 
 def _load(config: ProcessConfig) -> Any:
-    """Prepare this interpreter by the first pickle of the payload, and return the stage, the second one."""
-    file = open_payload(config.payload)
-    preparation = pickle.load(file)  # noqa: S301 (inherited from the parent that started this process)
+    """Return the stage."""
+
+    def note(script: str) -> None:
+        loading = f"unpickling {config.stage} and importing what it needs"
+        note_phase(config.watched, f"importing {script}" if script else loading)
+
+    return load_payload(config.payload, note)
+
+
+def load_payload(payload: int, note: Callable[[str], object] = lambda _: None) -> Any:
+    """Prepare this interpreter by the first pickle of a payload, and return the value; close the descriptor.
+
+    `note` is called with the name of the script before that is imported, and with "" before the value is unpickled.
+    """
+    file = open_payload(payload)
+    preparation = pickle.load(file)  # noqa: S301 (of the parent that started this process)
     script = preparation.get("init_main_from_name") or preparation.get("init_main_from_path")
     if script:
-        note_phase(config.watched, f"importing {script}")
+        note(script)
     with importing_main():
         spawn.prepare(preparation)
-    note_phase(config.watched, f"unpickling {config.stage} and importing what it needs")
+    note("")
     return pickle.load(file)  # noqa: S301 (as above)
 
 

@@ -7,17 +7,24 @@ from ._stages.agents.agent_client import (
     CallRefused,
     ContextTooLong,
     DrivingEnvironment,
+    EndpointAddress,
     Outcome,
     RolloutEnded,
 )
+from ._stages.agents.agent_commands import CommandFailed, CommandResult
+from ._stages.agents.blocking_client import BlockingAgentClient
 from ._stages.contracts.policies import Call
 
 __all__ = [
     "AgentClient",
+    "BlockingAgentClient",
     "Call",
     "CallRefused",
+    "CommandFailed",
+    "CommandResult",
     "ContextTooLong",
     "DrivingEnvironment",
+    "EndpointAddress",
     "Outcome",
     "RolloutEnded",
 ]

@@ -5,7 +5,9 @@ Knows no pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from ..._pipeline.errors import PenstockError
 from ..contracts.policies import Call
 from ..contracts.sampling_params import SamplingParams
+from .agent_commands import CommandResult
 
 
 class CallRefused(PenstockError):
@@ -37,8 +40,46 @@ class CallsUsedUp(CallRefused):
     """A call of a rollout that has made as many as it may."""
 
 
+class EndpointAddress(msgspec.Struct, frozen=True):
+    """The address of a rollout at the endpoint of its worker: what clients of OpenAI and Anthropic are given."""
+
+    base_url: str
+    """Of OpenAI's API. It has the key in its path, so that a client without a key needs nothing else."""
+    api_key: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Return the environment variables that clients and agents read, for a command."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+
 class AgentClient(Protocol):
     """The policy, as the agent of one rollout calls it. Every call is recorded, and its tokens train."""
+
+    @property
+    def base_url(self) -> str:
+        """Return the URL of OpenAI's API for this rollout, on loopback.
+
+        Raises:
+            InvalidPipeline: the source has no `chat`, so that there is no endpoint.
+            MissingExtra: the endpoint needs an extra.
+        """
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """Return the key of the rollout; raises as `base_url`."""
+        ...
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Return environment variables for an agent's command, OPENAI_BASE_URL and others; raises as `base_url`."""
+        ...
 
     @property
     def repetition(self) -> int:
@@ -47,7 +88,7 @@ class AgentClient(Protocol):
 
     @property
     def deadline_s(self) -> float:
-        """Return the time at which the rollout is given up, on the clock of the event loop."""
+        """Return the time at which the rollout is given up, on the clock of the event loop, `time.monotonic`."""
         ...
 
     @property
@@ -82,6 +123,23 @@ class AgentClient(Protocol):
         """
         ...
 
+    async def run(
+        self, command: Sequence[str | Path], *, folder: str | Path | None = None, check: bool = True
+    ) -> CommandResult:
+        """Run an agent's command with the variables of `env`, if there is an endpoint, and return its end.
+
+        All its processes end with it, with the rollout, and with the worker, even if that is killed.
+
+        Args:
+            command: program and arguments; no shell.
+            folder: working directory; by default that of the worker.
+            check: whether another status than 0 is an error.
+
+        Raises:
+            CommandFailed: it could not be started, or ended with another status while `check` is true.
+        """
+        ...
+
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `DrivingEnvironment.drive`."""
@@ -100,9 +158,39 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class DrivingEnvironment(Protocol):
     """An environment that runs an agent: it asks for completions itself, as many as it likes, and is given no turns.
 
-    Rollouts are concurrent: `drive` is called for each, on the event loop.
+    Rollouts are concurrent. A coroutine function is called on the event loop, with an `AgentClient`. A plain function
+    may block, so it is called in a process of its own, with a `BlockingAgentClient`.
     """
 
-    async def drive(self, task: int, client: AgentClient, /) -> Any:
+    def drive(self, task: int, client: Any, /) -> Any:
         """Do one rollout of prompt number `task`, and return its reward, a number or an `Outcome`."""
         ...
+
+
+def outcome_of(returned: Any) -> Outcome | None:
+    """Return what `drive` returned as an `Outcome` of finite numbers; None if it returned nothing.
+
+    Raises:
+        TypeError, ValueError: it is neither a finite number nor an `Outcome` of these.
+    """
+    if returned is None:
+        return None
+    found = returned if isinstance(returned, Outcome) else Outcome(reward=returned)
+    return msgspec.structs.replace(
+        found,
+        reward=finite(found.reward),
+        parts={name: finite(value) for name, value in found.parts.items()},
+        metrics={name: finite(value) for name, value in found.metrics.items()},
+    )
+
+
+def finite(value: Any) -> float:
+    """Return a number as a float.
+
+    Raises:
+        ValueError, TypeError: it is no finite number.
+    """
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number, got {number}")
+    return number

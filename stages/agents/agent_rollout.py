@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -10,11 +12,13 @@ import numpy as np
 from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 
-from ..._pipeline.errors import InvalidConfig, PenstockError
+from ..._pipeline.errors import InvalidConfig, InvalidPipeline, PenstockError
+from ..._pipeline.util.extras import extra
 from ..contracts.policies import Call, Completion
 from ..contracts.rollouts import Branch, RolloutResult, RolloutSampler, as_ids
 from ..contracts.sampling_params import SamplingParams
-from .agent_client import ContextTooLong, Outcome, RolloutEnded
+from .agent_client import ContextTooLong, EndpointAddress, Outcome, RolloutEnded, finite, outcome_of
+from .agent_commands import CommandResult, run_command
 from .call_tree import CallTree
 
 
@@ -27,6 +31,8 @@ class AgentRollout:
 
     def __init__(self, sampler: RolloutSampler, repetition: int) -> None:
         self.repetition = repetition
+        self.address: EndpointAddress | None = None
+        """At the endpoint."""
         self._sampler = sampler
         self._tree = CallTree()
         self._begun = 0
@@ -54,6 +60,52 @@ class AgentRollout:
     def sampling(self) -> SamplingParams:
         """See `AgentClient.sampling`."""
         return msgspec.structs.replace(self._sampler.params(self._begun), seed=None)
+
+    @property
+    def served(self) -> EndpointAddress:
+        """Return the address; raises as `check_endpoint`."""
+        self.check_endpoint(self.address)
+        assert self.address is not None  # noqa: S101 (checked)
+        return self.address
+
+    @staticmethod
+    def check_endpoint(endpoint: object) -> None:
+        """Check that there is an endpoint, or an address at it.
+
+        Raises:
+            MissingExtra: there is none, because a module is not installed.
+            InvalidPipeline: there is none, because the source has no chat format.
+        """
+        if endpoint is None:
+            with extra("gateway", "the endpoint of agents"):
+                import httptools  # noqa: F401, PLC0415 (an extra)
+                import starlette  # noqa: F401, PLC0415 (an extra)
+                import uvicorn  # noqa: F401, PLC0415 (an extra)
+            raise InvalidPipeline(
+                "expected a source with a chat format, by which the endpoint of agents writes their messages as "
+                "tokens, got none: SourceEnv(…, chat=ChatFormat(tokenizer))"
+            )
+
+    @property
+    def base_url(self) -> str:
+        """See `AgentClient.base_url`."""
+        return self.served.base_url
+
+    @property
+    def api_key(self) -> str:
+        """See `AgentClient.api_key`."""
+        return self.served.api_key
+
+    @property
+    def env(self) -> dict[str, str]:
+        """See `AgentClient.env`."""
+        return self.served.env
+
+    async def run(
+        self, command: Sequence[str | Path], *, folder: str | Path | None = None, check: bool = True
+    ) -> CommandResult:
+        """See `AgentClient.run`."""
+        return await run_command(command, {} if self.address is None else self.address.env, folder, check=check)
 
     async def generate(self, prompt: NDArray[np.int32], sampling: SamplingParams | None = None) -> Call:
         """See `AgentClient.generate`."""
@@ -101,6 +153,10 @@ class AgentRollout:
 
     async def reward(self, value: float, *, call: str | None = None) -> None:
         """See `AgentClient.reward`."""
+        self.add_reward(value, call)
+
+    def add_reward(self, value: float, call: str | None) -> None:
+        """Add to the reward; see `AgentClient.reward`."""
         self._check_running()
         if call is not None and call not in self._sampled:
             raise ValueError(f"call: expected the id of a call of this rollout, got {call!r}")
@@ -119,17 +175,17 @@ class AgentRollout:
         """Refuse all further calls and rewards."""
         self._ended = True
 
-    def result(self, outcome: Outcome | float | None) -> RolloutResult:
+    def result(self, returned: Any) -> RolloutResult:
         """Return the result of the rollout, given what `drive` returned.
 
         Raises:
             TypeError, ValueError: that is no finite number and no `Outcome`; or there is no reward at all.
             TokensUnaccounted: a token would not train once.
         """
-        if outcome is None and not self._rewards:
+        if returned is None and not self._rewards:
             raise TypeError("drive: expected a reward, a number or an Outcome, or calls of client.reward, got neither")
-        found = outcome if isinstance(outcome, Outcome) else Outcome(reward=0.0 if outcome is None else finite(outcome))
-        unnamed = finite(found.reward) + self._rewards.pop(None, 0.0)
+        outcome = outcome_of(returned) or Outcome()
+        unnamed = outcome.reward + self._rewards.pop(None, 0.0)
         branches = self._tree.branches()
         self._check_sampled(branches)
         branches = [
@@ -147,8 +203,8 @@ class AgentRollout:
             turn_rewards=first.turn_rewards,
             branches=rest,
             reward=unnamed + sum(self._rewards.values()),
-            parts={name: finite(value) for name, value in found.parts.items()},
-            metrics={name: finite(value) for name, value in found.metrics.items()},
+            parts=outcome.parts,
+            metrics=outcome.metrics,
         )
 
     def _check_sampled(self, branches: list[Branch]) -> None:
@@ -167,15 +223,3 @@ class AgentRollout:
 
 def _calls(branch: Branch) -> list[Call]:
     return [turn for turn in branch.turns if isinstance(turn, Call)]
-
-
-def finite(value: Any) -> float:
-    """Return a number as a float.
-
-    Raises:
-        ValueError, TypeError: it is no finite number.
-    """
-    number = float(value)
-    if not np.isfinite(number):
-        raise ValueError(f"expected a finite number, got {number}")
-    return number

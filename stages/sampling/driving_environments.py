@@ -1,36 +1,120 @@
-"""The rollouts of a driving environment: `drive` is called for each, with a client that records its calls."""
+"""The rollouts of a driving environment: `drive` is called for each, with a client whose calls are recorded.
+
+It runs on the event loop if it is a coroutine function; else it may block, and runs in a process of its own. Where
+there is a chat format, an endpoint of this worker answers the calls of clients by HTTP.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-from collections.abc import Callable, Coroutine
+import os
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..._pipeline.errors import InvalidPipeline
+import anyio.to_thread
+import msgspec
+
+from ..._pipeline.errors import RewardProcessDied
 from ..._pipeline.graph.context import current
 from ..._pipeline.util.user_code import await_user, call_user
-from ..agents.agent_client import DrivingEnvironment, Outcome
+from ..._pipeline.workers.call_process import Callee, CallProcesses
+from ..._pipeline.workers.worker_payload import write_payload
+from ..._schemas.conversion import decode_json
+from ..agents import agent_process
+from ..agents.agent_client import DrivingEnvironment, EndpointAddress, Outcome
+from ..agents.agent_process import DriveRequest, RolloutReply
 from ..agents.agent_rollout import AgentRollout, TokensUnaccounted
+from ..agents.blocking_client import BlockingAgentClient
 from ..contracts.rollouts import RolloutResult, RolloutSampler
+from ..tokenizers.chat_format import ChatFormat
 from .environment_calls import EnvironmentFailed, RolloutFiltered, failed
 
+if TYPE_CHECKING:
+    from ..agents.endpoint.agent_endpoint import AgentEndpoint
 
-class DrivingTasks:
+CALLEE = Callee(agent_process.__name__, "an agent", "penstock.agents")
+
+NEEDED = ("starlette", "uvicorn", "httptools")
+"""Modules of the endpoint; see the extra `gateway`."""
+
+Drive: TypeAlias = Callable[[int, AgentRollout], Coroutine[Any, Any, Any]]
+"""Does a rollout, and returns what `drive` returned."""
+
+
+@asynccontextmanager
+async def driving_tasks(
+    env: DrivingEnvironment, make_env: Callable[[], Any], chat: ChatFormat | None
+) -> AsyncGenerator[Callable[[int], Coroutine[Any, Any, Any]]]:
+    """Yield the function of the prompts of `env`, see `TaskFn`; the endpoint and the processes end with the body.
+
+    Raises:
+        InvalidPipeline: `drive` blocks, and there is no `chat`.
+        MissingExtra: `drive` blocks, and the endpoint needs an extra.
+    """
+    async with AsyncExitStack() as stack:
+        endpoint: AgentEndpoint | None = None
+        if chat is not None and (made := await anyio.to_thread.run_sync(_endpoint, chat)) is not None:
+            endpoint = await stack.enter_async_context(made)
+        drive: Drive = env.drive
+        if not inspect.iscoroutinefunction(env.drive):
+            AgentRollout.check_endpoint(endpoint)
+            drive = (await stack.enter_async_context(_processes(make_env))).drive
+        yield _DrivingTasks(drive, endpoint).begin
+
+
+def _endpoint(chat: ChatFormat) -> AgentEndpoint | None:
+    """Return an endpoint that is not served yet; None if what it needs is not installed."""
+    if not all(map(importlib.util.find_spec, NEEDED)):
+        return None
+    from ..agents.endpoint.agent_endpoint import AgentEndpoint  # noqa: PLC0415 (an extra)
+
+    return AgentEndpoint(chat)
+
+
+@asynccontextmanager
+async def _processes(make_env: Callable[[], Any]) -> AsyncGenerator[_Processes]:
+    payload = await anyio.to_thread.run_sync(write_payload, make_env)
+    processes = CallProcesses(CALLEE)
+    try:
+        yield _Processes(processes, f"/proc/{os.getpid()}/fd/{payload}")
+    finally:
+        await processes.close()
+        os.close(payload)
+
+
+class _Processes:
+    """The processes of an environment that blocks; each drives one rollout at a time."""
+
+    def __init__(self, processes: CallProcesses, payload: str) -> None:
+        self._processes = processes
+        self._payload = payload
+
+    async def drive(self, task: int, rollout: AgentRollout) -> Any:
+        """Return what `drive` returns in a process; that ends if this is cancelled."""
+        client = BlockingAgentClient(
+            address=rollout.served, repetition=rollout.repetition, deadline_s=rollout.deadline_s
+        )
+        request = DriveRequest(payload=self._payload, task=task, client=client)
+        try:
+            async with self._processes.borrowed() as process:
+                received = await process.ask(msgspec.json.encode(request).decode())
+        except RewardProcessDied as error:
+            raise EnvironmentFailed(str(error)) from error
+        driven = decode_json(received, RolloutReply)
+        if driven.error:
+            raise EnvironmentFailed(f"environment raised {driven.error}")
+        return driven.outcome
+
+
+class _DrivingTasks:
     """The prompts of a driving environment."""
 
-    def __init__(self, env: DrivingEnvironment) -> None:
-        """Drive `env`.
-
-        Raises:
-            InvalidPipeline: its `drive` is no coroutine function.
-        """
-        if not inspect.iscoroutinefunction(env.drive):
-            raise InvalidPipeline(
-                f"{type(env).__name__}.drive: expected `async def`, because rollouts are concurrent, got a function "
-                f"that blocks: call what blocks by anyio.to_thread.run_sync"
-            )
-        self._env = env
+    def __init__(self, drive: Drive, endpoint: AgentEndpoint | None) -> None:
+        self._drive = drive
+        self._endpoint = endpoint
 
     async def begin(self, number: int) -> Callable[[int, RolloutSampler], Coroutine[Any, Any, RolloutResult]]:
         """Begin a prompt; see `TaskFn`."""
@@ -39,7 +123,8 @@ class DrivingTasks:
     async def _rollout(self, number: int, repetition: int, sampler: RolloutSampler) -> RolloutResult:
         rollout, state = AgentRollout(sampler, repetition), "cancelled"
         try:
-            result = await self._driven(number, rollout)
+            with self._served(rollout):
+                result = await self._driven(number, rollout)
             state = ""
         except EnvironmentFailed as error:
             state = "filtered" if isinstance(error.__cause__, RolloutFiltered) else "failed"
@@ -50,17 +135,35 @@ class DrivingTasks:
                 current().metrics.total(f"rollout/dropped_tokens/{state}", rollout.sampled_tokens)
         return result
 
+    @contextmanager
+    def _served(self, rollout: AgentRollout) -> Iterator[None]:
+        """Answer calls of the rollout at the endpoint within the body, if there is one."""
+        if self._endpoint is None:
+            yield
+            return
+        with self._endpoint.serve(rollout) as served:
+            rollout.address = EndpointAddress(served.base_url, served.key)
+            yield
+        metrics = current().metrics
+        for reason, calls in served.branched.items():
+            metrics.total(f"rollout/branched/{reason}", calls)
+        if served.malformed_calls:
+            metrics.total("rollout/malformed_tool_calls", served.malformed_calls)
+
     async def _driven(self, number: int, rollout: AgentRollout) -> RolloutResult:
         outcome: Any = None
         try:
             with rollout.scope:
-                outcome = await await_user(self._env.drive, number, rollout)
+                outcome = await await_user(self._drive, number, rollout)
             if rollout.failure is None:
                 if isinstance(outcome, Outcome) and outcome.drop:
                     raise RolloutFiltered(outcome.drop)  # noqa: TRY301 (as a raised one)
                 return call_user(rollout.result, outcome)
         except TokensUnaccounted:
             raise
+        except EnvironmentFailed:
+            if rollout.failure is None:
+                raise
         except Exception as error:
             if rollout.failure is None:
                 raise failed(error) from error

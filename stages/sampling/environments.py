@@ -32,7 +32,7 @@ from ..contracts.rollouts import Branch, RolloutResult, RolloutSampler, Turn, as
 from ..contracts.threads import Threads
 from ..tokenizers.chat_format import ChatFormat
 from ..tokenizers.conversations import ConversationEncoder, conversation, text_of
-from .driving_environments import DrivingTasks
+from .driving_environments import driving_tasks
 from .environment_calls import EnvironmentFailed, called, failed, reward_of, unchanged
 
 CLOSE_TIMEOUT_S = 2.0
@@ -140,7 +140,8 @@ async def open_tasks(
         if isinstance(first, OutsideEnvironment):
             yield _OutsideTasks(first, workers).begin
         elif isinstance(first, DrivingEnvironment):
-            yield DrivingTasks(first).begin
+            async with driving_tasks(first, make_env, chat) as begin:
+                yield begin
         elif not isinstance(first, ScoredDataset | PromptSource | StepEnvironment):
             raise InvalidPipeline(
                 f"expected an environment with len, [] and score_answer (a scored data set), with prompt (prompts), "

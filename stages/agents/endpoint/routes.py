@@ -6,6 +6,7 @@ from .anthropic_messages import ANTHROPIC_MESSAGES, COUNT_TOKENS
 from .application import Routes
 from .chat_completions import CHAT_COMPLETIONS
 from .openai_responses import RESPONSES
+from .rewards import REWARD
 from .text_completions import TEXT_COMPLETIONS
 from .token_routes import GENERATE, MODELS, TOKENIZE
 
@@ -18,4 +19,5 @@ ROUTES: Routes = {
     ("POST", "/v1/messages"): ANTHROPIC_MESSAGES,
     ("POST", "/v1/messages/count_tokens"): COUNT_TOKENS,
     ("POST", "/v1/responses"): RESPONSES,
+    ("POST", "/v1/reward"): REWARD,
 }

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ...._pipeline.errors import InvalidData
 from ...._pipeline.util.exception_groups import unwrap_first
 from ...._schemas import StopReason
 from ...contracts.policies import Call
@@ -48,6 +49,10 @@ class SamplesCalls(Protocol):
 
     async def generate(self, prompt: NDArray[np.int32], sampling: SamplingParams | None = None) -> Call:
         """Return the completion of `prompt`; see `AgentClient.generate`."""
+        ...
+
+    def add_reward(self, value: float, call: str | None) -> None:
+        """Add to the reward; see `AgentClient.reward`."""
         ...
 
 
@@ -166,6 +171,18 @@ class ServedRollout:
     def sampling(self) -> SamplingParams:
         """Return the parameters of a call that brings none."""
         return self._rollout.sampling
+
+    def add_reward(self, value: float, call: str | None) -> None:
+        """Add to the reward of the rollout, or of a call by its id.
+
+        Raises:
+            InvalidData: the value is not finite, or no call has this id.
+            RolloutEnded: the rollout has ended.
+        """
+        try:
+            self._rollout.add_reward(value, call)
+        except ValueError as error:
+            raise InvalidData(str(error)) from error
 
     def count_tokens(self, messages: Sequence[Message], tools: Tools | None) -> NDArray[np.int32]:
         """Return the prompt of a call that is not sampled.

@@ -41,6 +41,10 @@ class Rollout:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_completion_tokens=MAX_TOKENS))
     asked: list[tuple[NDArray[np.int32], SamplingParams]] = field(default_factory=list)
     calls: list[tuple[NDArray[np.int32], Call]] = field(default_factory=list)
+    rewards: list[tuple[float, str | None]] = field(default_factory=list)
+
+    def add_reward(self, value: float, call: str | None) -> None:
+        self.rewards.append((value, call))
 
     async def generate(self, prompt: NDArray[np.int32], sampling: SamplingParams | None = None) -> Call:
         params = sampling or self.sampling

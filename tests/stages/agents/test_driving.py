@@ -17,7 +17,7 @@ from tests.fake_policy import FakePolicy, Letters
 
 from penstock import SourceEnv, StopReason, TrajectoryGroup
 from penstock.agents import AgentClient, ContextTooLong, Outcome, RolloutEnded
-from penstock.errors import InvalidConfig, InvalidPipeline, InvalidRecord
+from penstock.errors import InvalidConfig, InvalidRecord
 from penstock.policies import Completion, SamplingParams
 from penstock.testing import Driven, VirtualClock, drive_source
 
@@ -352,12 +352,3 @@ def test_an_agent_without_end_is_given_up_at_its_deadline() -> None:
 
     assert ran.ledger.balance().ended["failed"] == 1
     assert ran.metrics.emit(0)["rollout/dropped_tokens/cancelled"] == 3
-
-
-async def test_an_environment_whose_drive_blocks_is_refused() -> None:
-    class Blocking:
-        def drive(self, task: int, client: AgentClient) -> Any:  # noqa: ARG002 (the protocol's)
-            return 1.0
-
-    with pytest.raises(InvalidPipeline, match=r"Blocking\.drive: expected `async def`"):
-        await drive_source(SourceEnv(Blocking, FakePolicy()))
