@@ -20,14 +20,14 @@ from tests.models import (
 from tests.models.explore import Broken
 from tests.models.mutants import MUTANTS, Mutant
 
-FIRST = {mutant.rule: number for number, mutant in reversed(list(enumerate(MUTANTS)))}
-"""The first fault that breaks each rule."""
+FIRST = {mutant.by.name: number for number, mutant in reversed(list(enumerate(MUTANTS)))}
+"""The first fault that each search or machine finds."""
 
 
 @pytest.mark.parametrize(
     "mutant",
     [
-        pytest.param(mutant, id=str(mutant), marks=[pytest.mark.long] if FIRST[mutant.rule] != number else [])
+        pytest.param(mutant, id=str(mutant), marks=[pytest.mark.long] if FIRST[mutant.by.name] != number else [])
         for number, mutant in enumerate(MUTANTS)
     ],
 )

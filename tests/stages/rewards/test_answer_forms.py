@@ -54,34 +54,44 @@ def completion(answer: Any, text: str) -> RewardInput:
     return RewardInput(trajectory=group[0], score=0.0, text=text, meta={"row": {"answer": answer}})
 
 
+EVERY = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
+"""`make test` looks at every third answer."""
+
+
 def judged(verdicts: Verdicts, cases: list[tuple[Any, str]], expected: float) -> None:
     """Expect the same verdict of all cases, and name those that have another."""
     found = verdicts(*cases)
     assert [case for case, verdict in zip(cases, found, strict=True) if verdict != expected] == []
 
 
-def test_an_answer_equals_itself_in_a_box_between_dollar_signs_and_in_another_notation(verdicts: Verdicts) -> None:
+@EVERY
+def test_an_answer_equals_itself_in_a_box_between_dollar_signs_and_in_another_notation(
+    verdicts: Verdicts, every: int
+) -> None:
     boxed = [(each.text, rf"So it is \boxed{{{each.text}}}.") for each in FORMULAS if "boxed" not in each.text]
     marked = [(each.text, f"It is ${each.text.strip('$')}$") for each in FORMULAS if "\\(" not in each.text]
     other = [(each.text, rf"\boxed{{{each.notation}}}") for each in ANSWERS if each.notation]
 
-    judged(verdicts, [*boxed, *marked, *other], 1)
+    judged(verdicts, [*boxed[::every], *marked[every // 3 :: every], *other[every // 2 :: every]], 1)
 
 
-def test_a_lone_number_of_an_answer_is_another_answer(verdicts: Verdicts) -> None:
+@EVERY
+def test_a_lone_number_of_an_answer_is_another_answer(verdicts: Verdicts, every: int) -> None:
     numbers = [(each.text, n) for each in ANSWERS if each.kind not in OF_A_VALUE for n in NUMBER.findall(each.text)]
     equal = {each.text: each.notation for each in ANSWERS}
 
     assert len(numbers) > 60
-    judged(verdicts, [(text, rf"\boxed{{{n}}}") for text, n in numbers if n not in (text, equal[text])], 0)
+    others = [(text, rf"\boxed{{{n}}}") for text, n in numbers if n not in (text, equal[text])]
+    judged(verdicts, others[::every], 0)
 
 
 @pytest.mark.parametrize(
     "other",
     [r"3\sqrt{17}", *(pytest.param(other, marks=pytest.mark.long) for other in ("17", "seat", r"\text{Tuesday}"))],
 )
-def test_an_answer_equals_no_answer_of_another_row(other: str, verdicts: Verdicts) -> None:
-    judged(verdicts, [(each.text, rf"\boxed{{{other}}}") for each in ANSWERS], 0)
+@EVERY
+def test_an_answer_equals_no_answer_of_another_row(other: str, verdicts: Verdicts, every: int) -> None:
+    judged(verdicts, [(each.text, rf"\boxed{{{other}}}") for each in ANSWERS[::every]], 0)
 
 
 def test_a_number_of_a_formula_without_dollar_signs_in_a_completion_is_no_answer(verdicts: Verdicts) -> None:
