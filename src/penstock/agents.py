@@ -5,10 +5,12 @@ from __future__ import annotations
 from ._stages.agents.agent_client import (
     AgentClient,
     CallRefused,
+    CallsUsedUp,
     ContextTooLong,
     DrivingEnvironment,
     EndpointAddress,
     Outcome,
+    RolloutDeadline,
     RolloutEnded,
 )
 from ._stages.agents.agent_commands import CommandFailed, CommandResult
@@ -20,11 +22,13 @@ __all__ = [
     "BlockingAgentClient",
     "Call",
     "CallRefused",
+    "CallsUsedUp",
     "CommandFailed",
     "CommandResult",
     "ContextTooLong",
     "DrivingEnvironment",
     "EndpointAddress",
     "Outcome",
+    "RolloutDeadline",
     "RolloutEnded",
 ]

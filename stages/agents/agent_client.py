@@ -5,7 +5,6 @@ Knows no pipeline.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..._pipeline.errors import PenstockError
 from ..contracts.policies import Call
+from ..contracts.rollouts import finite
 from ..contracts.sampling_params import SamplingParams
 from .agent_commands import CommandResult
 
@@ -110,7 +110,8 @@ class AgentClient(Protocol):
         Raises:
             InvalidRecord: `prompt` is no row of token ids.
             ContextTooLong: it leaves no token for a completion.
-            RolloutEnded: `drive` has returned.
+            CallsUsedUp: the environment has `max_calls`, and these were made.
+            RolloutEnded, RolloutDeadline: `drive` has returned, or was given up.
         """
         ...
 
@@ -158,6 +159,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class DrivingEnvironment(Protocol):
     """An environment that runs an agent: it asks for completions itself, as many as it likes, and is given no turns.
 
+    An attribute `max_calls`, if there is one, bounds the calls of a rollout. At the endpoint the next one is answered
+    by a message without calls of tools, on which agents end.
+
     Rollouts are concurrent. A coroutine function is called on the event loop, with an `AgentClient`. A plain function
     may block, so it is called in a process of its own, with a `BlockingAgentClient`.
     """
@@ -182,15 +186,3 @@ def outcome_of(returned: Any) -> Outcome | None:
         parts={name: finite(value) for name, value in found.parts.items()},
         metrics={name: finite(value) for name, value in found.metrics.items()},
     )
-
-
-def finite(value: Any) -> float:
-    """Return a number as a float.
-
-    Raises:
-        ValueError, TypeError: it is no finite number.
-    """
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"expected a finite number, got {number}")
-    return number

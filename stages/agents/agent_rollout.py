@@ -15,9 +15,17 @@ from numpy.typing import NDArray
 from ..._pipeline.errors import InvalidConfig, InvalidPipeline, PenstockError
 from ..._pipeline.util.extras import extra
 from ..contracts.policies import Call, Completion
-from ..contracts.rollouts import Branch, RolloutResult, RolloutSampler, as_ids
+from ..contracts.rollouts import Branch, RolloutResult, RolloutSampler, as_ids, finite
 from ..contracts.sampling_params import SamplingParams
-from .agent_client import ContextTooLong, EndpointAddress, Outcome, RolloutEnded, finite, outcome_of
+from .agent_client import (
+    CallsUsedUp,
+    ContextTooLong,
+    EndpointAddress,
+    Outcome,
+    RolloutDeadline,
+    RolloutEnded,
+    outcome_of,
+)
 from .agent_commands import CommandResult, run_command
 from .call_tree import CallTree
 
@@ -29,8 +37,9 @@ class TokensUnaccounted(PenstockError):
 class AgentRollout:
     """Samples and records the calls of one rollout; an `AgentClient`."""
 
-    def __init__(self, sampler: RolloutSampler, repetition: int) -> None:
+    def __init__(self, sampler: RolloutSampler, repetition: int, max_calls: int | None = None) -> None:
         self.repetition = repetition
+        self._max_calls = max_calls
         self.address: EndpointAddress | None = None
         """At the endpoint."""
         self._sampler = sampler
@@ -42,6 +51,8 @@ class AgentRollout:
         self._rewards: dict[str | None, float] = {}
         """By the id of the call."""
         self._ended = False
+        self._in_flight: set[anyio.CancelScope] = set()
+        """Of the calls that are being sampled: those of an HTTP client do not end with the agent."""
         self.failure: Exception | None = None
         """The error of the policy that ended the rollout."""
         self.scope: anyio.CancelScope = anyio.CancelScope()
@@ -113,22 +124,29 @@ class AgentRollout:
         self._check_running()
         prompt = as_ids(prompt, least=1)
         number = self._begun
+        if number == self._max_calls:
+            raise CallsUsedUp(f"expected at most {number} calls, the environment's max_calls, got another")
         self._begun += 1
         params = self._params(number, sampling)
-        try:
-            completion = await self._sampler.sample(prompt, params)
-        except InvalidConfig:  # of this call
-            raise
-        except Exception as error:
-            self.failure = error
-            self.scope.cancel()
-            raise
+        completion: Completion | None = None
+        with anyio.CancelScope() as scope:
+            self._in_flight.add(scope)
+            try:
+                completion = await self._sampler.sample(prompt, params)
+            except InvalidConfig:  # of this call
+                raise
+            except Exception as error:
+                self.failure = error
+                self.scope.cancel()
+                raise
+            finally:
+                self._in_flight.discard(scope)
+        self._check_running()
         if completion is None:
             raise ContextTooLong(
                 f"expected a prompt that leaves a token for a completion, got {len(prompt)} tokens: shorten the "
                 f"conversation, or raise SourceEnv.max_length"
             )
-        self._check_running()
         call = Call(
             id=f"call-{number}",
             temperature=params.logprob_temperature,
@@ -163,6 +181,8 @@ class AgentRollout:
         self._rewards[call] = self._rewards.get(call, 0.0) + finite(value)
 
     def _check_running(self) -> None:
+        if self._ended and anyio.current_time() >= self.deadline_s:
+            raise RolloutDeadline(f"rollout {self.repetition} was given up at its deadline, rollout_timeout_s")
         if self._ended:
             raise RolloutEnded(f"rollout {self.repetition} has ended: a call now would train nothing")
 
@@ -172,8 +192,10 @@ class AgentRollout:
         return sum(self._sampled.values())
 
     def end(self) -> None:
-        """Refuse all further calls and rewards."""
+        """Refuse all further calls and rewards, and end the calls that are being sampled."""
         self._ended = True
+        for scope in self._in_flight:
+            scope.cancel()
 
     def result(self, returned: Any) -> RolloutResult:
         """Return the result of the rollout, given what `drive` returned.

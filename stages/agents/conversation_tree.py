@@ -100,7 +100,7 @@ class ConversationTree:
             InvalidData: a part of a message is no text, the last one is a turn of the assistant, or the template
                 refuses them.
         """
-        said = normalized(messages)
+        said = list(map(_plain, messages))
         if not said or said[-1]["role"] == "assistant":
             raise InvalidData(
                 "messages: expected the last one to be of the user or of a tool, got "
@@ -167,6 +167,13 @@ class ConversationTree:
         if not self._longest:
             return None
         return "compacted" if len(said) < self._longest else "edited"
+
+
+def _plain(message: Message) -> Message:
+    """Return a message normalized; most are, and one by one that is most of the time of a long conversation."""
+    if isinstance(message.get("content"), str) and None not in message.values():
+        return message
+    return normalized([message])[0]
 
 
 def _with_thoughts(message: Message, recorded: Message) -> Message:

@@ -5,6 +5,7 @@ Knows no environment and no engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -108,3 +109,15 @@ def as_ids(tokens: Any, *, least: int = 0) -> NDArray[np.int32]:
     if len(ids) < least:
         raise InvalidRecord(f"tokens: expected at least {least}, got {len(ids)}")
     return ids.astype(np.int32, copy=False)
+
+
+def finite(value: Any) -> float:
+    """Return a number of an environment's, such as a reward, as a float.
+
+    Raises:
+        ValueError, TypeError: it is no finite number.
+    """
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number, got {number}")
+    return number

@@ -62,7 +62,7 @@ async def driving_tasks(
         if not inspect.iscoroutinefunction(env.drive):
             AgentRollout.check_endpoint(endpoint)
             drive = (await stack.enter_async_context(_processes(make_env))).drive
-        yield _DrivingTasks(drive, endpoint).begin
+        yield _DrivingTasks(drive, endpoint, getattr(env, "max_calls", None)).begin
 
 
 def _endpoint(chat: ChatFormat) -> AgentEndpoint | None:
@@ -112,16 +112,17 @@ class _Processes:
 class _DrivingTasks:
     """The prompts of a driving environment."""
 
-    def __init__(self, drive: Drive, endpoint: AgentEndpoint | None) -> None:
+    def __init__(self, drive: Drive, endpoint: AgentEndpoint | None, max_calls: int | None) -> None:
         self._drive = drive
         self._endpoint = endpoint
+        self._max_calls = max_calls
 
     async def begin(self, number: int) -> Callable[[int, RolloutSampler], Coroutine[Any, Any, RolloutResult]]:
         """Begin a prompt; see `TaskFn`."""
         return partial(self._rollout, number)
 
     async def _rollout(self, number: int, repetition: int, sampler: RolloutSampler) -> RolloutResult:
-        rollout, state = AgentRollout(sampler, repetition), "cancelled"
+        rollout, state = AgentRollout(sampler, repetition, self._max_calls), "cancelled"
         try:
             with self._served(rollout):
                 result = await self._driven(number, rollout)

@@ -5,7 +5,6 @@ So it is never taken for an error of the policy. Knows no kind of environment.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeAlias
@@ -48,15 +47,3 @@ def failed(error: Exception) -> EnvironmentFailed:
 def unchanged(value: Any) -> Any:
     """Return `value`."""
     return value
-
-
-def reward_of(value: Any) -> float:
-    """Return a reward as a float.
-
-    Raises:
-        ValueError, TypeError: it is no finite number.
-    """
-    reward = float(value)
-    if not math.isfinite(reward):
-        raise ValueError(f"expected a finite reward, got {reward}")
-    return reward

@@ -28,12 +28,12 @@ from ..._schemas.group import check_meta
 from ..agents.agent_client import DrivingEnvironment
 from ..contracts.policies import Completion, Tokenizer
 from ..contracts.prompts import Prompt, PromptSource
-from ..contracts.rollouts import Branch, RolloutResult, RolloutSampler, Turn, as_ids, next_turn
+from ..contracts.rollouts import Branch, RolloutResult, RolloutSampler, Turn, as_ids, finite, next_turn
 from ..contracts.threads import Threads
 from ..tokenizers.chat_format import ChatFormat
 from ..tokenizers.conversations import ConversationEncoder, conversation, text_of
 from .driving_environments import driving_tasks
-from .environment_calls import EnvironmentFailed, called, failed, reward_of, unchanged
+from .environment_calls import EnvironmentFailed, called, failed, unchanged
 
 CLOSE_TIMEOUT_S = 2.0
 """Bound on closing the environments at the end of a run; part of the 5 s that Ctrl-C takes at most."""
@@ -198,7 +198,7 @@ class _DatasetTasks:
         if completion is None:
             return RolloutResult(turns=[prompt], reward=0.0, stop_reason=StopReason.LENGTH, turn_rewards=[], meta=meta)
         text = text_of(self._tokenizer, completion)
-        reward = await called(self._threads, partial(self._dataset.score_answer, text, entry), reward_of)
+        reward = await called(self._threads, partial(self._dataset.score_answer, text, entry), finite)
         stop_reason = completion.stop_reason
         return RolloutResult(
             turns=[prompt, completion], reward=reward, stop_reason=stop_reason, turn_rewards=[reward], meta=meta
@@ -385,7 +385,7 @@ class _EpisodeTasks:
         """End an episode because the policy has no tokens left; its reward is that of the last turn."""
         end = getattr(env.env, "end_cut_episode", None)
         if end is not None:
-            reward = await env.call(end, reward_of)
+            reward = await env.call(end, finite)
             if rewards:
                 rewards[-1] += reward
 
@@ -396,7 +396,7 @@ def _outcome(
     observation, reward, terminated, truncated, _ = outcome
     ended = bool(terminated or truncated)
     tokens = np.zeros(0, np.int32) if ended else said.go_on(completion, observation)
-    return tokens, reward_of(reward), bool(terminated), bool(truncated)
+    return tokens, finite(reward), bool(terminated), bool(truncated)
 
 
 # -- rollouts from outside -----------------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def _checked(rollout: Any) -> RolloutResult:
     """Return a rollout from outside with its arrays converted and checked against the rules of a group."""
     if not isinstance(rollout, RolloutResult):
         raise TypeError(f"expected a RolloutResult, got {type(rollout).__name__}")
-    reward, checked = reward_of(rollout.reward), _checked_branch(rollout)
+    reward, checked = finite(rollout.reward), _checked_branch(rollout)
     others = [_checked_branch(branch) for branch in rollout.branches]
     by_turn = [branch.turn_rewards for branch in (checked, *others) if branch.turn_rewards is not None]
     if by_turn and len(by_turn) <= len(others):
@@ -457,7 +457,7 @@ def _checked_branch(branch: B) -> B:
             raise InvalidRecord(
                 f"turn_rewards: expected {checked.completions}, one for each Completion, got {len(turn_rewards)}"
             )
-        checked = msgspec.structs.replace(checked, turn_rewards=[reward_of(each) for each in turn_rewards])
+        checked = msgspec.structs.replace(checked, turn_rewards=[finite(each) for each in turn_rewards])
     return checked
 
 

@@ -85,6 +85,18 @@ async def test_calls_of_tools_and_thoughts_are_blocks_and_their_results_continue
     assert (last["content"], last["stop_reason"]) == ([{"type": "text", "text": "done"}], "end_turn")
 
 
+async def test_arguments_that_are_null_are_arguments(chat: ChatFormat) -> None:
+    rollout = of_script(chat, CALLING.replace("1", "null"), "done")
+    async with serving(chat, rollout) as client:
+        _, answer = await client.post(PATH, asking(ASK, tools=[TOOL]))
+        result = {"type": "tool_result", "tool_use_id": answer["content"][2]["id"], "content": "2"}
+        returned = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
+        await client.post(PATH, asking([*ASK, *returned], tools=[TOOL]))
+
+    assert answer["content"][2]["input"] == {"a": None}
+    assert not client.served.branched
+
+
 async def test_a_stream_has_the_events_of_a_message_in_order(chat: ChatFormat) -> None:
     async with serving(chat, of_script(chat, "yes")) as client:
         _, events = await client.post(PATH, asking(ASK, stream=True))

@@ -16,7 +16,7 @@ from anyio.lowlevel import checkpoint
 from tests.fake_policy import FakePolicy, Letters
 
 from penstock import SourceEnv, StopReason, TrajectoryGroup
-from penstock.agents import AgentClient, ContextTooLong, Outcome, RolloutEnded
+from penstock.agents import AgentClient, CallsUsedUp, ContextTooLong, Outcome, RolloutEnded
 from penstock.errors import InvalidConfig, InvalidRecord
 from penstock.policies import Completion, SamplingParams
 from penstock.testing import Driven, VirtualClock, drive_source
@@ -296,6 +296,51 @@ async def test_a_call_after_the_rollout_is_refused() -> None:
         await kept[0].generate(ids("q"))
     with pytest.raises(RolloutEnded):
         await kept[0].reward(1.0)
+
+
+async def test_a_call_that_is_being_sampled_when_the_rollout_ends_is_ended() -> None:
+    ended: list[type[Exception]] = []
+
+    async def sample(client: AgentClient) -> None:
+        try:
+            await client.generate(ids("late"))
+        except RolloutEnded as error:
+            ended.append(type(error))
+
+    async def drive(_: int, client: AgentClient) -> float:
+        await client.generate(ids("q"))
+        late.start_soon(sample, client)
+        await stuck.wait()
+        return 1.0
+
+    stuck = anyio.Event()
+
+    async def wait() -> None:
+        if len(policy.prompts) == 2:
+            stuck.set()
+            await anyio.sleep_forever()
+
+    policy = FakePolicy(wait=wait)
+    async with anyio.create_task_group() as late:
+        assert rows(await group_of(drive, policy)) == ["qOK."]
+
+    assert ended == [RolloutEnded]
+
+
+async def test_an_environment_bounds_the_calls_of_a_rollout() -> None:
+    class Bounded(Agent):
+        max_calls = 2
+
+    async def drive(_: int, client: AgentClient) -> float:
+        for _ in range(2):
+            await client.generate(ids("q"))
+        with pytest.raises(CallsUsedUp, match="expected at most 2 calls"):
+            await client.generate(ids("q"))
+        return 1.0
+
+    (group,) = await drive_source(SourceEnv(lambda: Bounded(drive), FakePolicy(), group_size=1, groups=1))
+
+    assert len(group) == 2
 
 
 async def test_an_agent_that_raises_costs_its_rollout_alone() -> None:

@@ -14,17 +14,20 @@ from typing import Any
 import aiohttp
 import anyio
 import anyio.lowlevel
+import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.stages.agents.blocking_agent import AGAIN, ASKED, Blocks
 from tests.stages.agents.served import chat_format, completion_of
+from tests.tiny_model import TinyModel
 
 from penstock import SourceEnv, TrajectoryGroup, Worker
 from penstock.agents import AgentClient, CommandFailed, Outcome
 from penstock.chat import ChatFormat
 from penstock.errors import InvalidPipeline
 from penstock.policies import Completion, NoOpEngine, SamplingParams
-from penstock.testing import Driven, drive_source
+from penstock.testing import Driven, drive, drive_source
+from penstock.torch import TorchPolicy, TorchReference
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,51 @@ async def test_an_agent_that_calls_the_endpoint_is_one_sequence_of_its_tokens(ch
     assert group.completion_lengths().tolist() == [4, 4]
     assert group.token_rewards is not None
     assert group.token_rewards[group.token_rewards > 0].tolist() == [0.25, 1.0] * 2
+
+
+async def test_each_token_that_an_agent_saw_trains_once_with_the_log_probability_of_a_forward_pass(
+    chat: ChatFormat,
+) -> None:
+    """Its calls continue, fork, compact, run at once, ask for two answers, and have temperatures of their own."""
+    seen: list[list[int]] = []
+
+    class Wanders:
+        async def drive(self, _: int, client: AgentClient) -> float:
+            async def ask(messages: Sequence[Any], **fields: Any) -> list[Any]:
+                body = {"messages": messages, "return_token_ids": True, **fields}
+                async with session.post(f"{client.base_url}/chat/completions", json=body) as came:
+                    answer = await came.json()
+                seen.extend(choice["token_ids"] for choice in answer["choices"])
+                return [choice["message"] for choice in answer["choices"]]
+
+            said: list[Any] = list(ASKED)
+            for temperature in (0.5, 1.0, 1.5):
+                said += [*await ask(said, temperature=temperature), AGAIN]
+            await ask([AGAIN], n=2)
+            async with anyio.create_task_group() as calls:
+                calls.start_soon(ask, [*said, AGAIN])
+                calls.start_soon(ask, [*said[:1], {"role": "assistant", "content": "edited"}, *said[2:], AGAIN])
+            return float(client.repetition)
+
+    model = partial(TinyModel, vocabulary=300, context=2048)
+    policy = TorchPolicy(model, chat.tokenizer.eos_id)
+    sampling = SamplingParams(max_completion_tokens=8)
+    env = SourceEnv(Wanders, policy, chat=chat, group_size=2, groups=1, max_length=2048, sampling=sampling)
+    async with aiohttp.ClientSession() as session:
+        groups = await drive_source(env)
+    (group,) = await drive(TorchReference(model), groups)
+
+    trained = np.sort(group.tokens[group.loss_mask])
+    assert trained.tolist() == sorted(token for each in seen for token in each)
+    assert group.ref_logprobs is not None
+    assert group.behavior_logprobs is not None
+    np.testing.assert_allclose(group.ref_logprobs, group.behavior_logprobs, atol=1e-5)
+    metrics = groups.metrics.emit(0)
+    assert metrics["rollout/branches"] == 4
+    assert {name: value for name, value in metrics.items() if "branched" in name} == {
+        "rollout/branched/compacted": 4,
+        "rollout/branched/edited": 2,
+    }
 
 
 async def test_an_agent_without_a_chat_format_has_no_endpoint(chat: ChatFormat) -> None:

@@ -280,7 +280,7 @@ def short(name: str) -> Completion:
     ("rollout", "cause"),
     [
         ("words", "expected a RolloutResult, got str"),
-        (bad(reward=float("nan")), "expected a finite reward, got nan"),
+        (bad(reward=float("nan")), "expected a finite number, got nan"),
         (bad(turns=[]), "expected a prompt of at least one token first"),
         (bad(turns=[completion_of("x")]), "expected a prompt of at least one token first"),
         (bad(turns=[np.array([-1])]), "expected a row of ids of 0 or more"),
@@ -288,7 +288,7 @@ def short(name: str) -> Completion:
         (bad(turns=[np.array([1]), short("logprobs")]), r"logprobs: expected 3 finite values, got shape \(1,\)"),
         (bad(turn_rewards=[1.0, 0.0]), "turn_rewards: expected 1, one for each Completion, got 2"),
         (bad(reward=5.0, turn_rewards=[99.0]), "turn_rewards: expected 5.0 in all, the reward, got 99.0"),
-        (bad(turn_rewards=[float("inf")]), "expected a finite reward, got inf"),
+        (bad(turn_rewards=[float("inf")]), "expected a finite number, got inf"),
         (bad(turns=[np.array([1]), short("policy_versions")]), r"policy_versions: expected 3 finite values"),
     ],
 )
