@@ -18,7 +18,7 @@ import zmq
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 from tests.failsafe import FAILSAFE_S
-from tests.forks import Forks, forking, offered
+from tests.forks import Forks, forking
 from tests.installation import Installed, build_distributions, install_editable
 from tests.processes.children import children_of
 from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
@@ -35,39 +35,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Torch, also in processes that tests start, has one thread: a second one spins beside other tests, and gains nothing
 with tensors as small as theirs."""
 
-FORKED = {
-    *("atropos", "benchmarks", "hostile", "journal", "processes", "skyrl"),
-    *("test_evaluated_samples.py", "test_failing_environments.py", "test_file_descriptors.py", "test_full_disk.py"),
-    *("test_host_lock.py", "test_million.py", "test_runs_that_cannot_learn.py", "test_samples.py", "test_soak.py"),
-    *("test_top.py", "test_weight_folder.py"),
-}
-"""Folders, and files, whose tests start interpreters with penstock, or workers; none that limits their memory or looks
-for every process that is left."""
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
-FORKED_WITH_TORCH = {"examples", "models_hf", "ranks", "resumption", "test_seeded_prompts.py"}
-"""Folders, and a file, whose tests start interpreters that train or sample, which start such interpreters in their
-turn."""
+FORKED = {"atropos", "journal", "processes", "resumption", "test_file_descriptors.py", "test_full_disk.py"}
+"""Folders, and files, whose tests start interpreters with penstock, or workers; none that limits their memory."""
+
+FORKED_WITH_TORCH = {"examples", "models_hf", "ranks"}
+"""Folders whose tests start interpreters that train a model, which start such interpreters in their turn."""
 
 TRAINING = ("torch._dynamo", "transformers.models.auto.modeling_auto")
 """Imported by what trains a model."""
-
-COLLECTED = ("matplotlib.pyplot", "reasoning_gym", "torch._dynamo.backends.common")
-"""Imported, besides, by the tests of a whole run as they are collected: for seconds."""
 
 settings.register_profile("search", database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)
 settings.load_profile("same")
 """The same examples every time, however slow the machine is; `pytest --hypothesis-profile=search` looks for others."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Fork the workers of a whole run, which then neither import what its tests need nor start what forks for them."""
-    if config.args_source is config.ArgsSource.TESTPATHS and "COVERAGE_PROCESS_CONFIG" not in os.environ:
-        stack = contextlib.ExitStack()
-        config.add_cleanup(stack.close)
-        forks = stack.enter_context(forking(*TRAINING, *COLLECTED))
-        stack.enter_context(forks.in_place_of_interpreters("offered"))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -123,22 +106,19 @@ def forks() -> Iterator[Forks]:
 @pytest.fixture(scope="session")
 def forks_with_torch() -> Iterator[Forks]:
     """Start one that has imported what trains a model, and whose forks start forks too."""
-    if offered:
-        yield offered[0]
-        return
-    with forking(*TRAINING) as forks:
+    with forking(*TRAINING, nested=True) as forks:
         yield forks
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _interpreters_are_forks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fork where most of a test's time would be the start of interpreters."""
-    parts = set(request.path.relative_to(Path(__file__).parent).parts)
+    parts = set(request.path.parts)
     if parts & FORKED_WITH_TORCH:
-        with request.getfixturevalue("forks_with_torch").in_place_of_interpreters("replaced"):
+        with request.getfixturevalue("forks_with_torch").in_place_of_interpreters():
             yield
     elif parts & FORKED:
-        with request.getfixturevalue("forks").in_place_of_interpreters("replaced"):
+        with request.getfixturevalue("forks").in_place_of_interpreters():
             yield
     else:
         yield

@@ -2,8 +2,7 @@
 
 A fork begins as a new process does, for the forking process has neither a thread nor an event loop. It becomes a child
 of the process that asks for it, with the command, descriptors, variables and folder that `subprocess.Popen` was given.
-A nested fork has a copy of the forking process, its first child, and asks that for forks in its turn. So does a worker
-of pytest-xdist, to which its copy is `offered`.
+A nested fork has a copy of the forking process, its first child, and asks that for forks in its turn.
 `python -m tests.forks` is the forking process, `Forks` the interface to it.
 """
 
@@ -21,13 +20,12 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -52,10 +50,6 @@ COMMAND_BYTES = 20_000
 """Room for the command of a fork, as /proc shows it."""
 
 
-Nesting = Literal["replaced", "offered"]
-"""What a fork does with forks of its own: has them in place of interpreters, or finds them in `offered`."""
-
-
 class Program(msgspec.Struct, frozen=True):
     """What a fork runs."""
 
@@ -67,14 +61,16 @@ class Program(msgspec.Struct, frozen=True):
     """Those of the descriptors that come with the request, in their order."""
     process_group: int
     new_session: bool
-    nested: Nesting | None
+    nested: bool
+    """Whether the fork asks for forks in its turn."""
 
 
 class Forks:
     """The interface to a forking process, which ends when the socket of its requests is closed."""
 
-    def __init__(self, requests: socket.socket) -> None:
+    def __init__(self, requests: socket.socket, *, nested: bool) -> None:
         self._requests = requests
+        self._nested = nested
         self._lock = threading.Lock()
         self._variables = dict(os.environ)
 
@@ -91,15 +87,15 @@ class Forks:
                     _adopt_orphans(False)
 
     @contextmanager
-    def in_place_of_interpreters(self, nested: Nesting | None = None) -> Iterator[None]:
+    def in_place_of_interpreters(self) -> Iterator[None]:
         """Fork within the body where `subprocess.Popen` would start an interpreter, unless that is traced."""
-        started = self.replace_interpreters(nested)
+        started = self.replace_interpreters()
         try:
             yield
         finally:
             setattr(subprocess.Popen, "_execute_child", started)  # noqa: B010 (private)
 
-    def replace_interpreters(self, nested: Nesting | None) -> Callable[..., None]:
+    def replace_interpreters(self) -> Callable[..., None]:
         """Fork from now on where `subprocess.Popen` would start an interpreter; return what `Popen` started with."""
         started: Callable[..., None] = vars(subprocess.Popen)["_execute_child"]
 
@@ -119,7 +115,7 @@ class Forks:
                 places=list(descriptors),
                 process_group=group,
                 new_session=bool(new_session),
-                nested=nested,
+                nested=self._nested,
             )
             popen.pid = self.start(program, list(descriptors.values()))
             popen._child_created = True
@@ -135,7 +131,7 @@ class Forks:
 
 
 @contextmanager
-def forking(*modules: str) -> Iterator[Forks]:
+def forking(*modules: str, nested: bool = False) -> Iterator[Forks]:
     """Start a process that imports `modules` besides penstock, within the body."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     variables = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
@@ -143,7 +139,7 @@ def forking(*modules: str) -> Iterator[Forks]:
     command = [sys.executable, "-m", "tests.forks", *MODULES, *modules, " " * COMMAND_BYTES]
     with subprocess.Popen(command, stdin=theirs.fileno(), env=variables, cwd=ROOT), ours:
         theirs.close()
-        yield Forks(ours)
+        yield Forks(ours, nested=nested)
 
 
 def _is_python(command: Any) -> bool:
@@ -163,10 +159,6 @@ def _adopt_orphans(adopts: bool) -> None:  # noqa: FBT001 (as the kernel has it)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
-offered: list[Forks] = []
-"""The forks that this process was given when it was forked, one at most."""
-
-
 # -- the forking process -----------------------------------------------------------------------------------------------
 
 
@@ -177,8 +169,6 @@ def main() -> Callable[[], object]:
     requests = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as null:  # noqa: PTH123 (a device)
         os.dup2(null.fileno(), 0)
-    for finalizer in vars(weakref.finalize)["_registry"]:
-        finalizer.atexit = False  # what was imported is not taken apart at the end of a fork
     gc.collect()
     gc.freeze()
     return _serve(requests)
@@ -220,7 +210,7 @@ def _begun(descriptors: list[int], parent: int) -> Callable[[], object]:
     if program.process_group >= 0:
         os.setpgid(0, program.process_group)
     requests = None
-    if program.nested is not None:
+    if program.nested:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not (copy := os.fork()):
             for descriptor in (ours.detach(), *descriptors):
@@ -236,11 +226,8 @@ def _begun(descriptors: list[int], parent: int) -> Callable[[], object]:
     os.environ.clear()
     os.environ.update(program.variables)
     _show_command([sys.executable, *program.arguments])
-    if requests is not None and program.nested == "replaced":
-        Forks(requests).replace_interpreters("replaced")
-    elif requests is not None:
-        offered.append(Forks(requests))
-        sys.modules["tests.forks"] = sys.modules["__main__"]
+    if requests is not None:
+        Forks(requests, nested=True).replace_interpreters()
     installed = [entry for entry in sys.path if entry not in ON_PATH]
     sys.path[:] = ["", *filter(None, program.variables.get("PYTHONPATH", "").split(":")), *installed, ON_PATH[0]]
     return _as_main(program.arguments)
@@ -289,27 +276,5 @@ def _as_main(arguments: list[str]) -> Callable[[], object]:
     return partial(exec, compile(Path(kind).read_bytes(), kind, "exec"), vars(main))
 
 
-def _run(program: Callable[[], object]) -> None:
-    """Run a program that ends as an interpreter does, except that what was imported is not taken apart.
-
-    That would take half a second with torch, whose pages it copies. A program that fails is left to the interpreter.
-    """
-    try:
-        program()
-        status = 0
-    except SystemExit as exit_:
-        if not isinstance(exit_.code, int | None):
-            raise
-        status = exit_.code or 0
-    vars(threading)["_shutdown"]()  # waits for threads
-    vars(atexit)["_run_exitfuncs"]()
-    try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-    except (OSError, ValueError):
-        sys.exit(status)
-    os._exit(status & 0xFF)
-
-
 if __name__ == "__main__":
-    _run(main())
+    main()()

@@ -46,25 +46,6 @@ def test_an_exception_is_printed_and_a_signal_is_the_status() -> None:
     assert killed.returncode == -signal.SIGKILL
 
 
-ENDS = """
-import atexit, os, sys, threading
-atexit.register(print, "at exit", end="")
-threading.Thread(target=lambda: (os.read(0, 1), print("thread"))).start()
-os.write(given, b"1")
-"""
-
-
-def test_at_its_end_threads_are_waited_for_functions_are_called_and_streams_are_written() -> None:
-    reader, writer = os.pipe()
-
-    with open(writer, "wb"), open(reader, "rb") as read:  # noqa: PTH123 (descriptors)
-        ended = ran(f"given = {writer}{ENDS}", pass_fds=(writer,), stdin=read)
-        failed = ran("import sys; sys.exit('no sand')")
-
-    assert (ended.stdout, ended.returncode) == ("thread\nat exit", 0)
-    assert (failed.stderr, failed.returncode) == ("no sand\n", 1)
-
-
 def test_a_fork_has_only_the_descriptors_that_it_was_given() -> None:
     listed = "import os; print(*os.listdir('/proc/self/fd'))"
     reader, writer = os.pipe()
@@ -105,29 +86,11 @@ print(os.getpid(), subprocess.run([sys.executable, "-c", code], capture_output=T
 
 
 def test_a_nested_fork_starts_forks_as_its_own_children() -> None:
-    with forking() as nested, nested.in_place_of_interpreters("replaced"):
+    with forking(nested=True) as nested, nested.in_place_of_interpreters():
         started = ran("import os" + STARTS)
 
     parent, parent_of_child, imported = started.stdout.split()
     assert (parent_of_child, imported) == (parent, "True")
-
-
-ASKS = """
-import os, subprocess, sys
-from tests.forks import offered
-ask = [sys.executable, "-c", "import os, sys; print(os.getppid(), 'penstock' in sys.modules)"]
-started = subprocess.run(ask, capture_output=True, text=True).stdout
-with offered[0].in_place_of_interpreters():
-    forked = subprocess.run(ask, capture_output=True, text=True).stdout
-print([each.replace(str(os.getpid()), "parent") for each in (started, forked)])
-"""
-
-
-def test_a_fork_to_which_forks_are_offered_starts_interpreters_until_it_asks_for_them(forks: Forks) -> None:
-    with forks.in_place_of_interpreters("offered"):
-        asked = ran(ASKS)
-
-    assert asked.stdout == "['parent False\\n', 'parent True\\n']\n"
 
 
 def test_a_variable_that_imports_read_starts_an_interpreter() -> None:

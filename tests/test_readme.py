@@ -51,7 +51,7 @@ def test_the_code_of_a_page_runs(
     monkeypatch.chdir(tmp_path)
 
     if name in LONG_FROM_A_WHEEL:
-        with request.getfixturevalue("forks_with_torch").in_place_of_interpreters("replaced"):
+        with request.getfixturevalue("forks_with_torch").in_place_of_interpreters():
             run_outside_the_checkout(command_of(name), ROOT / "src")
     elif name in FROM_A_WHEEL or is_script(name):
         run_outside_the_checkout(command_of(name), request.getfixturevalue("wheel"))
