@@ -567,13 +567,15 @@ async def test_a_body_beyond_the_bound_is_413(chat: ChatFormat) -> None:
     assert (status, error["type"]) == (413, "request_too_large")
 
 
-async def test_a_text_of_ten_megabytes_is_a_prompt_like_others(chat: ChatFormat) -> None:
+@pytest.mark.parametrize("megabytes", [1, pytest.param(10, marks=pytest.mark.long)])
+async def test_a_text_of_megabytes_is_a_prompt_like_others(megabytes: int, chat: ChatFormat) -> None:
     rollout = of_script(chat, ContextTooLong("too long"))
     async with serving(chat, rollout) as client:
-        status, error = await client.refused(PATH, {"messages": [{"role": "user", "content": "on" * 5 * 2**20}]})
+        content = "on" * megabytes * 2**19
+        status, error = await client.refused(PATH, {"messages": [{"role": "user", "content": content}]})
 
     assert (status, error["code"]) == (400, "context_length_exceeded")
-    assert len(rollout.asked[0][0]) > 2**20
+    assert len(rollout.asked[0][0]) > megabytes * 2**16
 
 
 async def test_a_client_that_ends_within_its_body_is_left_alone(chat: ChatFormat) -> None:
