@@ -34,7 +34,7 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     outcome: Outcome | None = None
     """None if nothing was returned."""
     error: str = ""
-    """What was raised instead."""
+    """The error that was raised instead."""
 
 
 def main(parent: str) -> None:

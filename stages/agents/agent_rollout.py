@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -29,9 +29,23 @@ from .agent_client import (
 from .agent_commands import CommandResult, run_command
 from .call_tree import CallTree
 
+if TYPE_CHECKING:
+    from .endpoint.agent_endpoint import AgentEndpoint
+
 
 class TokensUnaccounted(PenstockError):
     """A sampled token of a rollout would train twice, or not at all: a fault of penstock."""
+
+
+def endpoint_type() -> type[AgentEndpoint]:
+    """Return the class of the endpoint.
+
+    Raises:
+        MissingExtra: a module that it needs is not installed.
+    """
+    with extra("gateway", "the endpoint of agents"):
+        from .endpoint.agent_endpoint import AgentEndpoint  # noqa: PLC0415 (an extra)
+    return AgentEndpoint
 
 
 class AgentRollout:
@@ -88,10 +102,7 @@ class AgentRollout:
             InvalidPipeline: there is none, because the source has no chat format.
         """
         if endpoint is None:
-            with extra("gateway", "the endpoint of agents"):
-                import httptools  # noqa: F401, PLC0415 (an extra)
-                import starlette  # noqa: F401, PLC0415 (an extra)
-                import uvicorn  # noqa: F401, PLC0415 (an extra)
+            endpoint_type()
             raise InvalidPipeline(
                 "expected a source with a chat format, by which the endpoint of agents writes their messages as "
                 "tokens, got none: SourceEnv(…, chat=ChatFormat(tokenizer))"

@@ -18,7 +18,7 @@ from .policies import Completion
 from .sampling_params import SamplingParams
 
 Turn: TypeAlias = NDArray[np.int32] | Completion
-"""What the policy sampled, or the token ids of anything else."""
+"""A completion of the policy, or the token ids of anything else."""
 
 
 LARGEST_ID = 2**31 - 1

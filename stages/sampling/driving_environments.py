@@ -6,18 +6,17 @@ there is a chat format, an endpoint of this worker answers the calls of clients 
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio.to_thread
 import msgspec
 
-from ..._pipeline.errors import RewardProcessDied
+from ..._pipeline.errors import MissingExtra, RewardProcessDied
 from ..._pipeline.graph.context import current
 from ..._pipeline.util.user_code import await_user, call_user
 from ..._pipeline.workers.call_process import Callee, CallProcesses
@@ -26,7 +25,7 @@ from ..._schemas.conversion import decode_json
 from ..agents import agent_process
 from ..agents.agent_client import DrivingEnvironment, EndpointAddress, Outcome
 from ..agents.agent_process import DriveRequest, RolloutReply
-from ..agents.agent_rollout import AgentRollout, TokensUnaccounted
+from ..agents.agent_rollout import AgentRollout, TokensUnaccounted, endpoint_type
 from ..agents.blocking_client import BlockingAgentClient
 from ..contracts.rollouts import RolloutResult, RolloutSampler
 from ..tokenizers.chat_format import ChatFormat
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
     from ..agents.endpoint.agent_endpoint import AgentEndpoint
 
 CALLEE = Callee(agent_process.__name__, "an agent", "penstock.agents")
-
-NEEDED = ("starlette", "uvicorn", "httptools")
-"""Modules of the endpoint; see the extra `gateway`."""
 
 Drive: TypeAlias = Callable[[int, AgentRollout], Coroutine[Any, Any, Any]]
 """Does a rollout, and returns what `drive` returned."""
@@ -67,11 +63,9 @@ async def driving_tasks(
 
 def _endpoint(chat: ChatFormat) -> AgentEndpoint | None:
     """Return an endpoint that is not served yet; None if what it needs is not installed."""
-    if not all(map(importlib.util.find_spec, NEEDED)):
-        return None
-    from ..agents.endpoint.agent_endpoint import AgentEndpoint  # noqa: PLC0415 (an extra)
-
-    return AgentEndpoint(chat)
+    with suppress(MissingExtra):
+        return endpoint_type()(chat)
+    return None
 
 
 @asynccontextmanager
@@ -160,13 +154,10 @@ class _DrivingTasks:
                 if isinstance(outcome, Outcome) and outcome.drop:
                     raise RolloutFiltered(outcome.drop)  # noqa: TRY301 (as a raised one)
                 return call_user(rollout.result, outcome)
-        except TokensUnaccounted:
-            raise
-        except EnvironmentFailed:
-            if rollout.failure is None:
-                raise
         except Exception as error:
             if rollout.failure is None:
+                if isinstance(error, EnvironmentFailed | TokensUnaccounted):
+                    raise
                 raise failed(error) from error
         assert rollout.failure is not None  # noqa: S101 (else it has returned or raised)
         raise rollout.failure

@@ -59,7 +59,7 @@ _Follow: TypeAlias = tuple[tuple[str, ...], bool]
 """Roles of the messages after a turn; whether there are tools."""
 
 _Shape: TypeAlias = tuple[_Follow, tuple[str, ...], int]
-"""What follows a turn; the roles of the first message, and of the last before the turn; the number of its calls."""
+"""A `_Follow`; the roles of the first message, and of the last before the turn; the number of its calls."""
 
 _Beginning: TypeAlias = Literal["question", "system", "whole"]
 """A question alone, one after the system's message and the tools, and the conversation as it is."""
@@ -366,7 +366,7 @@ class ChatFormat:
 
     @cached_property
     def _writes_calls_alone(self) -> bool:
-        """Whether the template writes the calls of a turn without its content."""
+        """True if the template writes the calls of a turn without its content."""
         turn = {"role": "assistant", "content": TURN, "tool_calls": [call_of("tool", {})]}
         with suppress(InvalidData):
             return TURN not in self._rendered([QUESTION, turn], [TOOL], prompt=False)

@@ -30,7 +30,7 @@ STOP, LENGTH = 0, 1
 
 
 class Turn(NamedTuple):
-    """What an environment says, and what the policy answers."""
+    """The words of an environment, and the answer of the policy."""
 
     read: list[int]
     sampled: list[int]

@@ -93,6 +93,17 @@ def check_neutral(request: msgspec.Struct) -> None:
             raise unsupported(field, f"expected {values[0]!r}, or no such field, got {given!r:.80}")
 
 
+def may_call_tools(choice: Any) -> bool:
+    """Return whether a turn may call tools, by OpenAI's `tool_choice`.
+
+    Raises:
+        RequestRefused: a call is required.
+    """
+    if choice not in (None, "auto", "none"):
+        raise unsupported("tool_choice", f"expected 'auto' or 'none': a policy cannot be forced, got {choice!r:.80}")
+    return bool(choice != "none")
+
+
 def sampling_of(request: Any, usual: SamplingParams, *, max_tokens: int | None) -> SamplingParams:
     """Return the parameters of a request, within the `usual` ones of its rollout.
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ...tokenizers.chat_format import ChatFormat
-from .call_fields import Count, OpenAIFields, check_neutral, sampling_of
+from .call_fields import Count, OpenAIFields, check_neutral, may_call_tools, sampling_of
 from .chat_messages import ChatTool, Messages, plain_tools
 from .refusals import unsupported
 from .route import DONE, CallRoute, event
@@ -32,14 +32,12 @@ class ChatRequest(OpenAIFields, kw_only=True):
 
 def _ask(rollout: ServedRollout, request: ChatRequest) -> Callable[[], Awaitable[Answer]]:
     check_neutral(request)
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", f"expected 'auto' or 'none': a policy cannot be forced, got {choice!r:.80}")
+    may_call = may_call_tools(request.tool_choice)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     sampling = sampling_of(request, rollout.sampling, max_tokens=limit)
     messages = [message.plain() for message in request.messages]
     tools = plain_tools(request.tools)
-    return lambda: rollout.converse(messages, tools, sampling, request.n or 1, callable_tools=choice != "none")
+    return lambda: rollout.converse(messages, tools, sampling, request.n or 1, callable_tools=may_call)
 
 
 def logprobs_of(rollout: ServedRollout, choice: Choice) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from .call_fields import MAX_MESSAGES, CallFields, Count, check_neutral, sampling_of
+from .call_fields import MAX_MESSAGES, CallFields, Count, check_neutral, may_call_tools, sampling_of
 from .chat_messages import FunctionTool, function_tool
 from .refusals import unsupported
 from .route import CallRoute, event
@@ -121,12 +121,10 @@ def _text(content: str | list[ItemText] | None) -> str:
 
 def _ask(rollout: ServedRollout, request: ResponsesRequest) -> Callable[[], Awaitable[Answer]]:
     check_neutral(request)
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", f"expected 'auto' or 'none': a policy cannot be forced, got {choice!r:.80}")
+    may_call = may_call_tools(request.tool_choice)
     sampling = sampling_of(request, rollout.sampling, max_tokens=request.max_output_tokens)
     messages, tools = request.plain_messages, [function_tool(tool) for tool in request.tools or ()] or None
-    return lambda: rollout.converse(messages, tools, sampling, callable_tools=choice != "none")
+    return lambda: rollout.converse(messages, tools, sampling, callable_tools=may_call)
 
 
 def _items(answer: Answer, choice: Choice) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     call: Call | None
     """None for the final message of a rollout whose calls are used up."""
     text: str
-    """What was sampled, without the end of it: a token, or a stop string."""
+    """The sampled text, without the end of it: a token, or a stop string."""
     stop: str | None = None
     """The stop string that ended it."""
     content: str
