@@ -149,8 +149,8 @@ class RewardFunctionFailed(PenstockError):
     """A reward function failed so many times in a row that the run ended; `__cause__` is its last exception."""
 
 
-class RewardProcessDied(PenstockError):
-    """A process that computes rewards ended by itself, or was not ready in time, as the message says."""
+class CallProcessDied(PenstockError):
+    """A process that computes rewards, or runs an agent, ended by itself or was not ready in time."""
 
 
 class UnreadableScore(PenstockError, ValueError):

@@ -18,7 +18,7 @@ import msgspec
 from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from ..errors import RewardProcessDied
+from ..errors import CallProcessDied
 from .worker_payload import interpreter_command
 
 START_TIMEOUT_S = 60.0
@@ -80,7 +80,7 @@ class CallProcess:
         """Return a new process that is ready.
 
         Raises:
-            RewardProcessDied: it ended, or was not ready in time.
+            CallProcessDied: it ended, or was not ready in time.
         """
         process = await anyio.open_process(interpreter_command(callee.module, str(os.getpid())), stderr=None)
         assert process.stdin is not None  # noqa: S101 (pipes by default)
@@ -97,7 +97,7 @@ class CallProcess:
         with anyio.move_on_after(START_TIMEOUT_S):
             await self._reply()
             return
-        raise RewardProcessDied(
+        raise CallProcessDied(
             f"expected the process of {self._callee.name} to be ready within {START_TIMEOUT_S:g} s, got no answer, and "
             f"killed it: see whether `{sys.executable} -c 'import {self._callee.imports}'` returns"
         )
@@ -121,9 +121,9 @@ class CallProcess:
         except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError):
             raise await self._died() from None
 
-    async def _died(self) -> RewardProcessDied:
+    async def _died(self) -> CallProcessDied:
         status = await self._process.wait()
-        return RewardProcessDied(
+        return CallProcessDied(
             f"expected a reply from the process of {self._callee.name}, got its end with status {status}; its error "
             f"output is on stderr"
         )

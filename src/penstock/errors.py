@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ._pipeline.errors import (
+    CallProcessDied,
     ChannelFull,
     CheckpointDamaged,
     ClusterLost,
@@ -50,7 +51,6 @@ from ._pipeline.errors import (
     RecordTooLarge,
     ReplayBufferFull,
     RewardFunctionFailed,
-    RewardProcessDied,
     RolloutsFailed,
     RunDiffers,
     RunInUse,
@@ -80,6 +80,7 @@ from ._pipeline.errors import (
 )
 
 __all__ = [
+    "CallProcessDied",
     "ChannelFull",
     "CheckpointDamaged",
     "ClusterLost",
@@ -127,7 +128,6 @@ __all__ = [
     "RecordsSwallowed",
     "ReplayBufferFull",
     "RewardFunctionFailed",
-    "RewardProcessDied",
     "RolloutsFailed",
     "RunDiffers",
     "RunInUse",

@@ -12,6 +12,7 @@ from ..._pipeline.util.user_code import call_user, raised_text
 from ..._pipeline.workers.reply_loop import reply_to
 from ..._pipeline.workers.worker import load_payload
 from ..._schemas.conversion import decode_json
+from ..contracts.rollouts import RolloutFiltered
 from .agent_client import Outcome, outcome_of
 from .blocking_client import BlockingAgentClient
 
@@ -48,6 +49,8 @@ def _reply(line: bytes) -> RolloutReply:
         given = decode_json(request, DriveRequest)
         env = _environment(given.payload)
         return RolloutReply(outcome=outcome_of(call_user(env.drive, given.task, given.client)))
+    except RolloutFiltered as error:
+        return RolloutReply(outcome=Outcome(drop=str(error) or type(error).__name__))
     except Exception as error:  # noqa: BLE001 (raised in the parent)
         return RolloutReply(error=raised_text(error)[:LONGEST_ERROR])
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._pipeline.errors import PenstockError
 from ..._schemas import InvalidRecord, StopReason
 from .policies import Completion
 from .sampling_params import SamplingParams
@@ -22,6 +23,10 @@ Turn: TypeAlias = NDArray[np.int32] | Completion
 
 
 LARGEST_ID = 2**31 - 1
+
+
+class RolloutFiltered(PenstockError):
+    """An environment gives a rollout no reward, because it is not to be trained; it is counted as filtered."""
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio.to_thread
 import msgspec
 
-from ..._pipeline.errors import MissingExtra, RewardProcessDied
+from ..._pipeline.errors import CallProcessDied, MissingExtra
 from ..._pipeline.graph.context import current
 from ..._pipeline.util.user_code import await_user, call_user
 from ..._pipeline.workers.call_process import Callee, CallProcesses
@@ -27,9 +27,9 @@ from ..agents.agent_client import DrivingEnvironment, EndpointAddress, Outcome
 from ..agents.agent_process import DriveRequest, RolloutReply
 from ..agents.agent_rollout import AgentRollout, TokensUnaccounted, endpoint_type
 from ..agents.blocking_client import BlockingAgentClient
-from ..contracts.rollouts import RolloutResult, RolloutSampler
+from ..contracts.rollouts import RolloutFiltered, RolloutResult, RolloutSampler
 from ..tokenizers.chat_format import ChatFormat
-from .environment_calls import EnvironmentFailed, RolloutFiltered, failed
+from .environment_calls import EnvironmentFailed, failed
 
 if TYPE_CHECKING:
     from ..agents.endpoint.agent_endpoint import AgentEndpoint
@@ -95,7 +95,7 @@ class _Processes:
         try:
             async with self._processes.borrowed() as process:
                 received = await process.ask(msgspec.json.encode(request).decode())
-        except RewardProcessDied as error:
+        except CallProcessDied as error:
             raise EnvironmentFailed(str(error)) from error
         driven = decode_json(received, RolloutReply)
         if driven.error:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from ..._pipeline.errors import PenstockError
 from ..._pipeline.util.user_code import call_user, raised_text
+from ..contracts.rollouts import RolloutFiltered
 from ..contracts.threads import Threads
 
 BeganFn: TypeAlias = Callable[[Future[Any]], None]
@@ -18,10 +19,6 @@ BeganFn: TypeAlias = Callable[[Future[Any]], None]
 
 class EnvironmentFailed(PenstockError):
     """An environment raised, or returned an invalid value; `__cause__` is the original exception."""
-
-
-class RolloutFiltered(PenstockError):
-    """An environment gives a rollout no reward, because it is not to be trained; it is counted as filtered."""
 
 
 async def called(

@@ -22,9 +22,9 @@ from ..._pipeline.util.repeated_errors import RepeatedErrors
 from ..._pipeline.util.user_code import await_user
 from ..._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from ..contracts.policies import Completion, Engine
-from ..contracts.rollouts import RolloutResult, tokens_of
+from ..contracts.rollouts import RolloutFiltered, RolloutResult, tokens_of
 from ..contracts.sampling_params import SamplingParams
-from .environment_calls import EnvironmentFailed, RolloutFiltered
+from .environment_calls import EnvironmentFailed
 from .environments import PromptRejected, RolloutFn, TaskFn, checked
 from .rollout_columns import columns_of, sampled_anything
 from .turn_sampling import TurnSampling

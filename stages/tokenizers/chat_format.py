@@ -137,31 +137,6 @@ class ChatFormat:
         """
         return list(self.tokenizer.encode(self._rendered(with_names(asked(messages)), self._tools(tools))))
 
-    def after(
-        self,
-        messages: Sequence[Message],
-        new: Sequence[Message],
-        *,
-        tools: Tools | None = None,
-        ended: bool = True,
-    ) -> list[int]:
-        """Return the tokens between the policy's last turn and its next one.
-
-        Args:
-            messages: the conversation so far; the last message is the policy's turn.
-            new: the messages that follow it.
-            tools: schemas of the next prompt, in place of the format's own.
-            ended: whether the policy sampled the template's end of a turn; else the returned tokens begin with that
-                token.
-
-        Raises:
-            UnstableTemplate: see `check_turns`.
-            InvalidData: the template refuses these messages, or a part of them is no text.
-        """
-        self.check_turns()
-        tokens = self._between(messages, normalized(new), self._tools(tools))
-        return tokens[1:] if ended else tokens
-
     def extend(
         self,
         messages: Sequence[Message],

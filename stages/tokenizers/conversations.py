@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._pipeline.errors import UnstableTemplate
 from ..contracts.policies import Completion, Tokenizer
 from .chat_format import ChatFormat
 from .end_tokens import end_ids_of
@@ -97,15 +98,21 @@ class ChatConversation:
 
         Raises:
             TypeError: the observation is neither text nor a list of messages.
-            UnstableTemplate: the template changes earlier turns.
+            UnstableTemplate: the template cannot continue the turn.
+            InvalidData: it refuses the messages.
         """
         self._messages.append({"role": "assistant", "content": text_of(self._chat.tokenizer, completion)})
         new = normalized(self._as_messages(observation, self._chat.observation_role))
-        between = np.asarray(self._chat.after(self._messages, new, ended=False), np.int32)
+        between = self._chat.extend(self._messages, new, sampled=completion.tokens)
+        if between is None:
+            self._chat.check_turns()
+            self._chat.prompt([*self._messages, *new])  # raises what the template says
+            raise UnstableTemplate(
+                f"{self._chat.tokenizer!r}: expected a chat template that ends every turn alike, got one that ends "
+                f"{self._messages[-1]['content']!r:.80} in another way"
+            )
         self._messages += new
-        # A turn that ended with another token than the template writes, such as `<eos>`, gets the template's too.
-        ended = len(completion.tokens) > 0 and completion.tokens[-1] == between[0]
-        return between[1:] if ended else between
+        return np.asarray(between, np.int32)
 
     @staticmethod
     def _as_messages(observation: Any, role: str) -> Sequence[Message]:

@@ -142,7 +142,7 @@ def test_turns_and_what_stands_between_them_are_the_conversation_of_transformers
     for turn in turns:
         messages.append({"role": "assistant", "content": turn.removeprefix(" ")})
         new = {"role": role, "content": "go on, an hour"}
-        tokens += answered(tokenizer, turn) + chat.after(messages, [new])
+        tokens += answered(tokenizer, turn) + (chat.extend(messages, [new], sampled=[tokenizer.eos_id]) or [])
         messages.append(new)
 
     assert tokens == by_transformers(path, messages)
@@ -152,8 +152,9 @@ def test_a_turn_that_was_cut_is_closed_by_the_end_token(folder: Callable[[str], 
     chat = ChatFormat(PretrainedTokenizer(folder(CHATML)))
     messages, new = [QUESTION, {"role": "assistant", "content": "an ans"}], [QUESTION]
 
-    ended, cut = chat.after(messages, new), chat.after(messages, new, ended=False)
+    ended, cut = (chat.extend(messages, new, sampled=sampled) for sampled in ([chat.tokenizer.eos_id], [5]))
 
+    assert ended
     assert cut == [chat.tokenizer.eos_id, *ended]
 
 
@@ -174,7 +175,8 @@ def test_a_template_that_changes_earlier_turns_is_named_in_one_warning(
 
     with capture_logs() as logs:
         chat.check_turns()
-        tokens = chat.after([QUESTION, {"role": "assistant", "content": "<think>\nso\n</think>\n\nyes"}], [QUESTION])
+        said = [QUESTION, {"role": "assistant", "content": "<think>\nso\n</think>\n\nyes"}]
+        tokens = chat.extend(said, [QUESTION], sampled=[chat.tokenizer.eos_id])
 
     (warning,) = logs
     assert re.search(f"(?s){CHANGING[template]}", f"{warning['difference']}; {warning['advice']}")
@@ -191,8 +193,7 @@ def test_a_strict_format_refuses_a_template_that_changes_earlier_turns(
 
     with pytest.raises(UnstableTemplate, match=f"(?s){CHANGING[template]}"):
         chat.check_turns()
-    with pytest.raises(UnstableTemplate):
-        chat.after([QUESTION, {"role": "assistant", "content": "yes"}], [QUESTION])
+    assert chat.extend([QUESTION, {"role": "assistant", "content": "yes"}], [QUESTION]) is None
     assert chat.prompt([QUESTION])
 
 
@@ -216,8 +217,7 @@ def test_a_template_that_ends_no_turn_or_has_no_such_role_is_refused_with_what_t
 
     with pytest.raises(UnstableTemplate, match=f"(?s){message}"):
         chat.check_turns()
-    with pytest.raises(UnstableTemplate):
-        chat.after([QUESTION, {"role": "assistant", "content": "yes"}], [{"role": role, "content": "no"}])
+    assert chat.extend([QUESTION, {"role": "assistant", "content": "yes"}], [{"role": role, "content": "no"}]) is None
     assert chat.prompt([QUESTION])
 
 
@@ -235,8 +235,9 @@ def test_a_message_of_a_tool_follows_a_call_where_the_template_requires_one(
     chat = ChatFormat(PretrainedTokenizer(folder(template)), observation_role="tool")
     turn = {"role": "assistant", "content": "add(2, 2)"}
 
-    between = chat.after([QUESTION, turn], [{"role": "tool", "content": "4"}], ended=False)
+    between = chat.extend([QUESTION, turn], [{"role": "tool", "content": "4"}])
 
+    assert between
     assert chat.tokenizer.decode(between) == expected
 
 
@@ -246,7 +247,7 @@ def test_a_template_that_takes_parts_only_is_given_parts(folder: Callable[[str],
     in_parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION["content"]}]}]
 
     assert chat.prompt([QUESTION]) == by_transformers(path, in_parts)
-    assert len(chat.after([QUESTION, {"role": "assistant", "content": "yes"}], [QUESTION])) > 0
+    assert chat.extend([QUESTION, {"role": "assistant", "content": "yes"}], [QUESTION])
 
 
 def test_arguments_reach_the_template_and_those_of_transformers_are_refused(folder: Callable[[str], Path]) -> None:
@@ -376,10 +377,9 @@ async def test_an_episode_has_the_tokens_of_the_template_and_the_policys_own(cha
     sampled = [
         [token for letter in turn for token in chatml.tokenizer.encode(letter)] for turn in ("an answer", "answers")
     ]
-    between = chatml.after(
-        [*messages, {"role": "assistant", "content": "an answer"}], [{"role": "user", "content": "you said an answer"}]
-    )
     end = [chatml.tokenizer.eos_id]
+    said = [*messages, {"role": "assistant", "content": "an answer"}]
+    between = chatml.extend(said, [{"role": "user", "content": "you said an answer"}], sampled=end) or []
     prompt = chatml.prompt(messages)
     assert group.tokens.tolist() == [*prompt, *sampled[0], *end, *between, *sampled[1], *end]
     assert sampled[0] != list(chatml.tokenizer.encode("an answer"))

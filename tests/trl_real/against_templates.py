@@ -111,11 +111,10 @@ def test_a_template_gives_the_tokens_of_transformers_between_turns_unless_it_has
     first, turn, seen, _, new = conversations(role)[0]
 
     with capture_logs() as logs:
-        try:
-            between = chat.after([first, turn, seen, turn], [new], ended=False)
-        except UnstableTemplate:
-            assert expected == []
-            return
+        between = chat.extend([first, turn, seen, turn], [new])
+    if between is None:
+        assert expected == []
+        return
 
     assert any(ids[-len(between) :] == between for ids in expected)
     assert OBSERVED in chat.tokenizer.decode(between)

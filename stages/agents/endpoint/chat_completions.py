@@ -87,6 +87,8 @@ def _message(choice: Choice) -> dict[str, Any]:
 def of_choice(request: OpenAIFields, index: int, choice: Choice) -> dict[str, Any]:
     """Return the fields that a choice has in every form of OpenAI's answers."""
     fields: dict[str, Any] = {"index": index, "finish_reason": choice.finish, "logprobs": None}
+    if choice.call is not None:
+        fields["call_id"] = choice.call.id
     if choice.stop is not None:
         fields["stop_reason"] = choice.stop
     if request.return_token_ids:

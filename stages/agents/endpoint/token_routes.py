@@ -10,7 +10,7 @@ import numpy as np
 
 from ...tokenizers.start_tokens import prompt_ids
 from .call_fields import CallFields, Count, OpenAIFields, TokenId, check_neutral, sampling_of
-from .chat_completions import token_logprobs, usage_of
+from .chat_completions import of_choice, token_logprobs, usage_of
 from .chat_messages import ChatTool, Messages, plain_tools
 from .refusals import unsupported
 from .route import CallRoute, PlainRoute
@@ -89,13 +89,13 @@ def _ask_tokens(rollout: ServedRollout, request: GenerateRequest) -> Callable[[]
 
 
 def _generated(rollout: ServedRollout, request: GenerateRequest, answer: Answer) -> dict[str, Any]:
-    choices = []
+    choices, given = [], request.sampling_params
     for index, choice in enumerate(answer.choices):
         logprobs = None
-        if request.sampling_params.logprobs is not None:
+        if given.logprobs is not None:
             named = zip(token_logprobs(rollout.chat, choice), choice.tokens, strict=True)
             logprobs = {"content": [each | {"token": f"token_id:{token}"} for each, token in named]}
-        fields = {"index": index, "token_ids": choice.tokens, "finish_reason": choice.finish, "logprobs": logprobs}
+        fields = of_choice(given, index, choice) | {"token_ids": choice.tokens, "logprobs": logprobs}
         choices.append(fields)
     return {
         "request_id": request.request_id or answer.id,

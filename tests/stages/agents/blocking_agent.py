@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from penstock._stages.contracts.rollouts import RolloutFiltered
 from penstock.agents import BlockingAgentClient, Outcome
 
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -28,6 +29,8 @@ class Blocks:
         said.append(client.chat(said, temperature=0.5))
         if self.says == "raises":
             raise ZeroDivisionError("no agent")
+        if self.says == "filters":
+            raise RolloutFiltered("no tool was called")
         if self.says == "is killed" and client.repetition == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.says == "hangs":

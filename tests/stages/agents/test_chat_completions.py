@@ -102,6 +102,21 @@ async def test_every_one_of_n_choices_can_be_continued(chat: ChatFormat, engine:
     assert answer["usage"]["completion_tokens"] == sum(map(len, sampled[:3]))
 
 
+async def test_every_one_of_n_choices_names_its_call_for_a_reward(chat: ChatFormat) -> None:
+    rollout = of_script(chat, *"abcdef")
+    async with serving(chat, rollout) as client:
+        answers = [await client.chat(ASK, n=3), (await client.post("/completions", {"prompt": "x", "n": 3}))[1]]
+        for answer in answers:
+            for choice in answer["choices"]:
+                said = choice["text"] if "text" in choice else choice["message"]["content"]
+                await client.post("/reward", {"value": ord(said), "call": choice["call_id"]})
+
+    named = {call.id: chat.tokenizer.decode(call.tokens[:-1].tolist()) for _, call in rollout.calls}
+    assert rollout.rewards == [(ord(named[call or ""]), call) for _, call in rollout.rewards]
+    assert len(named) == 6
+    assert [answer["id"] for answer in answers] == [answer["choices"][0]["call_id"] for answer in answers]
+
+
 async def test_forks_and_parallel_calls_keep_the_ids_before_them(chat: ChatFormat, engine: Engine) -> None:
     rollout = of_engine(engine)
     async with serving(chat, rollout) as client:

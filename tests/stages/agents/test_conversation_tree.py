@@ -55,7 +55,8 @@ def test_a_call_that_continues_a_recorded_one_keeps_its_ids(tmp_path: Path, temp
 
     assert first.tokens.tolist() == chat.prompt([ONE])
     assert begins_with(second, first.tokens, sampled.tokens)
-    assert second.tokens.tolist()[len(first.tokens) + len(sampled.tokens) :] == chat.after([ONE, ANSWER], [TWO])
+    between = chat.extend([ONE, ANSWER], [TWO], sampled=sampled.tokens)
+    assert second.tokens.tolist()[len(first.tokens) + len(sampled.tokens) :] == between
 
 
 def test_sixteen_turns_keep_all_their_ids(chat: ChatFormat) -> None:

@@ -183,6 +183,13 @@ async def test_an_error_in_a_process_fails_its_rollout(says: str, reason: str, c
     assert reason in found
 
 
+async def test_a_process_drops_its_rollout_by_an_error_as_the_event_loop_does(chat: ChatFormat) -> None:
+    ran = await driven(partial(Blocks, "filters"), chat)
+
+    assert ran.ledger.balance().reasons["filtered"] == {"no tool was called": 2}
+    assert ran.metrics.emit(0)["rollout/dropped_tokens/filtered"] == 8
+
+
 async def test_a_process_that_is_killed_costs_its_rollout_alone(chat: ChatFormat) -> None:
     ran = await driven(partial(Blocks, "is killed"), chat)
 

@@ -15,7 +15,7 @@ from tests.stages.answers import answering, drive_text
 from penstock import RewardBridge, TrajectoryGroup
 from penstock._pipeline.workers import call_process
 from penstock._stages.rewards import math_process
-from penstock.errors import MissingColumn, MissingExtra, RewardProcessDied
+from penstock.errors import CallProcessDied, MissingColumn, MissingExtra
 from penstock.rewards import MathVerify, RewardInput
 
 ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
@@ -72,7 +72,7 @@ async def test_a_process_that_dies_fails_one_call_and_is_replaced() -> None:
         (process,) = children()
 
         async def fails() -> None:
-            with pytest.raises(RewardProcessDied, match="the process of math-verify, got its end with status -9"):
+            with pytest.raises(CallProcessDied, match="the process of math-verify, got its end with status -9"):
                 await judge(completion(ENDLESS))
 
         async with anyio.create_task_group() as tasks:
@@ -102,7 +102,7 @@ async def test_a_process_that_is_not_ready_in_time_is_killed_and_named(monkeypat
     monkeypatch.setattr(call_process, "START_TIMEOUT_S", 0.1)
     monkeypatch.setattr(call_process, "interpreter_command", lambda *_: ["sleep", "600"])
 
-    with pytest.raises(RewardProcessDied, match=r"ready within 0.1 s, got no answer, and killed it"):
+    with pytest.raises(CallProcessDied, match=r"ready within 0.1 s, got no answer, and killed it"):
         async with MathVerify().open():
             pass
 

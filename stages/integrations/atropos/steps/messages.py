@@ -11,7 +11,7 @@ import numpy as np
 
 from ....._pipeline.errors import InvalidConfig, MissingExtra, PenstockError
 from ....._schemas import InvalidRecord, StopReason
-from ....sampling.environment_calls import RolloutFiltered
+from ....contracts.rollouts import RolloutFiltered
 
 LENGTH_BYTES = 4
 
