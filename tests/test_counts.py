@@ -73,6 +73,7 @@ def environment() -> Any:
 
 MAKING: dict[str, Callable[..., Any]] = {
     "AdvantageNormalizer": partial(PUBLIC.AdvantageNormalizer, "batch", batch_groups=4),
+    "AgentEnv": partial(PUBLIC.AgentEnv, length, PUBLIC.PromptDataset([{"prompt": "?"}])),
     "AtroposClient": partial(PUBLIC.AtroposClient, batch_size=4, max_token_len=64, num_steps=100),
     "AtroposEnvironment": partial(PUBLIC.AtroposEnvironment, "games:Guess"),
     "AtroposGateway": partial(PUBLIC.AtroposGateway, batch_size=4, max_token_len=64),

@@ -30,6 +30,7 @@ def start_subreaper(
     stop_timeout_s: float,
     *,
     pass_fds: Sequence[int] = (),
+    stdin: IO[bytes] | None = None,
     output: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> SubreaperProcess:
@@ -39,6 +40,7 @@ def start_subreaper(
         command: program and arguments; no shell.
         stop_timeout_s: seconds between SIGTERM and SIGKILL.
         pass_fds: descriptors that the command inherits.
+        stdin: the file that the command reads; None for an empty one.
         output: the file for both output streams of the command; None for the streams of this process.
         environment: that of the command; None for the environment of this process.
 
@@ -50,7 +52,7 @@ def start_subreaper(
     try:
         popen = subprocess.Popen(  # noqa: S603 (the user's command)
             [sys.executable, "-I", "-S", subreaper.__file__, *options, *command],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin or subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env=environment,

@@ -14,11 +14,14 @@ from ._stages.agents.agent_client import (
     RolloutEnded,
 )
 from ._stages.agents.agent_commands import CommandFailed, CommandResult
+from ._stages.agents.agent_env import AgentCommand, AgentEnv
 from ._stages.agents.blocking_client import BlockingAgentClient
 from ._stages.contracts.policies import Call
 
 __all__ = [
     "AgentClient",
+    "AgentCommand",
+    "AgentEnv",
     "BlockingAgentClient",
     "Call",
     "CallRefused",

@@ -37,7 +37,7 @@ class RolloutDeadline(CallRefused):
 
 
 class CallsUsedUp(CallRefused):
-    """A call of a rollout that has made as many as it may."""
+    """A call of a rollout that has made as many as it may, or has sampled as many tokens."""
 
 
 class EndpointAddress(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ class AgentClient(Protocol):
         Raises:
             InvalidRecord: `prompt` is no row of token ids.
             ContextTooLong: it leaves no token for a completion.
-            CallsUsedUp: the environment has `max_calls`, and these were made.
+            CallsUsedUp: the environment has `max_calls` or `max_tokens`, and these were made or sampled.
             RolloutEnded, RolloutDeadline: `drive` has returned, or was given up.
         """
         ...
@@ -125,14 +125,21 @@ class AgentClient(Protocol):
         ...
 
     async def run(
-        self, command: Sequence[str | Path], *, folder: str | Path | None = None, check: bool = True
+        self,
+        command: Sequence[str | Path],
+        *,
+        stdin: str = "",
+        folder: str | Path | None = None,
+        check: bool = True,
     ) -> CommandResult:
         """Run an agent's command with the variables of `env`, if there is an endpoint, and return its end.
 
-        All its processes end with it, with the rollout, and with the worker, even if that is killed.
+        All its processes end with it, with the rollout, and with the worker, even if that is killed. Its temporary
+        files are in a folder of its own, TMPDIR, which is removed.
 
         Args:
             command: program and arguments; no shell.
+            stdin: text that it reads.
             folder: working directory; by default that of the worker.
             check: whether another status than 0 is an error.
 
@@ -159,8 +166,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class DrivingEnvironment(Protocol):
     """An environment that runs an agent: it asks for completions itself, as many as it likes, and is given no turns.
 
-    An attribute `max_calls`, if there is one, bounds the calls of a rollout. At the endpoint the next one is answered
-    by a message without calls of tools, on which agents end.
+    An attribute `max_calls`, if there is one, bounds the calls of a rollout, and `max_tokens` the tokens that are
+    sampled for it; several calls at once may exceed these together. At the endpoint the next call is answered by a
+    message without calls of tools, on which agents end.
+
+    A method `prompt`, as that of `PromptSource`, gives the facts about a prompt for the `meta` of its group. An
+    attribute `scored` is False if a later stage gives the reward, so that `drive` may return None.
 
     Rollouts are concurrent. A coroutine function is called on the event loop, with an `AgentClient`. A plain function
     may block, so it is called in a process of its own, with a `BlockingAgentClient`.

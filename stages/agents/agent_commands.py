@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple, Self
 
 import anyio
 import anyio.to_thread
@@ -41,14 +43,22 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_command(
-    command: Sequence[str | Path], environment: Mapping[str, str], folder: str | Path | None = None, *, check: bool
+    command: Sequence[str | Path],
+    environment: Mapping[str, str],
+    folder: str | Path | None = None,
+    *,
+    stdin: str = "",
+    check: bool,
 ) -> CommandResult:
     """Run a command to its end. When that comes, or this is cancelled, or this process dies, all its processes end.
+
+    Its temporary files are in a folder of its own, TMPDIR, which is removed at the end, unless this process dies.
 
     Args:
         command: program and arguments; no shell.
         environment: variables beside those of this process.
         folder: working directory; by default that of this process.
+        stdin: text that it reads.
         check: whether another status than 0 is an error.
 
     Raises:
@@ -57,23 +67,60 @@ async def run_command(
     arguments = [str(each) for each in command]
     if folder is not None:
         arguments = ["env", f"--chdir={folder}", *arguments]
-    output = await anyio.to_thread.run_sync(tempfile.TemporaryFile)
-    try:
-        status, value = await _run(arguments, environment, output)
-        text = await anyio.to_thread.run_sync(_end_of, output)
-    finally:
-        output.close()
+    async with _files(stdin) as files:
+        status, value = await _run(arguments, environment, files)
+        printed = await anyio.to_thread.run_sync(_end_of, files.output)
     if status == "refused" or (check and value):
         raise CommandFailed(
             f"expected the command {arguments[0]!r} to end with status 0, it {describe_end(status, value)}: "
-            f"{text.strip()[-SHOWN:] or 'without output'}"
+            f"{printed.strip()[-SHOWN:] or 'without output'}"
         )
-    return CommandResult(status=os.waitstatus_to_exitcode(value), output=text)
+    return CommandResult(status=os.waitstatus_to_exitcode(value), output=printed)
 
 
-async def _run(arguments: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> tuple[str, int]:
+class _Files(NamedTuple):
+    """The files of a command."""
+
+    stdin: IO[bytes]
+    output: IO[bytes]
+    temporary: str
+    """The folder of its temporary files."""
+
+    @classmethod
+    def make(cls, text: str) -> Self:
+        """Make them. Blocks."""
+        written = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `remove`)
+        written.write(text.encode())
+        written.seek(0)
+        return cls(written, tempfile.TemporaryFile(), tempfile.mkdtemp(prefix="penstock-agent-"))
+
+    def remove(self) -> None:
+        """Close and remove them. Blocks."""
+        self.stdin.close()
+        self.output.close()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+@asynccontextmanager
+async def _files(text: str) -> AsyncGenerator[_Files]:
+    files = await anyio.to_thread.run_sync(_Files.make, text)
+    try:
+        yield files
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(files.remove)
+
+
+async def _run(arguments: Sequence[str], environment: Mapping[str, str], files: _Files) -> tuple[str, int]:
     """Run a command until none of its processes is left; return the line of its end, see `subreaper.py`."""
-    start = partial(start_subreaper, arguments, STOP_S, output=output, environment={**os.environ, **environment})
+    start = partial(
+        start_subreaper,
+        arguments,
+        STOP_S,
+        stdin=files.stdin,
+        output=files.output,
+        environment={**os.environ, **environment, "TMPDIR": files.temporary},
+    )
     process = await anyio.to_thread.run_sync(start)
     try:
         return await _last_status(process)

@@ -51,9 +51,20 @@ def endpoint_type() -> type[AgentEndpoint]:
 class AgentRollout:
     """Samples and records the calls of one rollout; an `AgentClient`."""
 
-    def __init__(self, sampler: RolloutSampler, repetition: int, max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        sampler: RolloutSampler,
+        repetition: int,
+        *,
+        max_calls: int | None = None,
+        max_tokens: int | None = None,
+        scored: bool = True,
+    ) -> None:
+        """Begin a rollout; the bounds and `scored` are those of a `DrivingEnvironment`."""
         self.repetition = repetition
         self._max_calls = max_calls
+        self._max_tokens = max_tokens
+        self._scored = scored
         self.address: EndpointAddress | None = None
         """At the endpoint."""
         self._sampler = sampler
@@ -124,10 +135,16 @@ class AgentRollout:
         return self.served.env
 
     async def run(
-        self, command: Sequence[str | Path], *, folder: str | Path | None = None, check: bool = True
+        self,
+        command: Sequence[str | Path],
+        *,
+        stdin: str = "",
+        folder: str | Path | None = None,
+        check: bool = True,
     ) -> CommandResult:
         """See `AgentClient.run`."""
-        return await run_command(command, {} if self.address is None else self.address.env, folder, check=check)
+        environment = {} if self.address is None else self.address.env
+        return await run_command(command, environment, folder, stdin=stdin, check=check)
 
     async def generate(self, prompt: NDArray[np.int32], sampling: SamplingParams | None = None) -> Call:
         """See `AgentClient.generate`."""
@@ -137,8 +154,8 @@ class AgentRollout:
         number = self._begun
         if number == self._max_calls:
             raise CallsUsedUp(f"expected at most {number} calls, the environment's max_calls, got another")
-        self._begun += 1
         params = self._params(number, sampling)
+        self._begun += 1
         completion: Completion | None = None
         with anyio.CancelScope() as scope:
             self._in_flight.add(scope)
@@ -168,13 +185,22 @@ class AgentRollout:
         return call
 
     def _params(self, number: int, own: SamplingParams | None) -> SamplingParams:
-        """Return the parameters of call `number`: its own within those of the source, or the source's."""
+        """Return the parameters of call `number`: its own within those of the source, or the source's.
+
+        Raises:
+            CallsUsedUp: no token is left for it.
+        """
         usual = self._sampler.params(number)
+        if self._max_tokens is not None:
+            left = self._max_tokens - self.sampled_tokens
+            if left < 1:
+                raise CallsUsedUp(
+                    f"expected a rollout of at most {self._max_tokens} sampled tokens, max_tokens, got another call"
+                )
+            usual = usual.bounded(left)
         if own is None:
             return usual
-        bounded = msgspec.structs.replace(
-            own, max_completion_tokens=min(own.max_completion_tokens, usual.max_completion_tokens)
-        ).ending_at(usual.stop_ids)
+        bounded = own.bounded(usual.max_completion_tokens).ending_at(usual.stop_ids)
         if own.seed is None or usual.seed is None:
             return bounded.seeded_by(usual.seed)
         # The same in every call of the rollout with this seed, and another one in each rollout.
@@ -215,7 +241,7 @@ class AgentRollout:
             TypeError, ValueError: that is no finite number and no `Outcome`; or there is no reward at all.
             TokensUnaccounted: a token would not train once.
         """
-        if returned is None and not self._rewards:
+        if returned is None and not self._rewards and self._scored:
             raise TypeError("drive: expected a reward, a number or an Outcome, or calls of client.reward, got neither")
         outcome = outcome_of(returned) or Outcome()
         unnamed = outcome.reward + self._rewards.pop(None, 0.0)
@@ -236,6 +262,7 @@ class AgentRollout:
             turn_rewards=first.turn_rewards,
             branches=rest,
             reward=unnamed + sum(self._rewards.values()),
+            scored=self._scored,
             parts=outcome.parts,
             metrics=outcome.metrics,
         )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..._pipeline.errors import InvalidData
 from ..contracts.policies import Completion
-from ..tokenizers.chat_format import ChatFormat, History, Tools
+from ..tokenizers.chat_format import ChatFormat, Tools
 from ..tokenizers.chat_templates import object_in
 from ..tokenizers.messages import Message, normalized
 
@@ -84,11 +84,10 @@ class CallPrompt:
 class ConversationTree:
     """The calls of one rollout, as a tree of their messages."""
 
-    def __init__(self, chat: ChatFormat, *, history: History = "keep") -> None:
+    def __init__(self, chat: ChatFormat) -> None:
         self.branched: Counter[BranchReason] = Counter()
         """Recorded calls that began a branch, by reason."""
         self._chat = chat
-        self._history: History = history
         self._root = _Node()
         self._longest = 0
         """Messages of the longest recorded prompt."""
@@ -126,7 +125,7 @@ class ConversationTree:
             return begun("tools")
         recorded = [*(node.turns[-1].message if node.turns else {} for node in path[: depth - 1]), turn.message]
         past, new = list(map(_with_thoughts, said, recorded)), said[depth:]
-        between = self._chat.extend(past, new, sampled=turn.sampled, tools=tools, history=self._history)
+        between = self._chat.extend(past, new, sampled=turn.sampled, tools=tools)
         if between is None:
             return begun("template")
         edited = turn.continued and any(message["role"] == "assistant" for message in new)

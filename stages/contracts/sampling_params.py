@@ -99,6 +99,10 @@ class SamplingParams(Config, frozen=True):
         """Return these parameters with `ids` among the tokens that end a completion."""
         return msgspec.structs.replace(self, stop_ids=tuple(sorted({*self.stop_ids, *ids})))
 
+    def bounded(self, tokens: int) -> SamplingParams:
+        """Return these parameters with at most `tokens` tokens in a completion."""
+        return msgspec.structs.replace(self, max_completion_tokens=min(self.max_completion_tokens, tokens))
+
     def seeded_by(self, seed: int | None) -> SamplingParams:
         """Return these parameters with `seed` where they have none."""
         return self if self.seed is not None else msgspec.structs.replace(self, seed=seed)

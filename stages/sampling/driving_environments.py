@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio.to_thread
 import msgspec
+from msgspec import structs
 
 from ..._pipeline.errors import CallProcessDied, MissingExtra
 from ..._pipeline.graph.context import current
@@ -27,14 +28,19 @@ from ..agents.agent_client import DrivingEnvironment, EndpointAddress, Outcome
 from ..agents.agent_process import DriveRequest, RolloutReply
 from ..agents.agent_rollout import AgentRollout, TokensUnaccounted, endpoint_type
 from ..agents.blocking_client import BlockingAgentClient
+from ..contracts.prompts import PromptSource
 from ..contracts.rollouts import RolloutFiltered, RolloutResult, RolloutSampler
+from ..contracts.threads import Threads
 from ..tokenizers.chat_format import ChatFormat
-from .environment_calls import EnvironmentFailed, failed
+from .environment_calls import EnvironmentFailed, called, failed, unchanged
 
 if TYPE_CHECKING:
     from ..agents.endpoint.agent_endpoint import AgentEndpoint
 
 CALLEE = Callee(agent_process.__name__, "an agent", "penstock.agents")
+
+OPTIONS = ("max_calls", "max_tokens", "scored")
+"""Attributes that an environment may have."""
 
 Drive: TypeAlias = Callable[[int, AgentRollout], Coroutine[Any, Any, Any]]
 """Does a rollout, and returns what `drive` returned."""
@@ -42,7 +48,7 @@ Drive: TypeAlias = Callable[[int, AgentRollout], Coroutine[Any, Any, Any]]
 
 @asynccontextmanager
 async def driving_tasks(
-    env: DrivingEnvironment, make_env: Callable[[], Any], chat: ChatFormat | None
+    env: DrivingEnvironment, make_env: Callable[[], Any], threads: Threads, chat: ChatFormat | None
 ) -> AsyncGenerator[Callable[[int], Coroutine[Any, Any, Any]]]:
     """Yield the function of the prompts of `env`, see `TaskFn`; the endpoint and the processes end with the body.
 
@@ -58,7 +64,7 @@ async def driving_tasks(
         if not inspect.iscoroutinefunction(env.drive):
             AgentRollout.check_endpoint(endpoint)
             drive = (await stack.enter_async_context(_processes(make_env))).drive
-        yield _DrivingTasks(drive, endpoint, getattr(env, "max_calls", None)).begin
+        yield _DrivingTasks(env, drive, threads, endpoint).begin
 
 
 def _endpoint(chat: ChatFormat) -> AgentEndpoint | None:
@@ -106,17 +112,24 @@ class _Processes:
 class _DrivingTasks:
     """The prompts of a driving environment."""
 
-    def __init__(self, drive: Drive, endpoint: AgentEndpoint | None, max_calls: int | None) -> None:
+    def __init__(self, env: DrivingEnvironment, drive: Drive, threads: Threads, endpoint: AgentEndpoint | None) -> None:
+        self._env = env
         self._drive = drive
+        self._threads = threads
         self._endpoint = endpoint
-        self._max_calls = max_calls
+        self._options = {name: getattr(env, name) for name in OPTIONS if hasattr(env, name)}
 
     async def begin(self, number: int) -> Callable[[int, RolloutSampler], Coroutine[Any, Any, RolloutResult]]:
         """Begin a prompt; see `TaskFn`."""
-        return partial(self._rollout, number)
+        meta: Mapping[str, Any] = {}
+        if isinstance(self._env, PromptSource):
+            meta = (await called(self._threads, partial(self._env.prompt, number), unchanged)).meta
+        return partial(self._rollout, number, meta)
 
-    async def _rollout(self, number: int, repetition: int, sampler: RolloutSampler) -> RolloutResult:
-        rollout, state = AgentRollout(sampler, repetition, self._max_calls), "cancelled"
+    async def _rollout(
+        self, number: int, meta: Mapping[str, Any], repetition: int, sampler: RolloutSampler
+    ) -> RolloutResult:
+        rollout, state = AgentRollout(sampler, repetition, **self._options), "cancelled"
         try:
             with self._served(rollout):
                 result = await self._driven(number, rollout)
@@ -128,7 +141,7 @@ class _DrivingTasks:
             rollout.end()
             if state and rollout.sampled_tokens:
                 current().metrics.total(f"rollout/dropped_tokens/{state}", rollout.sampled_tokens)
-        return result
+        return structs.replace(result, meta=meta)
 
     @contextmanager
     def _served(self, rollout: AgentRollout) -> Iterator[None]:

@@ -140,7 +140,7 @@ async def open_tasks(
         if isinstance(first, OutsideEnvironment):
             yield _OutsideTasks(first, workers).begin
         elif isinstance(first, DrivingEnvironment):
-            async with driving_tasks(first, make_env, chat) as begin:
+            async with driving_tasks(first, make_env, workers, chat) as begin:
                 yield begin
         elif not isinstance(first, ScoredDataset | PromptSource | StepEnvironment):
             raise InvalidPipeline(

@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import anyio
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,8 +67,7 @@ class _RolloutSampler:
             allowance = self._rollout.max_length - len(prompt)
             if allowance < 1:
                 return None
-            if allowance < params.max_completion_tokens:
-                params = msgspec.structs.replace(params, max_completion_tokens=allowance)
+            params = params.bounded(allowance)
         (completion,) = await await_user(self._engine.generate, [prompt], params)
         return completion
 

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import InvalidConfig, InvalidData, UnstableTemplate
+from ..._schemas.choices import check_choice
 from ..contracts.policies import Tokenizer
 from .chat_templates import CALL_ID, call_of, rendered, renderer, template_of
 from .end_tokens import TURN, end_ids_of, named
 from .messages import Message, asked, normalized, with_names
-from .tool_calls import TOOL_CALL_PARSERS, ToolCall, parse_turn
+from .tool_calls import TOOL_CALL_PARSERS, ToolCall, ToolCallParser, parse_turn
 
 log = get_logger("penstock.chat")
 
@@ -91,6 +92,12 @@ class ChatFormat:
     """Arguments of the template by name, such as `{"enable_thinking": False}`."""
     strict: bool = False
     """Refuse a template that writes an earlier turn in another way than it was sampled, in place of a warning."""
+    tool_calls: str | ToolCallParser | None = None
+    """The format of calls of tools in a turn, see `TOOL_CALL_PARSERS`, or a parser; by default the one that the
+    template writes, or else `hermes`."""
+    history: History = "keep"
+    """Of agents: `keep` what was sampled, also thoughts that the template drops from earlier turns; or begin a branch
+    where the `template` writes a turn in another way."""
     _endings: dict[tuple[ObservationRole, bool], _Ending | str] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -116,6 +123,9 @@ class ChatFormat:
         object.__setattr__(self, "tools", tuple(self.tools))
         if self.observation_role not in {"user", "tool"}:
             raise InvalidConfig(f"ChatFormat.observation_role: expected user or tool, got {self.observation_role!r}")
+        check_choice("ChatFormat.history", self.history, History)
+        if isinstance(self.tool_calls, str):
+            check_choice("ChatFormat.tool_calls", self.tool_calls, TOOL_CALL_PARSERS)
         if not isinstance(self.arguments, Mapping) or not all(isinstance(name, str) for name in self.arguments):
             raise InvalidConfig(f"ChatFormat.arguments: expected arguments by name, got {self.arguments!r}")
         if taken := sorted(RESERVED & self.arguments.keys()):
@@ -144,22 +154,21 @@ class ChatFormat:
         *,
         sampled: Sequence[int] | NDArray[np.int32] = (),
         tools: Tools | None = None,
-        history: History = "keep",
     ) -> list[int] | None:
         """Return the tokens that follow `sampled` in the next prompt; None if that begins anew, with `prompt`.
 
-        Takes time in proportion to `new`, if the template writes what follows a turn alike after any beginning.
+        With `history="template"`, it begins anew if the template removes or rewrites sampled turns once `new` follows.
+        In any case it does so if the template cannot continue a turn, or refuses these messages. Takes time in
+        proportion to `new`, if the template writes what follows a turn alike after any beginning.
 
         Args:
             messages: the conversation so far, with the thoughts of its turns; the last message is the policy's turn.
             new: the messages that follow it.
             sampled: the tokens of that turn. If they end with the template's end of a turn, it is not repeated.
             tools: schemas of the next prompt, in place of the format's own.
-            history: `template` begins anew if the template removes or rewrites sampled turns once `new` follows. Either
-                does so if the template cannot continue a turn, or refuses these messages.
         """
         try:
-            if history == "keep":
+            if self.history == "keep":
                 self.check_turns()
             elif self._rewrites(messages, new, self._tools(tools)):
                 return None

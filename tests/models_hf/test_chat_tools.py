@@ -194,10 +194,8 @@ def thinking(message: dict[str, Any]) -> dict[str, Any]:
 def test_a_conversation_goes_on_as_the_template_writes_it_unless_that_removes_its_thoughts(
     said: list[dict[str, Any]], new: dict[str, Any], goes_on: Any, make: Make
 ) -> None:
-    chat = make(TEMPLATES["qwen"])
-
-    assert (chat.extend(said, [new], history="template") is not None) is goes_on
-    assert chat.extend(said, [new], history="keep")
+    assert (make(TEMPLATES["qwen"], history="template").extend(said, [new]) is not None) is goes_on
+    assert make(TEMPLATES["qwen"]).extend(said, [new])
 
 
 @pytest.mark.parametrize(
@@ -212,17 +210,15 @@ def test_a_conversation_goes_on_as_the_template_writes_it_unless_that_removes_it
 def test_a_template_that_writes_earlier_turns_in_another_way_begins_anew(
     template: str, said: Any, new: Any, make: Make
 ) -> None:
-    chat = make(template)
-
-    assert chat.extend(said, new, tools=[ADD], history="template") is None
-    assert chat.extend(said, new, tools=[ADD], history="keep")
+    assert make(template, history="template").extend(said, new, tools=[ADD]) is None
+    assert make(template).extend(said, new, tools=[ADD])
 
 
 def test_a_template_that_cannot_continue_begins_anew(make: Make) -> None:
-    unfinished = make(CHATML.replace("<|im_end|>", "<end>"))
     strict = make(TEMPLATES["qwen"], strict=True)
 
     for history in ("keep", "template"):
-        assert unfinished.extend([QUESTION, ANSWER], [AGAIN], history=history) is None
-        assert make(NO_TOOLS).extend([QUESTION, CALLED], [result(1)], history=history) is None
+        unfinished = make(CHATML.replace("<|im_end|>", "<end>"), history=history)
+        assert unfinished.extend([QUESTION, ANSWER], [AGAIN]) is None
+        assert make(NO_TOOLS, history=history).extend([QUESTION, CALLED], [result(1)]) is None
     assert strict.extend([QUESTION, ANSWER], [AGAIN]) is None

@@ -14,8 +14,7 @@ import anyio.to_thread
 
 from ...http.limits import Limits, RequestRejections
 from ...http.serving import BACKLOG, serving
-from ...tokenizers.chat_format import ChatFormat, History
-from ...tokenizers.tool_calls import ToolCallParser
+from ...tokenizers.chat_format import ChatFormat
 from .application import Application, ServedRollouts
 from .refusals import openai_error_body
 from .routes import ROUTES
@@ -38,8 +37,6 @@ class AgentEndpoint:
         self,
         chat: ChatFormat,
         *,
-        tool_calls: str | ToolCallParser | None = None,
-        history: History = "keep",
         unix_socket: Path | None = None,
         limits: Limits | None = None,
         max_calls: int = MAX_CALLS,
@@ -48,17 +45,11 @@ class AgentEndpoint:
 
         Args:
             chat: writes the messages of agents as tokens; its `tools` are those of requests without any.
-            tool_calls: the format of calls of tools, see `TOOL_CALL_PARSERS`, or a parser; by default the one that the
-                template writes.
-            history: `keep` what was sampled, also thoughts that the template drops from earlier turns; or begin a
-                branch where the `template` writes a turn in another way.
             unix_socket: path to listen at in place of a port on loopback.
             limits: bounds on requests and connections.
             max_calls: bound on the calls that are sampled at once.
         """
         self._chat = chat
-        self._parser = tool_calls or chat.tool_call_format or "hermes"
-        self._history: History = history
         self._unix_socket = unix_socket
         self._limits = limits or Limits(request_bytes=REQUEST_BYTES)
         self._rollouts = ServedRollouts()
@@ -88,14 +79,7 @@ class AgentEndpoint:
     @contextmanager
     def serve(self, rollout: SamplesCalls) -> Iterator[ServedRollout]:
         """Answer calls of `rollout`, with a key of its own, within the body; later ones are refused as ended."""
-        served = ServedRollout(
-            rollout,
-            self._chat,
-            self._parser,
-            self._limiter,
-            url=self.url,
-            history=self._history,
-        )
+        served = ServedRollout(rollout, self._chat, self._limiter, url=self.url)
         self._rollouts.add(served)
         try:
             yield served

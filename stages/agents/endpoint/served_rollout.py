@@ -19,10 +19,10 @@ from ...._pipeline.util.exception_groups import unwrap_first
 from ...._schemas import StopReason
 from ...contracts.policies import Call
 from ...contracts.sampling_params import SamplingParams
-from ...tokenizers.chat_format import ChatFormat, History, Tools
+from ...tokenizers.chat_format import ChatFormat, Tools
 from ...tokenizers.conversations import text_of
 from ...tokenizers.messages import Message
-from ...tokenizers.tool_calls import ToolCall, ToolCallParser, parse_turn
+from ...tokenizers.tool_calls import ToolCall, parse_turn
 from ..agent_client import CallsUsedUp
 from ..conversation_tree import BranchReason, ConversationTree
 from .call_fields import choices_sampling
@@ -140,11 +140,9 @@ class ServedRollout:
         self,
         rollout: SamplesCalls,
         chat: ChatFormat,
-        parser: str | ToolCallParser,
         limiter: anyio.CapacityLimiter,
         *,
         url: str,
-        history: History = "keep",
     ) -> None:
         self.key: str = secrets.token_urlsafe(24)
         """The secret of the rollout's agent."""
@@ -154,9 +152,9 @@ class ServedRollout:
         """Calls of tools that could not be read, and are text."""
         self.chat = chat
         self._rollout = rollout
-        self._parser = parser
         self._limiter = limiter
-        self._tree = ConversationTree(chat, history=history)
+        self._parser = chat.tool_calls or chat.tool_call_format or "hermes"
+        self._tree = ConversationTree(chat)
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self._named_calls = 0
         self.failed = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ THOUGHT = "<think>\nso\n</think>\n\nyes"
 def test_thoughts_that_the_template_drops_stay_or_begin_a_branch(
     chat: ChatFormat, history: Any, reason: str | None
 ) -> None:
-    tree = ConversationTree(chat, history=history)
+    tree = ConversationTree(replace(chat, history=history))
     first, sampled = tree.prompt([ONE]), completion(chat, THOUGHT)
     tree.record(first, ANSWER | {"reasoning_content": "\nso\n"}, sampled)
 
@@ -172,7 +173,7 @@ def test_thoughts_that_the_template_drops_stay_or_begin_a_branch(
 
 
 def test_a_turn_as_the_template_writes_it_continues_by_the_template_too(chat: ChatFormat) -> None:
-    tree = ConversationTree(chat, history="template")
+    tree = ConversationTree(replace(chat, history="template"))
     first, sampled = answered(tree, chat, [ONE], text="yes")
 
     second = tree.prompt([ONE, ANSWER, TWO])

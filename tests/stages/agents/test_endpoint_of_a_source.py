@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,32 +14,18 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from tests.stages.agents.blocking_agent import AGAIN, ASKED, Blocks
+from tests.stages.agents.says import Says
 from tests.stages.agents.served import chat_format, completion_of
 from tests.tiny_model import TinyModel
 
-from penstock import SourceEnv, TrajectoryGroup, Worker
+from penstock import SourceEnv, TrajectoryGroup
 from penstock.agents import AgentClient, CommandFailed, Outcome
 from penstock.chat import ChatFormat
 from penstock.errors import InvalidPipeline
-from penstock.policies import Completion, NoOpEngine, SamplingParams
+from penstock.policies import SamplingParams
 from penstock.testing import Driven, drive, drive_source
 from penstock.torch import TorchPolicy, TorchReference
-
-
-@dataclass(frozen=True)
-class Says(NoOpEngine):
-    """Answers 4 to everything."""
-
-    chat: ChatFormat
-
-    @asynccontextmanager
-    async def open(self, _: Worker) -> AsyncGenerator[Says]:
-        yield self
-
-    async def generate(self, prompts: Sequence[NDArray[Any]], sampling: SamplingParams) -> list[Completion]:  # noqa: ARG002 (the protocol's)
-        return [completion_of(self.chat, "4") for _ in prompts]
 
 
 @pytest.fixture
