@@ -2,7 +2,8 @@
 
 The kind follows from the methods: a scored data set (reasoning-gym's interface), prompts that a later stage scores
 (`data.prompts`), a step-wise environment (the signature of gymnasium and gem, text in, text out), an environment that
-returns finished rollouts from outside, or one that drives: it asks for completions itself. Any method but `drive` may
+returns finished rollouts from outside, or one that drives: it asks for completions itself. An `EnvironmentMixture` has
+several of any kinds. Any method but `drive` may
 be a coroutine function, or a plain one: that runs in a thread. Every exception of an environment becomes
 `EnvironmentFailed`, so that it is never taken for an error of the policy. Knows no channel and no ledger.
 """
@@ -13,7 +14,7 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sized
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -30,10 +31,12 @@ from ..contracts.policies import Completion, Tokenizer
 from ..contracts.prompts import Prompt, PromptSource
 from ..contracts.rollouts import Branch, RolloutResult, RolloutSampler, Turn, as_ids, finite, next_turn
 from ..contracts.threads import Threads
+from ..data.weighted_places import WeightedPlaces
 from ..tokenizers.chat_format import ChatFormat
 from ..tokenizers.conversations import ConversationEncoder, conversation, text_of
 from .driving_environments import driving_tasks
 from .environment_calls import EnvironmentFailed, called, failed, unchanged
+from .environment_mixture import EnvironmentMixture
 
 CLOSE_TIMEOUT_S = 2.0
 """Bound on closing the environments at the end of a run; part of the 5 s that Ctrl-C takes at most."""
@@ -98,7 +101,9 @@ class OutsideEnvironment(Protocol):
         ...
 
 
-Environment: TypeAlias = ScoredDataset | PromptSource | StepEnvironment | OutsideEnvironment | DrivingEnvironment
+Environment: TypeAlias = (
+    ScoredDataset | PromptSource | StepEnvironment | OutsideEnvironment | DrivingEnvironment | EnvironmentMixture
+)
 
 RolloutFn: TypeAlias = Callable[[int, RolloutSampler], Coroutine[Any, Any, RolloutResult]]
 """Does one rollout of a prompt, given the number of the repetition.
@@ -137,7 +142,14 @@ async def open_tasks(
     workers = Threads(threads)
     try:
         first = await workers.call(make_env)
-        if isinstance(first, OutsideEnvironment):
+        if isinstance(first, EnvironmentMixture):
+            async with AsyncExitStack() as stack:
+                begins: dict[str, TaskFn] = {}
+                for name, (make_one, _) in first.environments.items():
+                    opened = open_tasks(make_one, tokenizer, chat, threads=threads, seed=seed)
+                    begins[name] = await stack.enter_async_context(opened)
+                yield _MixedTasks(begins, first.places).begin
+        elif isinstance(first, OutsideEnvironment):
             yield _OutsideTasks(first, workers).begin
         elif isinstance(first, DrivingEnvironment):
             async with driving_tasks(first, make_env, workers, chat) as begin:
@@ -415,6 +427,33 @@ class _OutsideTasks:
     async def _rollout(self, number: int, repetition: int, _: RolloutSampler) -> RolloutResult:
         rollout: RolloutResult = await called(self._threads, partial(self._env.rollout, number, repetition), _checked)
         return rollout
+
+
+# -- several environments ----------------------------------------------------------------------------------------------
+
+
+class _MixedTasks:
+    """The prompts of an `EnvironmentMixture`."""
+
+    def __init__(self, begins: Mapping[str, TaskFn], places: WeightedPlaces) -> None:
+        self._begins = list(begins.items())
+        self._places = places
+
+    async def begin(self, number: int) -> RolloutFn:
+        which, own = self._places.at(number)
+        name, begin = self._begins[which]
+        try:
+            return partial(self._rollout, name, await begin(own))
+        except PromptRejected as rejected:  # its epoch is that of one environment, and ends no run
+            raise PromptRejected(str(rejected), 0, none_fits=False) from None
+
+    async def _rollout(self, name: str, rollout: RolloutFn, repetition: int, sampler: RolloutSampler) -> RolloutResult:
+        result = await rollout(repetition, sampler)
+        return msgspec.structs.replace(
+            result,
+            meta={**result.meta, "data_source": name},
+            metrics={f"{name}/{key}": value for key, value in result.metrics.items()},
+        )
 
 
 # -- checks of returned values ----------------------------------------------------------------------------------------

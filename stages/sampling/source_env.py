@@ -62,8 +62,8 @@ class SourceEnv:
     """Samples groups of trajectories from an environment until the prompts run out or the run ends."""
 
     make_env: Callable[[], Environment]
-    """Makes an environment, of one of the five kinds in `environments`, in the sampling worker: a `PromptDataset`, or a
-    module-level function, so that the stage can be pickled."""
+    """Makes an environment, of one of the five kinds in `environments`, in the sampling worker: a `PromptDataset`, an
+    `AgentEnv`, an `EnvironmentMixture`, or a module-level function, so that the stage can be pickled."""
     policy: Policy
     """Samples the completions; `NoOpPolicy()` if the environment returns finished rollouts."""
     tokenizer: Tokenizer | None = None

@@ -63,7 +63,7 @@ def test_a_prompt_is_the_same_wherever_it_is_begun() -> None:
         ([], [], "weights: expected one for each of at least one set, got 0 for 0"),
         ([rows("a")], [1, 2], "weights: expected one for each of at least one set, got 2 for 1"),
         ([rows("a"), rows("a")], [1, 2], "sets: expected names of their own, got 'a' twice"),
-        ([rows("a"), rows("b")], [1, 0], r"weights\[1\]: expected a finite number above 0"),
+        ([rows("a"), rows("b")], [1, 0], r"weights\['b'\]: expected a finite number above 0"),
         ([rows("a"), rows("b")], [1, 9999], "weights: expected at least a thousandth of all, got less for 'a'"),
     ],
 )
