@@ -13,6 +13,7 @@ from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 
 from ..._pipeline.errors import InvalidConfig, InvalidPipeline, PenstockError
+from ..._pipeline.graph.context import current
 from ..._pipeline.util.extras import extra
 from ..contracts.policies import Call, Completion
 from ..contracts.rollouts import Branch, RolloutResult, RolloutSampler, as_ids, finite
@@ -169,6 +170,8 @@ class AgentRollout:
                 raise
             finally:
                 self._in_flight.discard(scope)
+        if completion is not None and self._ended:
+            current().metrics.total("rollout/dropped_tokens/cancelled", len(completion.tokens))
         self._check_running()
         if completion is None:
             raise ContextTooLong(

@@ -140,7 +140,12 @@ class TorchEngine:
         ]
         self._pending.extend(rows)
         self._requested.set()
-        return await asyncio.gather(*[row.result for row in rows])
+        try:
+            return await asyncio.gather(*[row.result for row in rows])
+        except asyncio.CancelledError:
+            # Rows that were returned, and never received; `_return_done` counts the others.
+            _count_cancelled(sum(len(row.result.result().tokens) for row in rows if _succeeded(row.result)))
+            raise
 
     def _request(
         self, prompt: NDArray[np.int32], sampling: SamplingParams, result: asyncio.Future[Completion]
@@ -231,7 +236,9 @@ class TorchEngine:
         for sampled in self._batch.take_done() if self._batch is not None else []:
             row = self._running.pop(sampled)
             current().metrics.total("rollout/tokens", len(sampled.tokens))
-            if not row.result.done():
+            if row.result.done():
+                _count_cancelled(len(sampled.tokens))
+            else:
                 row.result.set_result(_completion(sampled))
 
     def _fail_all(self, error: Exception) -> None:
@@ -465,6 +472,16 @@ class TorchEngine:
         self._closed = True
         _fail(self._pending, anyio.ClosedResourceError())
         self._pending.clear()
+
+
+def _count_cancelled(tokens: int) -> None:
+    """Count tokens that were sampled for calls that were cancelled."""
+    if tokens:
+        current().metrics.total("rollout/dropped_tokens/cancelled", tokens)
+
+
+def _succeeded(result: asyncio.Future[Completion]) -> bool:
+    return result.done() and not result.cancelled() and result.exception() is None
 
 
 def _fail(rows: Iterable[_Row], error: Exception) -> None:

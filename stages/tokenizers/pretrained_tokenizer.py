@@ -31,6 +31,9 @@ have some of them."""
 TEMPLATES = "additional_chat_templates"
 """The folder with templates by name, such as `tool_use`, beside `chat_template.jinja`."""
 
+LONG_TEXT = 2**16
+"""Characters."""
+
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Names that transformers gives to special tokens."""
 
@@ -83,7 +86,11 @@ class PretrainedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with no token added at either end."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) <= LONG_TEXT:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        else:  # lets other threads run meanwhile
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -20,10 +21,10 @@ from .refusals import openai_error_body
 from .routes import ROUTES
 from .served_rollout import SamplesCalls, ServedRollout
 
-MAX_CALLS = 4096
-"""Calls that are sampled at once; others wait."""
-
 REQUEST_BYTES = 32 * 2**20
+
+CONNECTIONS = 16_384
+"""Open connections, within half of the files that this process may open: agents of one host share an address."""
 
 
 class AgentEndpoint:
@@ -39,7 +40,6 @@ class AgentEndpoint:
         *,
         unix_socket: Path | None = None,
         limits: Limits | None = None,
-        max_calls: int = MAX_CALLS,
     ) -> None:
         """Configure an endpoint.
 
@@ -47,13 +47,11 @@ class AgentEndpoint:
             chat: writes the messages of agents as tokens; its `tools` are those of requests without any.
             unix_socket: path to listen at in place of a port on loopback.
             limits: bounds on requests and connections.
-            max_calls: bound on the calls that are sampled at once.
         """
         self._chat = chat
         self._unix_socket = unix_socket
-        self._limits = limits or Limits(request_bytes=REQUEST_BYTES)
+        self._limits = limits or _limits()
         self._rollouts = ServedRollouts()
-        self._limiter = anyio.CapacityLimiter(max_calls)
         self._stack = AsyncExitStack()
         self.url: str = ""
         """Address of the server, without the path of an API; set while it runs."""
@@ -79,7 +77,7 @@ class AgentEndpoint:
     @contextmanager
     def serve(self, rollout: SamplesCalls) -> Iterator[ServedRollout]:
         """Answer calls of `rollout`, with a key of its own, within the body; later ones are refused as ended."""
-        served = ServedRollout(rollout, self._chat, self._limiter, url=self.url)
+        served = ServedRollout(rollout, self._chat, url=self.url)
         self._rollouts.add(served)
         try:
             yield served
@@ -106,3 +104,9 @@ class AgentEndpoint:
         if self._unix_socket:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._unix_socket.unlink)
+
+
+def _limits() -> Limits:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
+    return Limits(request_bytes=REQUEST_BYTES, connections=connections, connections_per_address=connections)

@@ -166,8 +166,8 @@ def _ask(rollout: ServedRollout, request: MessagesRequest) -> Callable[[], Await
     return lambda: rollout.converse(messages, tools, sampling, callable_tools=choice != {"type": "none"})
 
 
-def _count(rollout: ServedRollout, request: CountRequest) -> dict[str, int]:
-    return {"input_tokens": len(rollout.count_tokens(request.plain_messages, request.plain_tools))}
+async def _count(rollout: ServedRollout, request: CountRequest) -> dict[str, int]:
+    return {"input_tokens": len((await rollout.prompt(request.plain_messages, request.plain_tools)).tokens)}
 
 
 def _blocks(choice: Choice) -> list[dict[str, Any]]:

@@ -97,17 +97,21 @@ class Application:
         served: ServedRollout | None = None
         try:
             served = self._rollouts.of(path_key or _key_of(request.headers))
-            async with self._bodies.read(request) as body:
-                pass
             if isinstance(route, PlainRoute):
+                body = await self._body(request)
                 given = None if route.decoder is None else decoded(route.decoder, body)
-                await _json(HTTPStatus.OK, route.body(served, given))(scope, receive, send)
+                await _json(HTTPStatus.OK, await route.body(served, given))(scope, receive, send)
             else:
-                await _Call(served, route, request, body, send).answer()
+                async with served.calls:
+                    await _Call(served, route, request, await self._body(request), send).answer()
         except ClientDisconnect:
             pass
         except Exception as error:  # noqa: BLE001 (of the call, or of the engine: told to the client)
             await _refuse(route.error, _promised(served, refusal_of(error)))(scope, receive, send)
+
+    async def _body(self, request: Request) -> bytes:
+        async with self._bodies.read(request) as body:
+            return body
 
     def _unknown(self, method: str, path: str) -> RequestRefused:
         if any(known == path for _, known in self._routes):

@@ -17,7 +17,7 @@ class RewardRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     call: str | None = None
 
 
-def _add(served: ServedRollout, given: RewardRequest) -> dict[str, Any]:
+async def _add(served: ServedRollout, given: RewardRequest) -> dict[str, Any]:
     served.add_reward(given.value, given.call)
     return {}
 

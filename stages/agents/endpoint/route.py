@@ -37,7 +37,7 @@ class PlainRoute(Generic[Q]):
 
     decoder: msgspec.json.Decoder[Q] | None
     """None for requests without a body."""
-    body: Callable[[ServedRollout, Q], Any]
+    body: Callable[[ServedRollout, Q], Awaitable[Any]]
     error: Callable[[RequestRefused], Any] = openai_error
 
 

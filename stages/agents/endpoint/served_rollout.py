@@ -7,9 +7,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from functools import partial
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import anyio
+import anyio.to_thread
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +24,25 @@ from ...contracts.sampling_params import SamplingParams
 from ...tokenizers.chat_format import ChatFormat, Tools
 from ...tokenizers.conversations import text_of
 from ...tokenizers.messages import Message
+from ...tokenizers.start_tokens import prompt_ids
 from ...tokenizers.tool_calls import ToolCall, parse_turn
 from ..agent_client import CallsUsedUp
-from ..conversation_tree import BranchReason, ConversationTree
+from ..conversation_tree import BranchReason, CallPrompt, ConversationTree
 from .call_fields import choices_sampling
+
+T = TypeVar("T")
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 MODEL = "policy"
 """Name of the model; requests may give any."""
+
+MAX_CALLS = 256
+"""Calls of a rollout at once; others wait."""
+
+LONG_TEXT = 2**16
+"""Bytes of messages, or of a text, that become tokens in a worker thread: at 2 µs a byte, they hold the loop for 0.1 s.
+"""
 
 MAX_ANSWERS = 256
 """Answers of a rollout that a repeated request finds."""
@@ -140,7 +152,6 @@ class ServedRollout:
         self,
         rollout: SamplesCalls,
         chat: ChatFormat,
-        limiter: anyio.CapacityLimiter,
         *,
         url: str,
     ) -> None:
@@ -152,7 +163,10 @@ class ServedRollout:
         """Calls of tools that could not be read, and are text."""
         self.chat = chat
         self._rollout = rollout
-        self._limiter = limiter
+        self.calls: anyio.CapacityLimiter = anyio.CapacityLimiter(MAX_CALLS)
+        """Entered by each request for completions before its body is read: those of a flood wait unread."""
+        self._thread = anyio.CapacityLimiter(1)
+        """Of long texts."""
         self._parser = chat.tool_calls or chat.tool_call_format or "hermes"
         self._tree = ConversationTree(chat)
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
@@ -182,13 +196,25 @@ class ServedRollout:
         except ValueError as error:
             raise InvalidData(str(error)) from error
 
-    def count_tokens(self, messages: Sequence[Message], tools: Tools | None) -> NDArray[np.int32]:
-        """Return the prompt of a call that is not sampled.
+    async def prompt(self, messages: Sequence[Message], tools: Tools | None) -> CallPrompt:
+        """Return the prompt of a call that is not sampled yet.
 
         Raises:
             InvalidData: the template refuses the messages.
         """
-        return self._tree.prompt(messages, tools).tokens
+        nbytes = len(msgspec.json.encode((messages, tools)))
+        return await self._tokenized(nbytes, partial(self._tree.prompt, messages, tools))
+
+    async def encoded(self, text: str, *, start: bool = True) -> list[int]:
+        """Return the tokens of a text, after those that `start` one."""
+        tokenizer = self.chat.tokenizer
+        encode = partial(prompt_ids, tokenizer, text) if start else partial(tokenizer.encode, text)
+        return list(await self._tokenized(len(text), encode))
+
+    async def _tokenized(self, nbytes: int, function: Callable[[], T]) -> T:
+        if nbytes <= LONG_TEXT:
+            return function()
+        return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._thread)
 
     async def converse(
         self,
@@ -205,7 +231,7 @@ class ServedRollout:
             InvalidData: the template refuses the messages.
             CallRefused: the call is not sampled.
         """
-        prompt = self._tree.prompt(messages, tools)
+        prompt = await self.prompt(messages, tools)
 
         def read(call: Call) -> Choice:
             text, stop = self._text(call, sampling.stop)
@@ -243,8 +269,7 @@ class ServedRollout:
         found: dict[int, Choice] = {}
 
         async def sample(number: int, own: SamplingParams) -> None:
-            async with self._limiter:
-                found[number] = read(await self._rollout.generate(prompt, own))
+            found[number] = read(await self._rollout.generate(prompt, own))
 
         try:
             if choices == 1:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from ...tokenizers.start_tokens import prompt_ids
 from .call_fields import OpenAIFields, TokenId, check_neutral, sampling_of
 from .chat_completions import head_of, of_choice, token_logprobs, usage_of
 from .refusals import unsupported
@@ -33,23 +31,27 @@ def _ask(rollout: ServedRollout, request: CompletionRequest) -> Callable[[], Awa
     check_neutral(request)
     if request.logprobs:
         raise unsupported("logprobs", f"expected 0, for those of the sampled tokens alone, got {request.logprobs}")
-    prompt = _prompt(rollout, request.prompt)
+    prompt = _prompt(request.prompt)
     sampling = sampling_of(request, rollout.sampling, max_tokens=request.max_tokens)
-    return lambda: rollout.complete(prompt, sampling, request.n or 1)
+
+    async def complete() -> Answer:
+        tokens = await rollout.encoded(prompt) if isinstance(prompt, str) else prompt
+        if not tokens:
+            raise unsupported("prompt", "expected at least one token, got none")
+        return await rollout.complete(np.asarray(tokens, np.int32), sampling, request.n or 1)
+
+    return complete
 
 
-def _prompt(rollout: ServedRollout, given: Any) -> NDArray[np.int32]:
-    """Return the tokens of a prompt: a text, tokens, or a list with one of these."""
+def _prompt(given: Any) -> str | list[int]:
+    """Return the text or the tokens of a prompt, or of a list with one."""
     if isinstance(given, list) and isinstance(given[0], str | list):
         if len(given) > 1:
             raise unsupported("prompt", f"expected one prompt, got {len(given)}: send a request for each")
         (given,) = given
     if isinstance(given, list) and not all(isinstance(token, int) for token in given):
         raise unsupported("prompt", "expected a text, or token ids, got a list of several kinds")
-    tokens = prompt_ids(rollout.chat.tokenizer, given) if isinstance(given, str) else given
-    if not tokens:
-        raise unsupported("prompt", "expected at least one token, got none")
-    return np.asarray(tokens, np.int32)
+    return cast("str | list[int]", given)
 
 
 def _choice(rollout: ServedRollout, request: CompletionRequest, index: int, choice: Choice) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from ...tokenizers.start_tokens import prompt_ids
 from .call_fields import CallFields, Count, OpenAIFields, TokenId, check_neutral, sampling_of
 from .chat_completions import of_choice, token_logprobs, usage_of
 from .chat_messages import ChatTool, Messages, plain_tools
@@ -17,7 +16,7 @@ from .route import CallRoute, PlainRoute
 from .served_rollout import MODEL, Answer, ServedRollout
 
 
-def _models(_: ServedRollout, __: None) -> dict[str, Any]:
+async def _models(_: ServedRollout, __: None) -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "penstock"}]}
 
 
@@ -36,19 +35,17 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
 
 
-def _tokenize(rollout: ServedRollout, request: TokenizeRequest) -> dict[str, Any]:
-    tokenizer = rollout.chat.tokenizer
+async def _tokenize(rollout: ServedRollout, request: TokenizeRequest) -> dict[str, Any]:
     if not request.add_generation_prompt:
         raise unsupported("add_generation_prompt", "expected true, got false")
     if (request.prompt is None) == (request.messages is None):
         raise unsupported("prompt", "expected either prompt or messages")
     if request.messages is not None:
         said = [message.plain() for message in request.messages]
-        tokens = rollout.count_tokens(said, plain_tools(request.tools)).tolist()
+        tokens = (await rollout.prompt(said, plain_tools(request.tools))).tokens.tolist()
     else:
-        text = request.prompt or ""
-        tokens = list(tokenizer.encode(text) if request.add_special_tokens is False else prompt_ids(tokenizer, text))
-    texts = [tokenizer.decode([token]) for token in tokens] if request.return_token_strs else None
+        tokens = await rollout.encoded(request.prompt or "", start=request.add_special_tokens is not False)
+    texts = [rollout.chat.tokenizer.decode([token]) for token in tokens] if request.return_token_strs else None
     return {"count": len(tokens), "max_model_len": None, "tokens": tokens, "token_strs": texts}
 
 

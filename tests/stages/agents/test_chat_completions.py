@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from tests.stages.agents.served import (
 )
 
 from penstock._stages.agents.agent_client import CallsUsedUp, ContextTooLong, RolloutDeadline, RolloutEnded
+from penstock._stages.agents.endpoint import served_rollout
 from penstock._stages.agents.endpoint.application import COMMENT_S
 from penstock.chat import ChatFormat
-from penstock.policies import Engine
+from penstock.policies import Engine, PretrainedTokenizer
 
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "one?"}]
 MORE: dict[str, Any] = {"role": "user", "content": "more"}
@@ -591,6 +594,53 @@ async def test_a_text_of_megabytes_is_a_prompt_like_others(megabytes: int, chat:
 
     assert (status, error["code"]) == (400, "context_length_exceeded")
     assert len(rollout.asked[0][0]) > megabytes * 2**16
+
+
+LONG = "on" * 2**17
+RENDERED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/completions": {"prompt": LONG},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": LONG}]},
+    "/tokenize": {"prompt": LONG},
+}
+
+
+@pytest.mark.parametrize("path", RENDERED)
+async def test_a_long_text_becomes_tokens_while_the_event_loop_goes_on(
+    path: str, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, free = PretrainedTokenizer.encode, threading.Event()
+
+    def held(tokenizer: PretrainedTokenizer, text: str) -> list[int]:
+        assert free.wait(10), "the event loop is held"
+        return encode(tokenizer, text)
+
+    rollout = of_script(chat, "yes")
+    async with serving(chat, rollout) as client:
+        root = f"{client.endpoint.url}/r/{client.served.key}"
+        async with anyio.create_task_group() as tasks:
+            monkeypatch.setattr(PretrainedTokenizer, "encode", held)
+            tasks.start_soon(partial(client.post, path, RENDERED[path], url=root))
+            await client.session.get(f"{root}/v1/models")
+            free.set()
+
+
+async def test_a_flood_of_calls_waits_unread_and_delays_no_other_rollout(
+    chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_rollout, "MAX_CALLS", 4)
+    policy = Waiting(chat)
+    flooding, other = Rollout(policy), of_script(chat, "yes")
+    async with serving(chat, flooding) as client, anyio.create_task_group() as tasks:
+        for number in range(50):
+            tasks.start_soon(client.chat, [{"role": "user", "content": f"{number}"}])
+        await policy.begun.wait()
+        with client.endpoint.serve(other) as served:
+            status, _ = await client.post(PATH, {"messages": ASK}, url=served.base_url)
+        assert (status, len(flooding.asked) <= 4) == (200, True)
+        policy.go.set()
+
+    assert len(flooding.calls) == 50
 
 
 async def test_a_client_that_ends_within_its_body_is_left_alone(chat: ChatFormat) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
-from penstock import StopReason, Worker
+from penstock import Context, StopReason, Worker
 from penstock.policies import Completion, Engine, SamplingParams
+from penstock.testing import entered
 from penstock.torch import Attention, KVCache, TorchPolicy
 
 EOS = 99
@@ -220,8 +222,8 @@ async def test_rows_of_a_group_wait_for_each_other_so_that_their_prompt_is_read_
     assert model.rows.count(1) == 2
 
 
-async def test_a_cancelled_row_leaves_while_the_others_go_on() -> None:
-    model, scope, lengths = Watched(), anyio.CancelScope(), list[int]()
+async def test_a_cancelled_row_leaves_while_the_others_go_on_and_its_tokens_are_counted() -> None:
+    model, scope, lengths, context = Watched(), anyio.CancelScope(), list[int](), Context()
 
     async def ask(engine: Engine) -> None:
         with scope:
@@ -232,12 +234,34 @@ async def test_a_cancelled_row_leaves_while_the_others_go_on() -> None:
         await anyio.wait_all_tasks_blocked()
 
     model.before = {4: cancel}
-    async with TorchPolicy(lambda: model, EOS).open(Worker()) as engine, anyio.create_task_group() as tasks:
-        tasks.start_soon(ask, engine)
-        lengths.append(len((await one(engine, prompt(2), 10)).tokens))
+    with entered(context):
+        async with TorchPolicy(lambda: model, EOS).open(Worker()) as engine, anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, engine)
+            lengths.append(len((await one(engine, prompt(2), 10)).tokens))
 
     assert lengths == [10]
     assert model.rows == [2] * 5 + [1] * 5
+    metrics = context.metrics.emit(0)
+    assert (metrics["rollout/tokens"], metrics["rollout/dropped_tokens/cancelled"]) == (15, 5)
+
+
+async def test_a_row_that_is_returned_to_a_call_that_is_cancelled_is_counted() -> None:
+    context = Context()
+
+    async def cancel_other(engine: Engine) -> None:
+        await one(engine, prompt(1), 3)
+        other.cancel()  # of asyncio's, as servers do at their end
+
+    with entered(context):
+        async with TorchPolicy(TinyModel, EOS).open(Worker()) as engine:
+            cancelling = asyncio.ensure_future(cancel_other(engine))
+            other = asyncio.ensure_future(one(engine, prompt(2), 3))
+            await asyncio.wait([cancelling, other])
+
+    assert other.cancelled()
+
+    metrics = context.metrics.emit(0)
+    assert (metrics["rollout/tokens"], metrics["rollout/dropped_tokens/cancelled"]) == (6, 3)
 
 
 async def test_prompts_that_cannot_be_read_fail_their_own_calls_alone() -> None:
