@@ -3,6 +3,7 @@
 #   make test            the suite, four files at a time
 #   make test-all        every cell of its long tables too, of which make test runs some; with coverage
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
+#   make test-agents     the clients and frameworks of agents themselves, on a CPU; installs them first (0.4 GB)
 #   make test-trackers   TensorBoard and W&B themselves, offline; installs them first (0.2 GB)
 #   make test-prime-rl PRIME_RL=../prime-rl   prime-rl's loader and loss, whose checkout is there; installs 0.2 GB first
 #   make test-roll ROLL=../roll   ROLL's pipeline on a CPU, whose checkout is there; installs 0.3 GB first
@@ -16,7 +17,7 @@
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
 #   make test-ray        stages on clusters of Ray on this machine; installs Ray first (100 MB)
 #   make test-verl       verl's own trainer, on a CPU; installs verl, Ray and what they need first (580 MB)
-#   make test-plugins PRIME_RL=../prime-rl ROLL=../roll ATROPOS=../atropos   trackers, Ray and all of these trainers, one after the
+#   make test-plugins PRIME_RL=../prime-rl ROLL=../roll ATROPOS=../atropos   agents, trackers, Ray and all of these trainers, one after the
 #                        other; those that failed are named at the end
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
@@ -34,6 +35,7 @@ READY := $(VENV)/ready
 OLDER := $(VENV)/transformers-4
 VLLM := $(VENV)/vllm
 WITH_ATROPOS := $(VENV)/atropos
+AGENTS := $(VENV)/agents
 TRACKERS := $(VENV)/trackers
 TRL := $(VENV)/trl
 WITH_SKYRL := $(VENV)/skyrl
@@ -47,7 +49,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-cuda test-vllm test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check docs chaos bench setup clean
+.PHONY: demo test test-all test-cuda test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -80,6 +82,10 @@ test-vllm: $(VLLM)/ready
 
 test-trackers: $(TRACKERS)/ready
 	PYTHONPATH=$(TRACKERS) $(BIN)/python -m pytest tests/trackers_real/against_trackers.py
+
+# Warnings of these packages are no errors.
+test-agents: $(AGENTS)/ready
+	PYTHONPATH=$(CURDIR)/$(AGENTS):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/agents_real/against_*.py
 
 # Ray's warnings are no errors. Its processes begin as Python starts them, without the paths of pytest.
 test-ray: private WARNINGS := -W default
@@ -147,7 +153,7 @@ test-atropos-skyrl: $(READY)
 # Packages beside those of .venv, in a folder that only the tests with them have on their path. Some wheels have folders
 # that are not their own. gem, for ROLL, refuses Python 3.12.1 and later by its metadata alone.
 $(WITH_ROLL)/ready: private OPTIONS := --ignore-requires-python
-$(TRACKERS)/ready $(TRL)/ready $(RAY)/ready $(VERL)/ready $(WITH_PRIME_RL)/ready $(WITH_ROLL)/ready: $(VENV)/%/ready: scripts/%/requirements.txt | $(READY)
+$(AGENTS)/ready $(TRACKERS)/ready $(TRL)/ready $(RAY)/ready $(VERL)/ready $(WITH_PRIME_RL)/ready $(WITH_ROLL)/ready: $(VENV)/%/ready: scripts/%/requirements.txt | $(READY)
 	rm -rf $(@D)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps $(OPTIONS) --target $(@D) --requirement $<
 	rm -rf $(addprefix $(@D)/,tests scripts recipe tutorial)
@@ -160,7 +166,7 @@ $(VLLM)/ready $(WITH_SKYRL)/ready $(WITH_ATROPOS)/ready: $(VENV)/%/ready: script
 	touch $@
 
 # Every week too, each in a job of its own: .github/workflows/plugins.yml.
-PLUGINS := test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl
+PLUGINS := test-agents test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl
 
 test-plugins:
 	$(MAKE) --keep-going --jobs=1 $(PLUGINS)

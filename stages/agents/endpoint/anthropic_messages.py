@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
+from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from .call_fields import MAX_MESSAGES, CallFields, Count, check_neutral, sampling_of
 from .chat_messages import FunctionTool, function_tool
-from .refusals import anthropic_error, unsupported
+from .refusals import RequestRefused, anthropic_error, unsupported
 from .route import CallRoute, PlainRoute, event
 from .served_rollout import MODEL, Answer, Choice, ServedRollout
 
@@ -41,6 +42,7 @@ class ToolUse(Block, kw_only=True, tag="tool_use"):
     name: str
     input: dict[str, Any]
     caller: Any = None
+    toolset_name: None = None
 
 
 class ToolResult(Block, kw_only=True, tag="tool_result"):
@@ -49,6 +51,7 @@ class ToolResult(Block, kw_only=True, tag="tool_result"):
     tool_use_id: str
     content: str | list[Text] | None = None
     is_error: bool | None = None
+    toolset_name: None = None
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -142,6 +145,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     max_tokens: Count
     stop_sequences: Annotated[list[str], msgspec.Meta(max_length=64)] | None = None
+    thread: Any = None
 
     @property
     def stop(self) -> list[str] | None:
@@ -158,6 +162,13 @@ TOOL_CHOICES: tuple[Any, ...] = (
 
 def _ask(rollout: ServedRollout, request: MessagesRequest) -> Callable[[], Awaitable[Answer]]:
     check_neutral(request)
+    if request.thread is not None:  # by this code, Anthropic's client goes on without one
+        raise RequestRefused(
+            HTTPStatus.BAD_REQUEST,
+            "thread: expected none: each request has the whole conversation",
+            code="thread_unsupported_request",
+            field="thread",
+        )
     choice = request.tool_choice
     if choice not in TOOL_CHOICES:
         raise unsupported("tool_choice", f"expected auto or none: a policy cannot be forced, got {choice!r:.80}")

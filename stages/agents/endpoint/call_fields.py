@@ -18,12 +18,15 @@ Stops: TypeAlias = str | Annotated[list[str], msgspec.Meta(max_length=64)]
 MAX_CHOICES = 64
 MAX_MESSAGES = 16_384
 
+ENCRYPTED_THOUGHTS = "reasoning.encrypted_content"
+"""Of `include`: thoughts in a form that the client sends back unread."""
+
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
-    "include": ([],),
+    "include": ([], [ENCRYPTED_THOUGHTS]),
     "logit_bias": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),

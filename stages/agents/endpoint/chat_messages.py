@@ -23,6 +23,7 @@ class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
     name: str
     arguments: str | dict[str, Any] = "{}"
+    parsed_arguments: Any = None
 
 
 class MessageCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -48,6 +49,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     annotations: Any = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None
     provider_specific_fields: Any = None
 
     def plain(self) -> dict[str, Any]:

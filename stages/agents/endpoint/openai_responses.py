@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from .call_fields import MAX_MESSAGES, CallFields, Count, check_neutral, may_call_tools, sampling_of
+from .call_fields import ENCRYPTED_THOUGHTS, MAX_MESSAGES, CallFields, Count, check_neutral, may_call_tools, sampling_of
 from .chat_messages import FunctionTool, function_tool
 from .refusals import unsupported
 from .route import CallRoute, event
@@ -30,7 +30,7 @@ class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[ItemText] | None = None
     summary: list[ItemText] | None = None
-    encrypted_content: None = None
+    encrypted_content: str | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -101,7 +101,7 @@ def _add_to_turn(turn: dict[str, Any], item: InputItem, number: int) -> None:
     if item.type == "message":
         turn["content"] += _text(item.content)
     elif item.type == "reasoning":
-        thoughts = _text(item.content) or _text(item.summary)
+        thoughts = _text(item.content) or item.encrypted_content or _text(item.summary)
         turn["reasoning_content"] = turn.get("reasoning_content", "") + thoughts
     else:
         function = {"name": _needed(item.name, number, "name"), "arguments": item.arguments or "{}"}
@@ -127,12 +127,15 @@ def _ask(rollout: ServedRollout, request: ResponsesRequest) -> Callable[[], Awai
     return lambda: rollout.converse(messages, tools, sampling, callable_tools=may_call)
 
 
-def _items(answer: Answer, choice: Choice) -> list[dict[str, Any]]:
+def _items(request: ResponsesRequest, answer: Answer, choice: Choice) -> list[dict[str, Any]]:
     status = "incomplete" if choice.finish == "length" else "completed"
     items: list[dict[str, Any]] = []
     if choice.reasoning is not None:
         thoughts = [{"type": "reasoning_text", "text": choice.reasoning}]
-        items.append({"id": f"rs-{answer.id}", "type": "reasoning", "summary": [], "content": thoughts})
+        item = {"id": f"rs-{answer.id}", "type": "reasoning", "summary": [], "content": thoughts}
+        if ENCRYPTED_THOUGHTS in (request.include or ()):  # the client may drop the others: they are no secret here
+            item["encrypted_content"] = choice.reasoning
+        items.append(item)
     if choice.content or not choice.calls:
         said = [{"type": "output_text", "text": choice.content, "annotations": [], "logprobs": []}]
         message = {"id": f"msg-{answer.id}", "type": "message", "role": "assistant", "status": status, "content": said}
@@ -177,7 +180,7 @@ def _body(_: ServedRollout, request: ResponsesRequest, answer: Answer) -> dict[s
     return _begun(request, answer) | {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _items(answer, choice),
+        "output": _items(request, answer, choice),
         "usage": {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0},

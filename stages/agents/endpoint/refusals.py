@@ -34,6 +34,9 @@ OF_CALLS: tuple[tuple[type[CallRefused], HTTPStatus, str, dict[str, str]], ...] 
 )
 """Status, code and headers of a call that is not sampled."""
 
+TOO_LONG = "prompt is too long: this model's maximum context length is exceeded: "
+"""Begins the message of such a refusal: LiteLLM and some agents know it by this text, and not by its code."""
+
 KINDS = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
@@ -92,7 +95,8 @@ def refusal_of(error: Exception) -> RequestRefused:
         return error
     for kind, status, code, headers in OF_CALLS:
         if isinstance(error, kind):
-            return RequestRefused(status, str(error), code=code, headers=headers)
+            told = TOO_LONG if kind is ContextTooLong else ""
+            return RequestRefused(status, told + str(error), code=code, headers=headers)
     if isinstance(error, BodyRefused):
         return RequestRefused(error.status, str(error), headers={"Retry-After": RETRY_AFTER_S, "Connection": "close"})
     if isinstance(error, InvalidConfig | InvalidData | InvalidRecord):
@@ -112,7 +116,8 @@ def openai_error(refused: RequestRefused) -> dict[str, Any]:
 def anthropic_error(refused: RequestRefused) -> dict[str, Any]:
     """Return the body of a refusal, as Anthropic has it, with the code of OpenAI's."""
     kind = KINDS.get(refused.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refused), "code": refused.code}}
+    told = {"type": kind, "message": str(refused), "code": refused.code, "details": {"error_code": refused.code}}
+    return {"type": "error", "error": told}
 
 
 def openai_error_body(status: HTTPStatus, message: str) -> bytes:

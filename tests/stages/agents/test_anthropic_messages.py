@@ -72,7 +72,8 @@ async def test_calls_of_tools_and_thoughts_are_blocks_and_their_results_continue
         _, answer = await client.post(PATH, asking(ASK, tools=[TOOL], stream=stream))
         content = assembled(answer) if stream else answer["content"]
         result = {"type": "tool_result", "tool_use_id": content[2]["id"], "content": [{"type": "text", "text": "2"}]}
-        returned = [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+        dumped = [*content[:2], content[2] | {"toolset_name": None, "caller": None}]  # as the client's types are
+        returned = [{"role": "assistant", "content": dumped}, {"role": "user", "content": [result]}]
         _, last = await client.post(PATH, asking([*ASK, *returned], tools=[TOOL]))
 
     assert content[0] == {"type": "thinking", "thinking": "hm", "signature": ""}
@@ -160,6 +161,15 @@ async def test_errors_have_the_form_of_the_provider(chat: ChatFormat) -> None:
     assert answer["type"] == other["type"] == "error"
     assert (answer["error"]["type"], answer["error"]["code"]) == ("invalid_request_error", "context_length_exceeded")
     assert other["error"]["type"] == "authentication_error"
+
+
+async def test_a_thread_that_the_server_would_hold_is_refused_by_the_code_on_which_its_client_goes_on(
+    chat: ChatFormat,
+) -> None:
+    async with serving(chat, of_script(chat)) as client:
+        status, error = await client.refused(PATH, asking(ASK, thread={"type": "create"}))
+
+    assert (status, error["details"]) == (400, {"error_code": "thread_unsupported_request"})
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models_hf.chat_templates import QWEN
 from tests.stages.agents.served import Rollout, chat_format, completion_of, engine_of, of_engine, of_script, serving
 
 from penstock.chat import ChatFormat
@@ -63,6 +64,29 @@ async def test_calls_of_functions_and_thoughts_are_items_and_their_outputs_conti
     assert not client.served.branched
     assert (last["status"], last["output"][0]["content"][0]["text"]) == ("completed", "done")
     assert last["usage"]["total_tokens"] == last["usage"]["input_tokens"] + last["usage"]["output_tokens"]
+
+
+@pytest.fixture
+def chat_with_thoughts(tmp_path: Path) -> ChatFormat:
+    return chat_format(tmp_path, QWEN.replace("n' + content", "n' + (message.reasoning_content or '') + content"))
+
+
+async def test_thoughts_are_returned_in_the_form_that_the_client_sends_back_unread(
+    chat_with_thoughts: ChatFormat,
+) -> None:
+    chat = chat_with_thoughts
+    rollout = of_script(chat, CALLING, "done")
+    async with serving(chat, rollout) as client:
+        fields = {"tools": [TOOL], "store": False, "include": ["reasoning.encrypted_content"]}
+        _, answer = await client.post(PATH, {"input": [ASK], **fields})
+        reasoning, said, call = answer["output"]
+        unread = {name: value for name, value in reasoning.items() if name != "content"}
+        edited = [{"role": "user", "content": "two?"}, unread, said, call]
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
+        await client.post(PATH, {"input": [*edited, output], **fields})
+
+    assert reasoning["encrypted_content"] == "hm"
+    assert "assistant\nhmso:" in chat.tokenizer.decode(rollout.asked[1][0].tolist())
 
 
 async def test_a_stream_has_the_events_of_a_response_in_order(chat: ChatFormat) -> None:

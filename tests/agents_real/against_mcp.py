@@ -1,0 +1,93 @@
+"""An agent whose tools are those of a server of MCP: `make test-agents` runs this file."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import pytest
+from tests.agents_real.calculator import ANSWERS, SUMS, run
+
+from penstock.agents import AgentClient
+from penstock.chat import ChatFormat
+
+mcp: Any = import_module("mcp")
+openai: Any = import_module("openai")
+
+SERVER = str(Path(__file__).parent / "adding_server.py")
+
+
+@asynccontextmanager
+async def by_stdio() -> AsyncGenerator[Any]:
+    yield mcp.StdioServerParameters(command=sys.executable, args=[SERVER], env=dict(os.environ))
+
+
+@asynccontextmanager
+async def by_http() -> AsyncGenerator[Any]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    async with await anyio.open_process([sys.executable, SERVER, str(port)]) as process:
+        assert process.stderr is not None
+        try:
+            async for line in process.stderr:
+                if b"running on" in line:
+                    break
+            yield f"http://127.0.0.1:{port}/mcp"
+        finally:
+            process.terminate()
+
+
+@dataclass
+class UsesTools:
+    """Asks for three sums, with the tools that the server lists, and has it call them."""
+
+    transport: Literal["stdio", "http"]
+
+    async def drive(self, _: int, client: AgentClient) -> float:
+        server = by_stdio() if self.transport == "stdio" else by_http()
+        async with (
+            server as address,
+            openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as api,
+            mcp.Client(address) as tools,
+        ):
+            return await self.converse(api, tools)
+
+    async def converse(self, api: Any, session: Any) -> float:
+        listed = (await session.list_tools()).tools
+        functions = [{"name": t.name, "description": t.description, "parameters": t.input_schema} for t in listed]
+        ask = partial(api.chat.completions.create, model="policy")
+        tools = [{"type": "function", "function": function} for function in functions]
+        messages: list[Any] = []
+        for asked, right in zip(SUMS, ANSWERS, strict=True):
+            messages.append({"role": "user", "content": asked})
+            while (message := (await ask(messages=messages, tools=tools)).choices[0].message).tool_calls:
+                messages.append(message)
+                for call in message.tool_calls:
+                    result = await session.call_tool(call.function.name, json.loads(call.function.arguments))
+                    text = "".join(part.text for part in result.content)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            messages.append(message)
+            if message.content != f"It is {right}.":
+                return 0.0
+        return 1.0
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+async def test_a_conversation_with_the_tools_of_a_server_is_one_sequence(
+    transport: Literal["stdio", "http"], chat: ChatFormat
+) -> None:
+    ran = await run(partial(UsesTools, transport), chat)
+
+    ran.trains_once()
+    assert ran.branched == {}
