@@ -6,6 +6,7 @@ Knows no pipeline.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -193,7 +194,18 @@ def outcome_of(returned: Any) -> Outcome | None:
     found = returned if isinstance(returned, Outcome) else Outcome(reward=returned)
     return msgspec.structs.replace(
         found,
-        reward=finite(found.reward),
-        parts={name: finite(value) for name, value in found.parts.items()},
-        metrics={name: finite(value) for name, value in found.metrics.items()},
+        reward=number_of(found.reward, "reward"),
+        parts={name: number_of(value, f"parts[{name!r}]") for name, value in found.parts.items()},
+        metrics={name: number_of(value, f"metrics[{name!r}]") for name, value in found.metrics.items()},
     )
+
+
+def number_of(value: Any, name: str) -> float:
+    """Return a number of an agent's. Texts and truth values are none, though Python converts them.
+
+    Raises:
+        TypeError, ValueError: it is no finite number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a finite number, such as a float, got {type(value).__name__}")
+    return finite(value)

@@ -101,7 +101,7 @@ class _Agent:
     """An `AgentEnv` with its rows open."""
 
     def __init__(self, env: AgentEnv, rows: PromptSource) -> None:
-        self._agent = env.agent
+        self.agent = env.agent
         self._rows = rows
         self.scored: bool = env.scored
         self.max_calls: int | None = env.max_calls
@@ -123,10 +123,10 @@ class _Agent:
 class _AsyncAgent(_Agent):
     async def drive(self, task: int, client: AgentClient) -> Any:
         """Do a rollout on the event loop."""
-        return await self._agent(await anyio.to_thread.run_sync(self.row, task), client)
+        return await self.agent(await anyio.to_thread.run_sync(self.row, task), client)
 
 
 class _BlockingAgent(_Agent):
     def drive(self, task: int, client: Any) -> Any:
         """Do a rollout in this process."""
-        return self._agent(self.row(task), client)
+        return self.agent(self.row(task), client)

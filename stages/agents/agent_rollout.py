@@ -25,6 +25,7 @@ from .agent_client import (
     Outcome,
     RolloutDeadline,
     RolloutEnded,
+    number_of,
     outcome_of,
 )
 from .agent_commands import CommandResult, run_command
@@ -218,13 +219,18 @@ class AgentRollout:
         self._check_running()
         if call is not None and call not in self._sampled:
             raise ValueError(f"call: expected the id of a call of this rollout, got {call!r}")
-        self._rewards[call] = self._rewards.get(call, 0.0) + finite(value)
+        self._rewards[call] = finite(self._rewards.get(call, 0.0) + number_of(value, "reward"))
 
     def _check_running(self) -> None:
         if self._ended and anyio.current_time() >= self.deadline_s:
             raise RolloutDeadline(f"rollout {self.repetition} was given up at its deadline, rollout_timeout_s")
         if self._ended:
             raise RolloutEnded(f"rollout {self.repetition} has ended: a call now would train nothing")
+
+    @property
+    def called(self) -> bool:
+        """Return whether the agent made a call, be it one that was refused."""
+        return self._begun > 0
 
     @property
     def sampled_tokens(self) -> int:
@@ -264,7 +270,7 @@ class AgentRollout:
             stop_reason=first.stop_reason,
             turn_rewards=first.turn_rewards,
             branches=rest,
-            reward=unnamed + sum(self._rewards.values()),
+            reward=finite(unnamed + sum(self._rewards.values())),
             scored=self._scored,
             parts=outcome.parts,
             metrics=outcome.metrics,

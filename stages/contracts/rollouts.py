@@ -24,6 +24,8 @@ Turn: TypeAlias = NDArray[np.int32] | Completion
 
 LARGEST_ID = 2**31 - 1
 
+LARGEST_NUMBER = float(np.finfo(np.float32).max)
+
 
 class RolloutFiltered(PenstockError):
     """An environment gives a rollout no reward, because it is not to be trained; it is counted as filtered."""
@@ -120,9 +122,14 @@ def finite(value: Any) -> float:
     """Return a number of an environment's, such as a reward, as a float.
 
     Raises:
-        ValueError, TypeError: it is no finite number.
+        ValueError, TypeError: it is no finite number that float32 can hold, as records have it.
     """
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"expected a finite number, got {number}")
+    if abs(number) > LARGEST_NUMBER:
+        raise ValueError(f"expected a number of at most {LARGEST_NUMBER:.3g}, got {number:.3g}")
     return number

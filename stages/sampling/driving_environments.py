@@ -17,7 +17,7 @@ import anyio.to_thread
 import msgspec
 from msgspec import structs
 
-from ..._pipeline.errors import CallProcessDied, MissingExtra
+from ..._pipeline.errors import CallProcessDied, MissingExtra, NothingTrained
 from ..._pipeline.graph.context import current
 from ..._pipeline.util.user_code import await_user, call_user
 from ..._pipeline.workers.call_process import Callee, CallProcesses
@@ -41,6 +41,9 @@ CALLEE = Callee(agent_process.__name__, "an agent", "penstock.agents")
 
 OPTIONS = ("max_calls", "max_tokens", "scored")
 """Attributes that an environment may have."""
+
+SILENT_LIMIT = 20
+"""Rollouts of an agent that has never made a call, which end the run: it does not find the policy."""
 
 Drive: TypeAlias = Callable[[int, AgentRollout], Coroutine[Any, Any, Any]]
 """Does a rollout, and returns what `drive` returned."""
@@ -118,6 +121,8 @@ class _DrivingTasks:
         self._threads = threads
         self._endpoint = endpoint
         self._options = {name: getattr(env, name) for name in OPTIONS if hasattr(env, name)}
+        self._silent: int | None = 0
+        """Rollouts without a call; None once there was one with a call."""
 
     async def begin(self, number: int) -> Callable[[int, RolloutSampler], Coroutine[Any, Any, RolloutResult]]:
         """Begin a prompt; see `TaskFn`."""
@@ -134,6 +139,7 @@ class _DrivingTasks:
             with self._served(rollout):
                 result = await self._driven(number, rollout)
             state = ""
+            self._check_calls(rollout)
         except EnvironmentFailed as error:
             state = "filtered" if isinstance(error.__cause__, RolloutFiltered) else "failed"
             raise
@@ -142,6 +148,23 @@ class _DrivingTasks:
             if state and rollout.sampled_tokens:
                 current().metrics.total(f"rollout/dropped_tokens/{state}", rollout.sampled_tokens)
         return structs.replace(result, meta=meta)
+
+    def _check_calls(self, rollout: AgentRollout) -> None:
+        """Check that the agent makes calls; a rollout without one is rejected where all are that sample nothing.
+
+        Raises:
+            NothingTrained: none of the first `SILENT_LIMIT` rollouts had one.
+        """
+        if rollout.called or self._silent is None:
+            self._silent = None
+            return
+        self._silent += 1
+        if self._silent == SILENT_LIMIT:
+            raise NothingTrained(
+                f"expected the agent {_name_of(self._env)} to call the policy, got no call in its first {SILENT_LIMIT} "
+                f"rollouts: call client.generate, or give client.base_url to its client of OpenAI, or OPENAI_BASE_URL "
+                f"of client.env to its command"
+            )
 
     @contextmanager
     def _served(self, rollout: AgentRollout) -> Iterator[None]:
@@ -174,3 +197,9 @@ class _DrivingTasks:
                 raise failed(error) from error
         assert rollout.failure is not None  # noqa: S101 (else it has returned or raised)
         raise rollout.failure
+
+
+def _name_of(env: DrivingEnvironment) -> str:
+    """Return the name of an environment: of an `AgentEnv`, that of its agent."""
+    named: Any = getattr(env, "agent", env)
+    return str(getattr(named, "__qualname__", None) or getattr(named, "command", None) or type(named).__qualname__)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import anyio
@@ -17,7 +18,7 @@ from tests.fake_policy import FakePolicy, Letters
 
 from penstock import SourceEnv, StopReason, TrajectoryGroup
 from penstock.agents import AgentClient, CallsUsedUp, ContextTooLong, Outcome, RolloutEnded
-from penstock.errors import InvalidConfig, InvalidRecord
+from penstock.errors import InvalidConfig, InvalidRecord, NothingTrained
 from penstock.policies import Completion, SamplingParams
 from penstock.testing import Driven, VirtualClock, drive_source
 
@@ -235,16 +236,65 @@ async def test_rewards_of_calls_are_those_of_their_turns_and_the_rest_is_that_of
     assert (metrics["env/tools"], metrics["rollout/branches"]) == (3, 2)
 
 
-@pytest.mark.parametrize("returned", [None, "a lot", float("nan"), Outcome(reward=float("inf"))])
-async def test_a_rollout_without_a_finite_reward_fails(returned: Any) -> None:
+NO_REWARDS: dict[str, Any] = {
+    "drive: expected a reward, a number or an Outcome, or calls of client.reward, got neither": None,
+    "reward: expected a finite number, such as a float, got str": "1.0",
+    "reward: expected a finite number, such as a float, got bool": True,
+    "reward: expected a finite number, such as a float, got list": [1.0],
+    "reward: expected a finite number, such as a float, got dict": {"reward": 1.0},
+    "reward: expected a finite number, such as a float, got ndarray": np.ones(1),
+    "reward: expected a finite number, such as a float, got type": float,
+    "reward: expected a finite number, such as a float, got complex": 1j,
+    "expected a finite number, got nan": float("nan"),
+    "expected a finite number, got inf": 10**5000,
+    "expected a number of at most 3.4e+38, got -1e+39": -1e39,
+    "parts['style']: expected a finite number, such as a float, got list": Outcome(parts={"style": [1]}),  # type: ignore[dict-item]
+    "metrics['turns']: expected a finite number, such as a float, got NoneType": Outcome(metrics={"turns": None}),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("sentence", NO_REWARDS)
+async def test_a_rollout_without_a_finite_reward_fails_with_a_sentence(sentence: str) -> None:
     async def drive(_: int, client: AgentClient) -> Any:
         await client.generate(ids("q"))
-        return returned
+        return NO_REWARDS[sentence]
 
     ran = await driven(drive)
 
     assert ran == []
-    assert ran.ledger.balance().ended["failed"] == 1
+    (reason,) = ran.ledger.balance().reasons["failed"]
+    assert reason.removeprefix("environment raised ").partition(": ")[2] == sentence
+
+
+@pytest.mark.parametrize("reward", [1, 1.0, np.float32(1), np.int64(1), Fraction(1)])
+async def test_any_real_number_is_a_reward(reward: Any) -> None:
+    async def drive(_: int, client: AgentClient) -> Any:
+        await client.generate(ids("q"))
+        await client.reward(reward)
+        return reward
+
+    assert (await group_of(drive)).rewards.tolist() == [2.0]
+
+
+async def test_an_agent_that_made_no_call_in_its_first_rollouts_ends_the_run_with_its_name() -> None:
+    async def drive(*_: object) -> float:
+        return 1.0
+
+    named = "expected the agent Agent to call the policy, got no call in its first 20 rollouts"
+    with pytest.raises(NothingTrained, match=named):
+        await driven(drive, groups=None)
+
+
+async def test_rollouts_without_a_call_are_rejected_once_an_agent_has_made_calls() -> None:
+    async def drive(task: int, client: AgentClient) -> float:
+        if task == 0:
+            await client.generate(ids("q"))
+        return 1.0
+
+    ran = await driven(drive, groups=30)
+
+    assert len(ran) == 1
+    assert ran.ledger.balance().reasons["rejected"] == {"nothing was sampled": 29}
 
 
 async def test_a_rollout_that_is_dropped_is_counted_as_filtered_by_its_reason() -> None:
