@@ -22,6 +22,9 @@ UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
 PLACE = re.compile(r"at `\$\.([A-Za-z_]+)")
 FIELD = re.compile(r"(?:[A-Za-z]+\.)?([a-z_]+)[\[:]")
 
+LONGEST_MESSAGE = 500
+"""Characters: a message may quote the request."""
+
 RETRY_AFTER_S = "1"
 
 NO_RETRY = {"x-should-retry": "false"}
@@ -58,10 +61,10 @@ class RequestRefused(PenstockError):
         field: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(" ".join(message.split())[:LONGEST_MESSAGE])
         self.status = status
         self.code = code
-        self.field = field
+        self.field = None if field is None else field[:LONGEST_MESSAGE]
         self.headers = headers or {}
 
 

@@ -200,10 +200,13 @@ class ServedRollout:
         """Return the prompt of a call that is not sampled yet.
 
         Raises:
-            InvalidData: the template refuses the messages.
+            InvalidData: the template refuses the messages, or they are nested too deeply.
         """
-        nbytes = len(msgspec.json.encode((messages, tools)))
-        return await self._tokenized(nbytes, partial(self._tree.prompt, messages, tools))
+        try:
+            nbytes = len(msgspec.json.encode((messages, tools)))
+            return await self._tokenized(nbytes, partial(self._tree.prompt, messages, tools))
+        except RecursionError:
+            raise InvalidData("messages: expected JSON of less depth") from None
 
     async def encoded(self, text: str, *, start: bool = True) -> list[int]:
         """Return the tokens of a text, after those that `start` one."""
