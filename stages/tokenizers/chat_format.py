@@ -421,7 +421,11 @@ ADVICE = "write one that does to chat_template.jinja in the tokenizer's folder, 
 
 
 def _check_tools(name: str, tools: Any) -> None:
-    if isinstance(tools, Mapping | str) or not all(isinstance(tool, Mapping) for tool in tools):
+    if (
+        not isinstance(tools, Sequence)
+        or isinstance(tools, str)
+        or not all(isinstance(tool, Mapping) for tool in tools)
+    ):
         raise InvalidConfig(f"{name}: expected a sequence of JSON schemas, got {tools!r}")
 
 

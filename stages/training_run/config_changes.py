@@ -53,5 +53,8 @@ def _own_values(config: RunConfig) -> dict[str, Any]:
 def _functions(config: RunConfig) -> Iterator[str]:
     """Yield the functions that a configuration names as `module:function`."""
     yield from (each.function for each in config.reward.functions)
+    if (environment := config.environment) is not None:
+        parts = [name for each in environment.parts for name in (each.make, each.agent)]
+        yield from (name for name in (*parts, environment.tools) if name is not None)
     named = (config.algorithm.loss, config.prepare, config.evaluation and config.evaluation.answer, *config.trackers)
     yield from (name for name in named if name and ":" in name)

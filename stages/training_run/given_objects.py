@@ -15,6 +15,11 @@ from .places import changed_at
 
 PLACES = (
     "reward.functions.[].function",
+    "environment.make",
+    "environment.agent",
+    "environment.tools",
+    "environment.mix.[].make",
+    "environment.mix.[].agent",
     "algorithm.loss",
     "evaluation.answer",
     "trackers.[]",

@@ -91,7 +91,8 @@ class DataConfig(Config, frozen=True):
     """The prompts. Every column of a row reaches the reward functions."""
 
     path: str = ""
-    """JSONL or Parquet file, a folder of Parquet files or of `datasets`; left out where there are `sets`."""
+    """JSONL or Parquet file, a folder of Parquet files or of `datasets`; left out where there are `sets`, or where the
+    `environment` brings its prompts."""
     prompt: Text = "prompt"
     """Column of the prompt: text, or a list of messages."""
     sets: tuple[DataSetConfig, ...] = ()
@@ -108,11 +109,79 @@ class DataConfig(Config, frozen=True):
     """Longer prompts are not sampled, and counted as rejected."""
 
     def __post_init__(self) -> None:
-        """Check that there is one source of rows, and a chat for arguments of its template."""
-        if bool(self.path) == bool(self.sets):
+        """Check that there is at most one source of rows, and a chat for arguments of its template."""
+        if self.path and self.sets:
             raise InvalidConfig(f"path: expected either it or sets, got path {self.path!r} and {len(self.sets)} sets")
         if self.template and not self.chat:
             raise InvalidConfig(f"template: expected no arguments without chat, got {sorted(self.template)}")
+
+
+class EnvironmentPart(Config, frozen=True):
+    """An environment: one of `make`, `agent` and `command`."""
+
+    make: FunctionName | None = None
+    """Function or class that returns an environment of any kind, as `SourceEnv.make_env`; it brings its prompts."""
+    agent: FunctionName | None = None
+    """Function of a row of `data` and of a client, as `AgentEnv.agent`."""
+    command: tuple[Text, ...] = ()
+    """Program of an agent and its arguments, as `AgentCommand.command`; it reads a row of `data`."""
+    max_calls: Count | None = None
+    """Bound on the calls of an agent in a rollout."""
+    max_tokens: Count | None = None
+    """Bound on the tokens that are sampled for a rollout of an agent."""
+
+    def __post_init__(self) -> None:
+        """Check that there is one environment, and the bounds of an agent alone."""
+        kinds = [name for name in ("make", "agent", "command", "mix") if hasattr(self, name)]
+        given = [name for name in kinds if getattr(self, name)]
+        if len(given) != 1:
+            raise InvalidConfig(f"{kinds[0]}: expected one of {', '.join(kinds)}, got {', '.join(given) or 'none'}")
+        if not self.is_agent and (self.max_calls or self.max_tokens):
+            bound = "max_calls" if self.max_calls else "max_tokens"
+            raise InvalidConfig(f"{bound}: expected it beside agent or command, got {given[0]}")
+
+    @property
+    def is_agent(self) -> bool:
+        """Return whether it is an agent over the rows of `data`."""
+        return self.agent is not None or bool(self.command)
+
+
+class MixedEnvironmentConfig(EnvironmentPart, frozen=True):
+    """One of several environments."""
+
+    weight: Positive = 1.0
+    """Share of its prompts, relative to the other environments."""
+    name: str = ""
+    """Its name in metrics; by default that of the function or the program."""
+
+    @property
+    def known_as(self) -> str:
+        """Return its name in metrics."""
+        return self.name or (self.make or self.agent or "").partition(":")[2] or Path(self.command[0]).name
+
+
+class EnvironmentConfig(EnvironmentPart, frozen=True):
+    """The environment, in place of completions of the prompts of `data`; and what its conversations need."""
+
+    mix: tuple[MixedEnvironmentConfig, ...] = ()
+    """Several environments by weight."""
+    max_length: Count | None = None
+    """Tokens of a sequence, those of all its turns; by default those of a prompt and a completion."""
+    timeout_s: Positive = 300.0
+    """Bound on the time of a rollout."""
+    tools: FunctionName | None = None
+    """Sequence of JSON schemas of tools, as `ChatFormat.tools`; requests of agents bring their own."""
+    tool_calls: Text | None = None
+    """Format of calls of tools: hermes, llama, mistral or json; null for the one that the template writes."""
+    history: Literal["keep", "template"] = "keep"
+    """See `ChatFormat.history`."""
+    observation_role: Literal["user", "tool"] = "user"
+    """Role of the text of a step-wise environment."""
+
+    @property
+    def parts(self) -> tuple[EnvironmentPart, ...]:
+        """Return each environment."""
+        return self.mix or (self,)
 
 
 class OptimizerConfig(Config, frozen=True):
@@ -274,6 +343,8 @@ class RunConfig(Config, frozen=True):
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig
+    environment: EnvironmentConfig | None = None
+    """null for one completion of each prompt of `data`."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     sampling: SamplingParams = SamplingParams()
     engine: Literal["torch"] | ServerKind = "torch"
@@ -306,6 +377,7 @@ class RunConfig(Config, frozen=True):
             given = "none" if self.server is None else self.server.url
             wanted = "no server" if self.engine == "torch" else "server: {url: http://host:port}"
             raise InvalidConfig(f"engine: expected {wanted} with engine {self.engine}, got {given}")
+        self._check_rows()
         if self.evaluation is not None and not (self.data.evaluation or self.evaluation.sets):
             raise InvalidConfig("evaluation: expected rows to evaluate, got no sets and data.evaluation 0: set either")
         for name in self.trackers:
@@ -314,6 +386,18 @@ class RunConfig(Config, frozen=True):
                 raise InvalidConfig(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
         if self.placement.ray is not None and self.placement.joining is not None:
             raise InvalidConfig("placement: expected either ray or joining, got both")
+
+    def _check_rows(self) -> None:
+        """Check that there are rows where they are read, and none where the environment brings its prompts."""
+        data, environment = self.data, self.environment
+        has_agents = environment is not None and any(each.is_agent for each in environment.parts)
+        if environment is not None and not has_agents:
+            if data.path or data.sets or data.evaluation:
+                raise InvalidConfig("data: expected neither path, sets nor evaluation beside environment.make")
+        elif not (data.path or data.sets):
+            raise InvalidConfig("data.path: expected either it or sets, got path '' and 0 sets")
+        if has_agents and (data.system or not data.chat):
+            raise InvalidConfig("data: expected chat, and no system, beside an agent, which writes its own messages")
 
     @property
     def run_folder(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -47,18 +48,25 @@ from ..models.hf_model import HFModel
 from ..models.lora import insert
 from ..rewards.reward_bridge import RewardBridge
 from ..rewards.reward_trial import try_functions
+from ..sampling.environment_trial import try_environments
+from ..sampling.environments import Environment
 from ..sampling.evaluation import Evaluation
 from ..sampling.samples import Samples
 from ..sampling.source_env import SourceEnv
 from ..sink.sink_trainer import SinkTrainer, Trainer, WeightSink
-from ..tokenizers.chat_format import ChatFormat
 from ..tokenizers.end_tokens import check_end_of_turn
 from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer
 from ..training.optimizers import ReferenceUpdates, adamw
 from ..training.torch_trainer import TorchTrainer
 from .dtypes import base_dtype, reference_dtype, sampled_dtype
+from .environment_parts import chat_of, environment_of, evaluated_by
 from .paths import with_paths
-from .run_config import AlgorithmConfig, EvaluationConfig, PlacementConfig, RunConfig
+from .run_config import (
+    AlgorithmConfig,
+    EvaluationConfig,
+    PlacementConfig,
+    RunConfig,
+)
 
 log = get_logger("penstock.models")
 
@@ -68,6 +76,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 CONCURRENCY = 256
 """Rollouts at once in a sampling process, or more where a step without lag needs them."""
+
+BRANCHES = 8
+"""Sequences of a rollout of an environment that a batch has room for; a batch with more ships with fewer rollouts."""
 
 START_TIMEOUT_S = 600.0
 """Bound on the start of a sampling process. It imports torch and transformers: minutes from a cold network disk, or
@@ -90,7 +101,7 @@ class RunParts:
         """The folder of the model, downloaded first if its path is a name of the hub."""
         self.tokenizer = PretrainedTokenizer(self.folder)
         """The one tokenizer of data, policy, reward and trainer."""
-        self.chat = ChatFormat(self.tokenizer, arguments=config.data.template) if config.data.chat else None
+        self.chat = chat_of(config, self.tokenizer) if config.data.chat else None
         if self.chat is not None:
             check_end_of_turn(self.tokenizer)
         self.rewards = RewardBridge(config.reward)
@@ -99,7 +110,16 @@ class RunParts:
 
     # -- data and sampling ---------------------------------------------------------------------------------------------
 
-    def prompts(self) -> PromptDataset | Mixture:
+    @cached_property
+    def environment(self) -> Callable[[], Environment]:
+        """Return what makes the environment that trains.
+
+        Raises:
+            InvalidConfig: it names what does not exist, or is no function.
+        """
+        return environment_of(self.config, self._prompts)
+
+    def _prompts(self) -> PromptDataset | Mixture:
         """Return the prompts that train."""
         datasets = self._datasets("train")
         weights = [each.weight for each in self.config.data.sets]
@@ -111,11 +131,21 @@ class RunParts:
         Raises:
             InvalidData: no such prompt exists.
         """
-        return _first_prompt(self.prompts()())
+        return _first_prompt(self._prompts()())
 
-    def kept_apart(self) -> list[PromptDataset]:
-        """Return the prompts for evaluation, set by set, in the order of the rows."""
-        return self._datasets("evaluation") if self.config.data.evaluation else []
+    async def tried(self) -> str:
+        """Do one rollout of each environment with a made-up model, and return them as text.
+
+        Raises:
+            InvalidConfig: it fails, or cannot begin.
+        """
+        rollouts = await try_environments(self.source(self.policy(None)))
+        return "\n\n".join(each.described(self.tokenizer) for each in rollouts)
+
+    @cached_property
+    def kept_apart(self) -> dict[str, Callable[[], Environment]]:
+        """Return what is evaluated of the rows that are kept apart, by the names of sets."""
+        return dict(evaluated_by(self.config, self._datasets("evaluation"))) if self.config.data.evaluation else {}
 
     @cached_property
     def evaluation(self) -> Evaluation | None:
@@ -124,13 +154,13 @@ class RunParts:
         Raises:
             InvalidConfig: two sets have the same name, or `answer` does not exist.
         """
-        datasets = [*self.kept_apart(), *self._further_sets()]
-        if not datasets:
+        found = [*self.kept_apart.items(), *evaluated_by(self.config, self._further_sets())]
+        if not found:
             return None
         steps = self.config.algorithm.steps
         config = self.config.evaluation or EvaluationConfig(every=steps)
-        if len(sets := {each.data_source: each for each in datasets}) < len(datasets):
-            names = ", ".join(each.data_source for each in datasets)
+        if len(sets := dict(found)) < len(found):
+            names = ", ".join(name for name, _ in found)
             raise InvalidConfig(f"config: expected sets of evaluation with names of their own, got {names}: set name")
         return Evaluation(
             sets=sets,
@@ -161,7 +191,7 @@ class RunParts:
     def _datasets(self, split: Split) -> list[PromptDataset]:
         data = self.config.data
         if not data.sets:
-            return [self._dataset(split, data.path, data.prompt, "")]
+            return [self._dataset(split, data.path, data.prompt, "")] if data.path else []
         return [self._dataset(split, each.path, each.prompt, each.name) for each in data.sets]
 
     def _dataset(
@@ -186,9 +216,11 @@ class RunParts:
         config, algorithm = self.config, self.config.algorithm
         per_sampler = -(-algorithm.prompts // config.placement.samplers) * algorithm.group_size
         return SourceEnv(
-            self.prompts(),
+            self.environment,
             policy,
             self.tokenizer,
+            chat=None if config.environment is None else self.chat,
+            rollout_timeout_s=300.0 if config.environment is None else config.environment.timeout_s,
             group_size=algorithm.group_size,
             max_length=self._max_length,
             sampling=config.sampling,
@@ -199,6 +231,8 @@ class RunParts:
 
     @property
     def _max_length(self) -> int:
+        if self.config.environment is not None and self.config.environment.max_length is not None:
+            return self.config.environment.max_length
         return self.config.data.max_prompt_tokens + self.config.sampling.max_completion_tokens
 
     def policy(self, weights: str | WeightAddress | None) -> Policy:
@@ -273,30 +307,36 @@ class RunParts:
         Raises:
             InvalidConfig: the model has no positions for so many tokens.
         """
-        completion, key = self._longest_completion
-        longest = self.config.data.max_prompt_tokens + completion
-        summed = f"{self.config.data.max_prompt_tokens} + {completion} = {longest}"
+        longest, keys, summed = self._longest
         if model.max_positions is not None and longest > model.max_positions:
             raise InvalidConfig(
-                f"config: data.max_prompt_tokens + {key}: expected at most {model.max_positions} tokens, the positions "
-                f"of the model in {self.folder}, got {summed}: lower one of them"
+                f"config: {keys}: expected at most {model.max_positions} tokens, the positions "
+                f"of the model in {self.folder}, got {summed}: lower it"
             )
         if model.trained_positions is not None and longest > model.trained_positions:
             log.warning(
                 "max_position_embeddings_exceeded",
                 tokens=longest,
                 trained=model.trained_positions,
-                hint=f"data.max_prompt_tokens + {key} = {summed}: answers beyond what the model was made for are poor",
+                hint=f"{keys} = {summed}: answers beyond what the model was made for are poor",
             )
 
     @property
-    def _longest_completion(self) -> tuple[int, str]:
-        """Return the most tokens that a completion may have, and the key that says so."""
+    def _longest(self) -> tuple[int, str, str]:
+        """Return the most tokens that a sequence may have, the keys that say so, and their sum as text."""
         config, key = self.config, "sampling.max_completion_tokens"
+        if config.environment is not None and config.environment.max_length is not None:
+            length = config.environment.max_length
+            return length, "environment.max_length", str(length)
         bounds = [(config.sampling.max_completion_tokens, key)]
         if config.evaluation is not None and config.evaluation.sampling is not None:
             bounds.append((config.evaluation.sampling.max_completion_tokens, f"evaluation.{key}"))
-        return max(bounds)
+        (completion, key), prompt = max(bounds), config.data.max_prompt_tokens
+        return (
+            prompt + completion,
+            f"data.max_prompt_tokens + {key}",
+            f"{prompt} + {completion} = {prompt + completion}",
+        )
 
     def reference(self, model: HFModel) -> CausalModel | None:
         """Return the reference of the KL term, with its weights; None if the loss has none."""
@@ -382,7 +422,7 @@ class RunParts:
         sequences = algorithm.prompts * algorithm.group_size
         gathered = algorithm.prompts if algorithm.advantages in {*GATHERING, "gae"} else None
         batcher = Batcher(
-            max_tokens=sequences * self._max_length,
+            max_tokens=sequences * self._max_length * (1 if config.environment is None else BRANCHES),
             drop_zero_variance=algorithm.drop_zero_variance,
             sequences=sequences,
         )

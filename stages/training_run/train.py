@@ -186,7 +186,8 @@ def sampler_program(config: RunConfig) -> Program:
 def describe_run(config: RunConfig) -> str:
     """Build all parts of a run but the weights; return its pipeline, its model and its first prompt as text. Blocks.
 
-    Every reward function is called once, with the first row and two made-up completions.
+    Every reward function is called once, with the first row and two made-up completions. Of an environment, a rollout
+    with a made-up model is done, and returned in place of the prompt.
 
     Raises: see `train`.
     """
@@ -198,16 +199,20 @@ def describe_run(config: RunConfig) -> str:
     pipeline, model = parts.sketch()
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop
         thread.submit(anyio.run, parts.try_rewards).result()
-    prompt = parts.first_prompt()
-    content = prompt.content
-    tokens = prompt_ids(parts.tokenizer, content) if isinstance(content, str) else list(content)
+        first = _first_prompt(parts) if config.environment is None else thread.submit(anyio.run, parts.tried).result()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return (
         f"{pipeline.describe()}\n\nmodel: {config.model.path}, {parameters:,} parameters, of which {train:,} train\n"
         f"a completion ends after {named(parts.tokenizer)}\n\n"
-        f"first prompt, {len(tokens)} tokens:\n{parts.tokenizer.decode(tokens)}"
+        f"{first}"
     )
+
+
+def _first_prompt(parts: RunParts) -> str:
+    content = parts.first_prompt().content
+    tokens = prompt_ids(parts.tokenizer, content) if isinstance(content, str) else list(content)
+    return f"first prompt, {len(tokens)} tokens:\n{parts.tokenizer.decode(tokens)}"
 
 
 def _prepare(config: RunConfig) -> None:
@@ -276,7 +281,7 @@ class _EvaluatedSummary:
         self._evaluations = evaluations
         self._config = parts.config
         samples = 1 if parts.evaluation is None else parts.evaluation.samples
-        sets = [each.data_source for each in parts.kept_apart()]
+        sets = list(parts.kept_apart)
         self._scores = [[f"eval/{name}/{score}" for name in sets] for score in (f"mean@{samples}", "reward")]
         """The names of the metrics of accuracy, and of those of reward."""
         self._written: asyncio.Future[None] | None = None

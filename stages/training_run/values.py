@@ -38,7 +38,8 @@ def load_run_config(source: str | Path | Mapping[str, Any], overrides: Iterable[
 
     Args:
         source: a YAML file, or a mapping with the same values; there code may also be given as objects: functions of
-            rewards, `loss`, `answer`, `prepare` and trackers. The environment changes only those of a file.
+            rewards, environments, agents, `loss`, `answer`, `prepare` and trackers. Variables of the environment change
+            only those of a file.
         overrides: `path.to.key=value` each, the last one wins.
 
     Raises:
@@ -58,6 +59,8 @@ def load_run_config(source: str | Path | Mapping[str, Any], overrides: Iterable[
         if not equals:
             raise InvalidConfig(f"config: expected key=value, for example model.path=./model, got {override!r}")
         values = _with_text(values, key.split("."), text, root=key)
+    if values.get("environment") is not None:
+        values = {"data": {}, "reward": {}, **values}  # an environment may have both
     return parse_config(RunConfig, at_home(values), root="config")
 
 

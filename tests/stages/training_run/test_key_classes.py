@@ -71,6 +71,26 @@ BASE: dict[str, Any] = {
 
 JOINED: dict[str, Any] = {"placement": {"joining": {}}}
 
+AGENT: dict[str, Any] = {"environment": {"agent": "m:a", "max_calls": 3, "history": "template"}}
+
+GAME: dict[str, Any] = {"environment": {"make": "m:e"}, "data": {}}
+
+PROGRAM: dict[str, Any] = {"environment": {"command": ["agent"]}}
+
+MIXED: dict[str, Any] = {"environment": {"mix": [{"agent": "m:a", "name": "a"}, {"make": "m:e", "weight": 2.0}]}}
+
+MIXED_GAMES: dict[str, Any] = {"environment": {"mix": [{"make": "m:e"}]}, "data": {}}
+
+MIXED_PROGRAMS: dict[str, Any] = {"environment": {"mix": [{"command": ["agent"]}]}}
+
+OTHERS = {
+    "environment.make": GAME,
+    "environment.command": PROGRAM,
+    "environment.mix[0].make": MIXED_GAMES,
+    "environment.mix[0].command": MIXED_PROGRAMS,
+}
+"""What replaces other keys, by key."""
+
 ONE_PATH: dict[str, Any] = {"data": {"path": "a.jsonl", "evaluation": 4}}
 
 CHANGED: dict[str, Any] = {
@@ -122,6 +142,26 @@ CHANGED: dict[str, Any] = {
     "reward.functions[0].concurrency": 3,
     "reward.functions[0].reward_timeout_s": 3.0,
     "reward.functions[0].on_failure": 0.0,
+    "environment": None,
+    "environment.make": "m:other",
+    "environment.agent": "m:other",
+    "environment.command": ["other"],
+    "environment.max_calls": 4,
+    "environment.max_tokens": 99,
+    "environment.mix": [{"agent": "m:a", "name": "a"}],
+    "environment.mix[0].make": "m:other",
+    "environment.mix[0].agent": "m:other",
+    "environment.mix[0].command": ["other"],
+    "environment.mix[0].max_calls": 4,
+    "environment.mix[0].max_tokens": 99,
+    "environment.mix[0].weight": 2.0,
+    "environment.mix[0].name": "other",
+    "environment.max_length": 99,
+    "environment.timeout_s": 9.0,
+    "environment.tools": "m:t",
+    "environment.tool_calls": "llama",
+    "environment.history": "keep",
+    "environment.observation_role": "tool",
     "algorithm.advantages": "rloo",
     "algorithm.preset": None,
     "algorithm.loss": "gspo",
@@ -221,6 +261,8 @@ def within(hint: Any) -> Iterator[Any]:
 
 def values_for(key: str) -> dict[str, Any]:
     """Return a configuration with `key`, as values."""
+    if key.startswith("environment"):
+        return copy.deepcopy(BASE | OTHERS.get(key, MIXED if "mix" in key else AGENT))
     other = JOINED if key.startswith("placement.joining") else ONE_PATH if key in {"data.path", "data.prompt"} else {}
     return copy.deepcopy(BASE | other)
 
