@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from fractions import Fraction
 from typing import Any
 
 import anyio
-import msgspec
 import numpy as np
 import pytest
-from anyio.lowlevel import checkpoint
 from tests.fake_policy import FakePolicy, Letters
 
 from penstock import SourceEnv, StopReason, TrajectoryGroup
 from penstock.agents import AgentClient, CallsUsedUp, ContextTooLong, Outcome, RolloutEnded
 from penstock.errors import InvalidConfig, InvalidRecord, NothingTrained
-from penstock.policies import Completion, SamplingParams
+from penstock.policies import SamplingParams
 from penstock.testing import Driven, VirtualClock, drive_source
 
 Drive = Callable[[int, AgentClient], Awaitable[Any]]
@@ -107,46 +103,6 @@ async def test_completions_of_one_prompt_are_a_sequence_each() -> None:
         return 1.0
 
     assert rows(await group_of(drive)) == ["qOK."] * 3
-
-
-@pytest.mark.parametrize("seed", range(30))
-async def test_each_token_of_any_agent_trains_once_behind_the_tokens_that_it_was_sampled_behind(seed: int) -> None:
-    """The agent continues, edits, forks and cuts histories at random; each completion has letters of its own."""
-    made, numbers = random.Random(seed), itertools.count(1000)  # noqa: S311 (no secret)
-    sampled: dict[int, list[int]] = {}
-
-    async def drive(_: int, client: AgentClient) -> float:
-        histories = [[1, 2]]
-
-        async def call() -> None:
-            prompt = [*made.choice(histories), *made.choices([3, 4], k=made.randint(0, 2))]
-            if made.random() < 0.2:
-                prompt = prompt[len(prompt) // 2 :]
-            completion = (await client.generate(np.array(prompt))).tokens.tolist()
-            sampled.update({token: [*prompt, *completion[:place]] for place, token in enumerate(completion)})
-            histories.append(prompt + completion)
-
-        for _ in range(made.randint(1, 12)):
-            async with anyio.create_task_group() as calls:
-                for _ in range(made.choice([1, 1, 2, 3])):
-                    calls.start_soon(call)
-        return 1.0
-
-    class Numbers(FakePolicy):
-        async def generate(self, prompts: Sequence[Any], sampling: SamplingParams) -> list[Completion]:
-            await checkpoint()
-            (usual,) = await super().generate(prompts, sampling)
-            tokens = np.array([next(numbers) for _ in usual.tokens], np.int32)
-            return [msgspec.structs.replace(usual, tokens=tokens)]
-
-    group = await group_of(drive, Numbers())
-
-    trained: dict[int, list[int]] = {}
-    for row in group:
-        for place in np.flatnonzero(row.loss_mask).tolist():
-            assert int(row.tokens[place]) not in trained
-            trained[int(row.tokens[place])] = row.tokens[:place].tolist()
-    assert trained == sampled
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------

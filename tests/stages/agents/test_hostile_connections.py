@@ -62,11 +62,11 @@ BEGINNINGS = {
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 async def test_a_request_that_is_never_complete_ends_by_a_deadline(beginning: str, chat: ChatFormat) -> None:
+    answers: list[bytes] = []
     async with serving(chat, of_script(chat, "yes")) as client:
         body = BEGINNINGS[beginning].replace(b"/v1", f"/r/{client.served.key}/v1".encode())
         async with await anyio.connect_tcp("127.0.0.1", port_of(client)) as slow, anyio.create_task_group() as tasks:
             await slow.send(body)
-            answers: list[bytes] = []
 
             async def hear() -> None:
                 answers.append(await received(slow))
