@@ -27,9 +27,9 @@ LONG_FROM_A_WHEEL = ("README.md", "docs/training.md")
 FROM_A_WHEEL = ("docs/coming-from.md", "docs/data.md", "docs/rewards.md")
 """A process for each of the others would take minutes."""
 
-ELSEWHERE = ("docs/trl.md", "docs/ray.md", "docs/several-hosts.md")
-"""`make test-trl` and `make test-ray` run the first two, which need TRL and Ray; the script of the last one waits for a
-worker: tests/processes/test_joining.py runs both."""
+ELSEWHERE = ("docs/bring-your-agent.md", "docs/trl.md", "docs/ray.md", "docs/several-hosts.md")
+"""`make test-agents`, `make test-trl` and `make test-ray` run the first three, which need packages of others; the
+script of the last one waits for a worker: tests/processes/test_joining.py runs both."""
 
 
 def pages_with_code() -> list[str]:
