@@ -25,6 +25,12 @@ class SubreaperProcess:
     """Read end of a pipe with the subreaper's status lines, see `subreaper.py`, until the subreaper has ended."""
 
 
+def subreaper_command(command: Sequence[str], stop_timeout_s: float, stop_fd: int, status_fd: int) -> list[str]:
+    """Return the command of a subreaper that starts `command` for this process, and inherits these descriptors."""
+    options = [str(os.getpid()), str(stop_timeout_s), str(stop_fd), str(status_fd)]
+    return [sys.executable, "-I", "-S", subreaper.__file__, *options, *command]
+
+
 def start_subreaper(
     command: Sequence[str],
     stop_timeout_s: float,
@@ -48,10 +54,9 @@ def start_subreaper(
         OSError: the subreaper cannot be started; no descriptor stays open.
     """
     (stop_read, stop_fd), (status_fd, status_write) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
-    options = [str(os.getpid()), str(stop_timeout_s), str(stop_read), str(status_write)]
     try:
         popen = subprocess.Popen(  # noqa: S603 (the user's command)
-            [sys.executable, "-I", "-S", subreaper.__file__, *options, *command],
+            subreaper_command(command, stop_timeout_s, stop_read, status_write),
             stdin=stdin or subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -19,6 +19,7 @@ from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from ..errors import CallProcessDied
+from ..servers.subreaper_process import subreaper_command
 from .worker_payload import interpreter_command
 
 START_TIMEOUT_S = 60.0
@@ -38,6 +39,8 @@ class Callee:
     """Its name in errors: `math-verify`."""
     imports: str
     """The module that it imports first."""
+    starts_others: bool = False
+    """True if its calls may start processes: these end with it."""
 
 
 class CallProcesses:
@@ -69,8 +72,12 @@ class CallProcesses:
 class CallProcess:
     """One process, and the pipes to it."""
 
-    def __init__(self, callee: Callee, process: Process, requests: ByteSendStream, replies: ByteReceiveStream) -> None:
+    def __init__(
+        self, callee: Callee, process: Process, requests: ByteSendStream, replies: ByteReceiveStream, stop: int
+    ) -> None:
         self._callee = callee
+        self._stop = stop
+        """The descriptor whose end stops the subreaper that the process runs below; −1 without one."""
         self._process = process
         self._requests = requests
         self._replies = BufferedByteReceiveStream(replies)
@@ -82,10 +89,14 @@ class CallProcess:
         Raises:
             CallProcessDied: it ended, or was not ready in time.
         """
-        process = await anyio.open_process(interpreter_command(callee.module, str(os.getpid())), stderr=None)
+        stop = -1
+        if callee.starts_others:
+            process, stop = await _below_subreaper(interpreter_command(callee.module, ""))
+        else:
+            process = await anyio.open_process(interpreter_command(callee.module, str(os.getpid())), stderr=None)
         assert process.stdin is not None  # noqa: S101 (pipes by default)
         assert process.stdout is not None  # noqa: S101 (as above)
-        started = cls(callee, process, process.stdin, process.stdout)
+        started = cls(callee, process, process.stdin, process.stdout, stop)
         try:
             await started._ready()
         except BaseException:
@@ -123,15 +134,35 @@ class CallProcess:
 
     async def _died(self) -> CallProcessDied:
         status = await self._process.wait()
+        end = "its end" if self._callee.starts_others else f"its end with status {status}"
         return CallProcessDied(
-            f"expected a reply from the process of {self._callee.name}, got its end with status {status}; its error "
-            f"output is on stderr"
+            f"expected a reply from the process of {self._callee.name}, got {end}; its error output is on stderr"
         )
 
     async def close(self) -> None:
         """End the process, and wait for its end."""
         with anyio.CancelScope(shield=True):
-            if not self.ended:
+            if self._stop >= 0:
+                os.close(self._stop)
+                self._stop = -1
+                await self._process.wait()
+            elif not self.ended:
                 with suppress(ProcessLookupError):  # it has ended since
                     self._process.kill()
             await self._process.aclose()
+
+
+async def _below_subreaper(command: Sequence[str]) -> tuple[Process, int]:
+    """Start a command below a subreaper, and return that, and the descriptor whose end ends both at once."""
+    (stop_read, stop), status = os.pipe2(os.O_CLOEXEC), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        process = await anyio.open_process(
+            subreaper_command(command, 0.0, stop_read, status), stderr=None, pass_fds=(stop_read, status)
+        )
+    except BaseException:
+        os.close(stop)
+        raise
+    finally:
+        os.close(stop_read)
+        os.close(status)
+    return process, stop

@@ -16,8 +16,12 @@ from .worker import die_with
 
 
 def reply_to(parent: str, prepare: Callable[[], object], reply: Callable[[bytes], msgspec.Struct]) -> None:
-    """Call `prepare`, and then answer each line by `reply`, until `parent` closes the pipe."""
-    die_with(int(parent))
+    """Call `prepare`, and then answer each line by `reply`, until `parent` closes the pipe.
+
+    Without a `parent`, a subreaper has started this process, which dies with it.
+    """
+    if parent:
+        die_with(int(parent))
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent ends this process
     with os.fdopen(os.dup(1), "wb", buffering=0) as replies:

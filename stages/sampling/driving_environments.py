@@ -37,7 +37,7 @@ from .environment_calls import EnvironmentFailed, called, failed, unchanged
 if TYPE_CHECKING:
     from ..agents.endpoint.agent_endpoint import AgentEndpoint
 
-CALLEE = Callee(agent_process.__name__, "an agent", "penstock.agents")
+CALLEE = Callee(agent_process.__name__, "an agent", "penstock.agents", starts_others=True)
 
 OPTIONS = ("max_calls", "max_tokens", "scored")
 """Attributes that an environment may have."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock._stages.contracts.rollouts import RolloutFiltered
@@ -20,6 +22,8 @@ class Blocks:
     """An agent whose code blocks."""
 
     says: str = ""
+    leaves: str = ""
+    """The file for the id of a process that it leaves."""
 
     def drive(self, task: int, client: BlockingAgentClient) -> Any:
         print(f"task {task}")  # noqa: T201 (as agents do; it must not disturb the process)
@@ -32,6 +36,8 @@ class Blocks:
         if self.says == "filters":
             raise RolloutFiltered("no tool was called")
         if self.says == "is killed" and client.repetition == 0:
+            left = subprocess.Popen(["sleep", "1000"], start_new_session=True)  # noqa: S607 (of any path)
+            Path(self.leaves).write_text(str(left.pid))
             os.kill(os.getpid(), signal.SIGKILL)
         if self.says == "hangs":
             time.sleep(3600)

@@ -174,12 +174,17 @@ async def test_a_process_drops_its_rollout_by_an_error_as_the_event_loop_does(ch
     assert ran.metrics.emit(0)["rollout/dropped_tokens/filtered"] == 8
 
 
-async def test_a_process_that_is_killed_costs_its_rollout_alone(chat: ChatFormat) -> None:
-    ran = await driven(partial(Blocks, "is killed"), chat)
+async def test_a_process_that_is_killed_costs_its_rollout_alone_and_leaves_no_process(
+    chat: ChatFormat, tmp_path: Path
+) -> None:
+    left = anyio.Path(tmp_path / "left")
+
+    ran = await driven(partial(Blocks, "is killed", str(left)), chat)
 
     assert ran[0].rollout_ids.tolist() == [1]
     (reason,) = ran.ledger.balance().reasons["failed"]
-    assert "the process of an agent, got its end with status -9" in reason
+    assert "the process of an agent, got its end" in reason
+    assert not await anyio.Path(f"/proc/{await left.read_text()}").exists()
 
 
 async def test_a_process_that_hangs_ends_at_the_deadline_of_its_rollout(chat: ChatFormat) -> None:
