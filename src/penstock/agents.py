@@ -16,6 +16,7 @@ from ._stages.agents.agent_client import (
 from ._stages.agents.agent_commands import CommandFailed, CommandResult
 from ._stages.agents.agent_env import AgentCommand, AgentEnv
 from ._stages.agents.blocking_client import BlockingAgentClient
+from ._stages.agents.mcp_tools import MCPTools
 from ._stages.contracts.policies import Call
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "ContextTooLong",
     "DrivingEnvironment",
     "EndpointAddress",
+    "MCPTools",
     "Outcome",
     "RolloutDeadline",
     "RolloutEnded",

@@ -116,6 +116,21 @@ class AgentClient(Protocol):
         """
         ...
 
+    async def chat(self, messages: Sequence[Any], **fields: Any) -> dict[str, Any]:
+        """Return the policy's turn after `messages`, a message of the assistant.
+
+        Args:
+            messages: those of OpenAI's chat completions.
+            fields: other fields of the request: `tools`, `temperature`, `max_tokens`.
+
+        Raises:
+            InvalidPipeline, MissingExtra: see `base_url`.
+            InvalidConfig, InvalidData: a field cannot be obeyed, or the template refuses the messages.
+            ContextTooLong, RolloutEnded, RolloutDeadline: see `generate`. Once its calls are used up, the answer is a
+                final message.
+        """
+        ...
+
     async def reward(self, value: float, *, call: str | None = None) -> None:
         """Add `value` to the reward of the rollout; with `SourceEnv.turn_rewards`, it is that of the call named by id.
 

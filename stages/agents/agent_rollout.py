@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 import msgspec
@@ -33,6 +33,9 @@ from .call_tree import CallTree
 
 if TYPE_CHECKING:
     from .endpoint.agent_endpoint import AgentEndpoint
+
+
+ChatFn: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class TokensUnaccounted(PenstockError):
@@ -69,6 +72,8 @@ class AgentRollout:
         self._scored = scored
         self.address: EndpointAddress | None = None
         """At the endpoint."""
+        self.chat_by: ChatFn | None = None
+        """Answers a request of OpenAI's chat at the endpoint."""
         self._sampler = sampler
         self._tree = CallTree()
         self._begun = 0
@@ -147,6 +152,12 @@ class AgentRollout:
         """See `AgentClient.run`."""
         environment = {} if self.address is None else self.address.env
         return await run_command(command, environment, folder, stdin=stdin, check=check)
+
+    async def chat(self, messages: Sequence[Any], **fields: Any) -> dict[str, Any]:
+        """See `AgentClient.chat`."""
+        self.check_endpoint(self.chat_by)
+        assert self.chat_by is not None  # noqa: S101 (checked)
+        return await self.chat_by({"messages": list(messages), **fields})
 
     async def generate(self, prompt: NDArray[np.int32], sampling: SamplingParams | None = None) -> Call:
         """See `AgentClient.generate`."""

@@ -174,6 +174,7 @@ class _DrivingTasks:
             return
         with self._endpoint.serve(rollout) as served:
             rollout.address = EndpointAddress(served.base_url, served.key)
+            rollout.chat_by = partial(self._endpoint.chat, served)
             yield
         metrics = current().metrics
         for reason, calls in served.branched.items():

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -18,7 +18,7 @@ import anyio
 import pytest
 from tests.agents_real.calculator import ANSWERS, SUMS, run
 
-from penstock.agents import AgentClient
+from penstock.agents import AgentClient, MCPTools
 from penstock.chat import ChatFormat
 
 mcp: Any = import_module("mcp")
@@ -83,11 +83,37 @@ class UsesTools:
         return 1.0
 
 
+@dataclass
+class UsesMCPTools:
+    """The same by `MCPTools` and `client.chat`, and a tool that does not exist."""
+
+    transport: Literal["stdio", "http"]
+
+    async def drive(self, _: int, client: AgentClient) -> float:
+        async with by_http() if self.transport == "http" else nullcontext("") as url:
+            server: dict[str, Any] = {"url": url} if url else {"command": [sys.executable, SERVER]}
+            async with MCPTools(**server) as tools:
+                assert "nothing" in await tools.call("nothing", {})
+                return await self.converse(client, tools)
+
+    async def converse(self, client: AgentClient, tools: MCPTools) -> float:
+        messages: list[Any] = []
+        for asked, right in zip(SUMS, ANSWERS, strict=True):
+            messages.append({"role": "user", "content": asked})
+            while (turn := await client.chat(messages, tools=tools.definitions)).get("tool_calls"):
+                messages += [turn, *await tools.results(turn)]
+            messages.append(turn)
+            if turn["content"] != f"It is {right}.":
+                return 0.0
+        return 1.0
+
+
+@pytest.mark.parametrize("agent", [UsesTools, UsesMCPTools])
 @pytest.mark.parametrize("transport", ["stdio", "http"])
 async def test_a_conversation_with_the_tools_of_a_server_is_one_sequence(
-    transport: Literal["stdio", "http"], chat: ChatFormat
+    transport: Literal["stdio", "http"], agent: type[UsesTools | UsesMCPTools], chat: ChatFormat
 ) -> None:
-    ran = await run(partial(UsesTools, transport), chat)
+    ran = await run(partial(agent, transport), chat)
 
     ran.trains_once()
     assert ran.branched == {}

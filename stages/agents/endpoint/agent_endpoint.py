@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
+import msgspec
 
+from ...._pipeline.errors import InvalidConfig
 from ...http.limits import Limits, RequestRejections
 from ...http.serving import BACKLOG, serving
 from ...tokenizers.chat_format import ChatFormat
 from .application import Application, ServedRollouts
-from .refusals import openai_error_body
+from .chat_completions import CHAT_COMPLETIONS
+from .refusals import RequestRefused, decoded, openai_error_body
 from .routes import ROUTES
 from .served_rollout import SamplesCalls, ServedRollout
 
@@ -83,6 +86,25 @@ class AgentEndpoint:
             yield served
         finally:
             self._rollouts.remove(served)
+
+    @staticmethod
+    async def chat(served: ServedRollout, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the message that answers a request of OpenAI's chat, without HTTP.
+
+        Raises:
+            InvalidConfig: a field is unknown, or cannot be obeyed.
+            InvalidData: the template refuses the messages.
+            CallRefused: the call is not sampled.
+        """
+        try:
+            given = decoded(CHAT_COMPLETIONS.decoder, msgspec.json.encode(request))
+            sample = CHAT_COMPLETIONS.ask(served, given)
+            async with served.calls:
+                answer = await sample()
+        except RequestRefused as error:
+            raise InvalidConfig(f"chat: {error}") from None
+        message: dict[str, Any] = CHAT_COMPLETIONS.body(served, given, answer)["choices"][0]["message"]
+        return message
 
     def _listen(self) -> socket.socket:
         """Return a socket that listens. Blocks."""

@@ -12,10 +12,10 @@ from tests.stages.agents.says import Says
 from tests.stages.agents.served import chat_format
 
 from penstock import RewardBridge, SourceEnv, TrajectoryGroup
-from penstock.agents import AgentClient, AgentCommand, AgentEnv
+from penstock.agents import AgentClient, AgentCommand, AgentEnv, MCPTools
 from penstock.chat import ChatFormat
 from penstock.data import PromptDataset
-from penstock.errors import InvalidConfig
+from penstock.errors import InvalidConfig, MissingExtra
 from penstock.rewards import RewardFunction, RewardInput
 from penstock.testing import Driven, drive, drive_source
 
@@ -160,3 +160,35 @@ async def test_a_program_that_fails_fails_its_rollout(chat: ChatFormat) -> None:
 def test_what_is_no_agent_is_refused(make: Any, message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
         make()
+
+
+# -- tools of MCP ------------------------------------------------------------------------------------------------------
+
+
+async def test_an_agent_has_a_turn_of_a_conversation_without_http(chat: ChatFormat) -> None:
+    async def asks(row: dict[str, Any], client: AgentClient) -> float:
+        said: list[Any] = [{"role": "user", "content": row["question"]}]
+        for _ in range(2):
+            said += [await client.chat(said, temperature=0.5), {"role": "user", "content": "again"}]
+        with pytest.raises(InvalidConfig, match="chat: Invalid enum value"):
+            await client.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+        return float(said[1] == {"role": "assistant", "content": "4"})
+
+    group, _ = await driven(AgentEnv(asks, rows()), chat)
+
+    assert (group.rewards.tolist(), group.completion_lengths().tolist()) == ([1.0], [4])
+    assert {temperature for _, temperature in group.meta["temperatures"][0]} >= {0.5}
+
+
+async def test_the_tools_of_mcp_need_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+
+    with pytest.raises(MissingExtra, match=r"MCPTools needs mcp, which is not installed: .*\[mcp\]"):
+        async with MCPTools(url="http://127.0.0.1:1/mcp"):
+            pass
+
+
+@pytest.mark.parametrize("server", [{}, {"command": ["a"], "url": "b"}, {"command": "a b"}])
+def test_the_tools_of_mcp_are_of_one_server(server: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig, match=r"MCPTools\.command: expected either it or url"):
+        MCPTools(**server)
