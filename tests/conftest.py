@@ -38,19 +38,27 @@ with tensors as small as theirs."""
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-FORKED = {"atropos", "journal", "processes", "resumption", "test_file_descriptors.py", "test_full_disk.py"}
-"""Folders, and files, whose tests start interpreters with penstock, or workers; none that limits their memory."""
+STARTED = {"test_machine_limits.py", "typing", "test_conftest.py", "test_names.py", "test_packaging.py"}
+"""Folders, and files, whose tests start interpreters as Python does: they are about the start, or bound the memory."""
 
-FORKED_WITH_TORCH = {"examples", "models_hf", "ranks"}
+FORKED_WITH_TORCH = {"examples", "models_hf", "ranks", "resumption"}
 """Folders whose tests start interpreters that train a model, which start such interpreters in their turn."""
 
 TRAINING = ("torch._dynamo", "transformers.models.auto.modeling_auto")
 """Imported by what trains a model."""
 
+gc.disable()  # what collects the tests makes nothing but what stays: 40 % of its time were collections, see below
+
 settings.register_profile("search", database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)
 settings.load_profile("same")
 """The same examples every time, however slow the machine is; `pytest --hypothesis-profile=search` looks for others."""
+
+
+def pytest_collection_finish() -> None:
+    """Have no collection go through the tests and the modules, which stay to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -66,6 +74,7 @@ def _nothing_blocks_the_event_loop() -> Iterator[None]:
             function.can_block_in(
                 "penstock/_pipeline/util/installation.py", "install_command"
             )  # of an extra, at the end
+            function.can_block_in("tests/forks.py", "start")  # as `subprocess.Popen` does
             function.can_block_in("coverage/collector.py", "lock_data")  # the first time that a file is traced
         yield
 
@@ -111,27 +120,25 @@ def forks_with_torch() -> Iterator[Forks]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _interpreters_are_forks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fork where most of a test's time would be the start of interpreters."""
+def _interpreters_are_forks(request: pytest.FixtureRequest, forks: Forks, forks_with_torch: Forks) -> Iterator[None]:
+    """Fork in place of interpreters, whose start would be most of a test's time."""
     parts = set(request.path.parts)
-    if parts & FORKED_WITH_TORCH:
-        with request.getfixturevalue("forks_with_torch").in_place_of_interpreters():
-            yield
-    elif parts & FORKED:
-        with request.getfixturevalue("forks").in_place_of_interpreters():
-            yield
-    else:
+    if parts & STARTED:
+        yield
+        return
+    with (forks_with_torch if parts & FORKED_WITH_TORCH else forks).in_place_of_interpreters():
         yield
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def _nothing_is_left_behind(request: pytest.FixtureRequest, forks: Forks) -> Iterator[None]:
     """Assert that a test under tests/processes leaves no child, no descriptor and no file in /dev/shm."""
     if "processes" not in request.path.parts:
         yield
         return
     for context in (zmq_context(), zmq.Context.instance()):  # penstock's stays, and so does the one that tests use
         context.socket(zmq.PAIR).close()
+    assert forks.requests  # the process that forks stays
     zmq.Frame(b"\0", copy=False)  # nor is that of the thread with which pyzmq frees what was sent without a copy
     before = _holdings()
     gc.freeze()  # a collection at the end goes through what the test has made, and not through 8,000 other tests

@@ -2,13 +2,15 @@
 
 A fork begins as a new process does, for the forking process has neither a thread nor an event loop. It becomes a child
 of the process that asks for it, with the command, descriptors, variables and folder that `subprocess.Popen` was given.
-A nested fork has a copy of the forking process, its first child, and asks that for forks in its turn.
+A nested fork has a copy of the forking process, its first child, and asks that for forks in its turn. A fork that is a
+subreaper becomes, where it would execute an interpreter, what that would be.
 `python -m tests.forks` is the forking process, `Forks` the interface to it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -20,16 +22,20 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
 __all__ = ["Forks", "forking"]
+
+EXECUTABLE = sys.executable
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,6 +46,9 @@ MODULES = ["penstock._cli.app", "penstock._pipeline.workers.worker"]
 
 READ_BY_IMPORTS = ("HF_", "OMP_", "PYTHON", "TRANSFORMERS_")
 """Variables that begin so have had their effect when a fork begins."""
+
+IGNORED = ("-u", "-I", "-S")
+"""Flags of an interpreter that a fork runs as well with; `-I -S` are those of the subreaper, which imports nothing."""
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -68,21 +77,27 @@ class Program(msgspec.Struct, frozen=True):
 class Forks:
     """The interface to a forking process, which ends when the socket of its requests is closed."""
 
-    def __init__(self, requests: socket.socket, *, nested: bool) -> None:
-        self._requests = requests
+    def __init__(self, connect: Callable[[], socket.socket], *, nested: bool) -> None:
+        self._connect = connect
         self._nested = nested
         self._lock = threading.Lock()
         self._variables = dict(os.environ)
+
+    @cached_property
+    def requests(self) -> socket.socket:
+        """The socket of the forking process, which begins with the first fork, or when this is read."""
+        return self._connect()
 
     def start(self, program: Program, descriptors: list[int]) -> int:
         """Return the id of a new child of this process."""
         with open(os.memfd_create("program"), "wb", buffering=0) as request:  # noqa: PTH123 (a descriptor)
             request.write(msgspec.json.encode(program))
             with self._lock:
+                requests = self.requests
                 _adopt_orphans(True)
                 try:
-                    socket.send_fds(self._requests, [b"fork"], [request.fileno(), *descriptors])
-                    return int(self._requests.recv(100))
+                    socket.send_fds(requests, [b"fork"], [request.fileno(), *descriptors])
+                    return int(requests.recv(100))
                 finally:
                     _adopt_orphans(False)
 
@@ -110,7 +125,7 @@ class Forks:
             descriptors = standard | {number: number for number in pass_fds}
             program = Program(
                 arguments=[*map(os.fsdecode, args[1:])],
-                folder=os.fsdecode(folder or os.getcwd()),  # noqa: PTH109 (a string is wanted)
+                folder=os.fsdecode(folder or f"/proc/{os.getpid()}/cwd"),
                 variables=variables,
                 places=list(descriptors),
                 process_group=group,
@@ -132,21 +147,27 @@ class Forks:
 
 @contextmanager
 def forking(*modules: str, nested: bool = False) -> Iterator[Forks]:
-    """Start a process that imports `modules` besides penstock, within the body."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Have a process within the body, from its first fork on, that imports `modules` besides penstock."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
     variables |= {"PYTHONPATH": ":".join(ON_PATH)}
+    with ExitStack() as stack:
+        yield Forks(lambda: stack.enter_context(_forking_process(modules, variables)), nested=nested)
+
+
+@contextmanager
+def _forking_process(modules: Iterable[str], variables: dict[str, str]) -> Iterator[socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "tests.forks", *MODULES, *modules, " " * COMMAND_BYTES]
     with subprocess.Popen(command, stdin=theirs.fileno(), env=variables, cwd=ROOT), ours:
         theirs.close()
-        yield Forks(ours, nested=nested)
+        yield ours
 
 
 def _is_python(command: Any) -> bool:
-    """Return whether this interpreter shall run code, a module or a script, with no flag but `-u`."""
-    if not isinstance(command, list | tuple) or str(command[0]) != sys.executable:
+    """Return whether this interpreter shall run code, a module or a script, with no flag that a fork cannot obey."""
+    if not isinstance(command, list | tuple) or str(command[0]) != EXECUTABLE or "tests.forks" in command:
         return False
-    program = next((str(each) for each in command[1:] if each != "-u"), "")
+    program = next((str(each) for each in command[1:] if each not in IGNORED), "")
     return program in {"-c", "-m"} or program.endswith(".py")
 
 
@@ -169,6 +190,8 @@ def main() -> Callable[[], object]:
     requests = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as null:  # noqa: PTH123 (a device)
         os.dup2(null.fileno(), 0)
+    for finalizer in vars(weakref.finalize)["_registry"]:
+        finalizer.atexit = False  # what was imported is not taken apart at the end of a fork
     gc.collect()
     gc.freeze()
     return _serve(requests)
@@ -227,10 +250,38 @@ def _begun(descriptors: list[int], parent: int) -> Callable[[], object]:
     os.environ.update(program.variables)
     _show_command([sys.executable, *program.arguments])
     if requests is not None:
-        Forks(requests, nested=True).replace_interpreters()
+        Forks(lambda: requests, nested=True).replace_interpreters()
+    if "-I" in program.arguments:
+        setattr(os, "execvp", _executing(os.execvp))  # noqa: B010 (of another type)
     installed = [entry for entry in sys.path if entry not in ON_PATH]
     sys.path[:] = ["", *filter(None, program.variables.get("PYTHONPATH", "").split(":")), *installed, ON_PATH[0]]
     return _as_main(program.arguments)
+
+
+def _executing(execvp: Callable[..., NoReturn]) -> Callable[[str, list[str]], NoReturn]:
+    """Return what runs an interpreter's program in this process in its place, and executes all others."""
+
+    def become(file: str, command: list[str]) -> NoReturn:
+        if not _is_python(command):
+            execvp(file, command)
+        setattr(os, "execvp", execvp)  # noqa: B010 (as above)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 (numbers)
+            with contextlib.suppress(OSError):
+                if not os.get_inheritable(descriptor):
+                    os.close(descriptor)
+        _show_command(command)
+        try:
+            _run(_as_main(command[1:]))
+        except SystemExit as exit_:
+            sys.stderr.write(f"{exit_.code}\n")
+        except BaseException:  # noqa: BLE001 (as an interpreter does)
+            traceback.print_exc()
+        os._exit(1)
+
+    return become
 
 
 def _end(requests: socket.socket, copy: int, pid: int) -> None:
@@ -259,9 +310,9 @@ def _show_command(command: list[str]) -> None:
 
 def _as_main(arguments: list[str]) -> Callable[[], object]:
     """Return what runs the program that `arguments` of the interpreter name, as the interpreter would."""
-    if arguments[0] == "-u":
-        del arguments[0]
-        vars(sys)["stdout"].reconfigure(line_buffering=True)
+    while arguments[0] in IGNORED:
+        if arguments.pop(0) == "-u":
+            vars(sys)["stdout"].reconfigure(line_buffering=True)
     main = sys.modules["__main__"] = ModuleType("__main__")
     kind = arguments[0]
     named = arguments.pop(1) if kind in {"-c", "-m"} else ""
@@ -276,5 +327,27 @@ def _as_main(arguments: list[str]) -> Callable[[], object]:
     return partial(exec, compile(Path(kind).read_bytes(), kind, "exec"), vars(main))
 
 
+def _run(program: Callable[[], object]) -> None:
+    """Run a program that ends as an interpreter does, except that what was imported is not taken apart.
+
+    That would take half a second with torch, whose pages it copies. A program that fails is left to the interpreter.
+    """
+    try:
+        program()
+        status = 0
+    except SystemExit as exit_:
+        if not isinstance(exit_.code, int | None):
+            raise
+        status = exit_.code or 0
+    vars(threading)["_shutdown"]()  # waits for threads
+    vars(atexit)["_run_exitfuncs"]()
+    try:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+    except (OSError, ValueError):
+        sys.exit(status)
+    os._exit(status & 0xFF)
+
+
 if __name__ == "__main__":
-    main()()
+    _run(main())

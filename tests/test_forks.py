@@ -6,23 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from tests.forks import Forks, forking
+from tests.forks import forking
 
 SHOW = """
 import os, sys
 print(os.getppid(), os.getcwd(), os.environ["GIVEN"], sys.argv, __name__, sys.stdin.read(), "penstock" in sys.modules)
 sys.exit(3)
 """
-
-
-@pytest.fixture(autouse=True)
-def _forked(forks: Forks) -> Iterator[None]:
-    with forks.in_place_of_interpreters():
-        yield
 
 
 def ran(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -97,3 +89,27 @@ def test_a_variable_that_imports_read_starts_an_interpreter() -> None:
     started = ran("import sys; print('penstock' in sys.modules)", env={**os.environ, "HF_HOME": "other"})
 
     assert started.stdout == "False\n"
+
+
+EXECUTES = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: None)
+opened = os.open("/dev/null", os.O_RDONLY)
+os.execvp(sys.executable, [sys.executable, "-c", sys.argv[1], str(opened)])
+"""
+
+OF_AN_EXECUTED_PROGRAM = """
+import os, signal, sys
+print("penstock" in sys.modules, os.path.exists(f"/proc/self/fd/{sys.argv[1]}"), signal.getsignal(signal.SIGTERM).name)
+"""
+
+
+def test_a_subreaper_becomes_the_interpreter_that_it_executes_and_keeps_no_descriptor_and_no_handler() -> None:
+    command = [sys.executable, "-I", "-S", "-c", EXECUTES]
+
+    became = subprocess.run([*command, OF_AN_EXECUTED_PROGRAM], capture_output=True, text=True, check=False)
+    failed = subprocess.run([*command, "raise ValueError('sand')"], capture_output=True, text=True, check=False)
+
+    assert became.stdout == "True False SIG_DFL\n"
+    assert failed.returncode == 1
+    assert failed.stderr.endswith("ValueError: sand\n")

@@ -19,7 +19,7 @@ from penstock.testing import group
 
 def spin() -> None:
     while True:
-        pass
+        time.sleep(0.001)  # it keeps the event loop, and no processor
 
 
 def wait_for_the_kernel() -> None:

@@ -108,7 +108,8 @@ class Pack:
                 groups = []
                 if MOMENT == "blocked stage":
                     write_line(MOMENT)
-                    time.sleep(1000)  # noqa: ASYNC251 (what a stage must not do)
+                    while True:  # a signal that comes just before a sleep begins is handled after it
+                        time.sleep(0.1)  # noqa: ASYNC251 (what a stage must not do)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ def test_ranks_that_wait_for_a_batch_end_when_no_packet_passes_between_their_hos
     assert "PeerLost: rank 0 of 2 died" in second.output
 
 
+@pytest.mark.long
 def test_a_run_on_two_hosts_goes_on_by_the_same_commands_after_a_step_in_which_they_lost_each_other(
     hosts: Hosts, tmp_path: Path, alone: Path
 ) -> None:
