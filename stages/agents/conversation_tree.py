@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -25,6 +26,15 @@ from ..tokenizers.messages import Message, normalized
 BranchReason: TypeAlias = Literal["edited", "compacted", "template", "tools", "parallel"]
 """An earlier message differs; there are fewer messages than before; the template cannot continue the turn, or writes it
 in another way; other tools; another call continues the same turn already, or has the same messages."""
+
+
+class KnownMessage(dict[str, Any]):
+    """A message as templates read it, without nulls, that comes with every call: its key is made once."""
+
+    @cached_property
+    def key(self) -> bytes:
+        """Return bytes that are equal for messages that say the same."""
+        return _key(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +76,12 @@ class _Node:
     prompts: dict[bytes, _Sequence] = field(default_factory=dict)
     """Prompts of recorded calls that end with this message, by tools."""
 
+    def child(self, key: bytes) -> _Node:
+        """Return the node of a message that follows."""
+        if (found := self.children.get(key)) is None:
+            found = self.children[key] = _Node()
+        return found
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallPrompt:
@@ -105,7 +121,7 @@ class ConversationTree:
                 "messages: expected the last one to be of the user or of a tool, got "
                 + ("none" if not said else "a turn of the assistant")
             )
-        keys = [_key(message) for message in said]
+        keys = [message.key if isinstance(message, KnownMessage) else _key(message) for message in said]
         tools_key = msgspec.json.encode(tools, order="sorted") if tools else b""
 
         def made(sequence: _Sequence, branch: BranchReason | None) -> CallPrompt:
@@ -144,20 +160,19 @@ class ConversationTree:
         self._longest = max(self._longest, len(prompt.messages))
         node = self._root
         for key in prompt.keys:
-            node = node.children.setdefault(key, _Node())
+            node = node.child(key)
         node.prompts.setdefault(prompt.tools, prompt.sequence)
         tokens = np.concatenate([prompt.sequence.tokens, completion.tokens])
-        node.children.setdefault(_key(message), _Node()).turns.append(
-            _Turn(parent, tokens, message, prompt.tools, completion.tokens)
-        )
+        node.child(_key(message)).turns.append(_Turn(parent, tokens, message, prompt.tools, completion.tokens))
 
     def _path(self, keys: Sequence[bytes]) -> list[_Node]:
         """Return the nodes of the messages, as far as they are recorded."""
         path: list[_Node] = []
+        node = self._root
         for key in keys:
-            node = (path[-1] if path else self._root).children.get(key)
-            if node is None:
+            if (child := node.children.get(key)) is None:
                 break
+            node = child
             path.append(node)
         return path
 
@@ -170,7 +185,7 @@ class ConversationTree:
 
 def _plain(message: Message) -> Message:
     """Return a message normalized; most are, and one by one that is most of the time of a long conversation."""
-    if isinstance(message.get("content"), str) and None not in message.values():
+    if isinstance(message, KnownMessage) or (isinstance(message.get("content"), str) and None not in message.values()):
         return message
     return normalized([message])[0]
 
@@ -183,6 +198,8 @@ def _with_thoughts(message: Message, recorded: Message) -> Message:
 
 def _preferred(turns: Sequence[_Turn], said: Sequence[Message]) -> list[_Turn]:
     """Return turns that say the same: first those whose calls have the ids of `said`, and that none continues."""
+    if len(turns) == 1:
+        return list(turns)
     ids = {call.get("id") for message in said for call in message.get("tool_calls") or ()}
     return sorted(
         turns,

@@ -9,7 +9,7 @@ import msgspec
 
 from ...tokenizers.chat_format import ChatFormat
 from .call_fields import Count, OpenAIFields, check_neutral, may_call_tools, sampling_of
-from .chat_messages import ChatTool, Messages, plain_tools
+from .chat_messages import ChatTool, RawMessages, known_messages, plain_tools
 from .refusals import unsupported
 from .route import DONE, CallRoute, event
 from .served_rollout import MODEL, Answer, Choice, NamedCall, ServedRollout
@@ -18,7 +18,7 @@ from .served_rollout import MODEL, Answer, Choice, NamedCall, ServedRollout
 class ChatRequest(OpenAIFields, kw_only=True):
     """A request for turns of the assistant."""
 
-    messages: Messages
+    messages: RawMessages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     tools: list[ChatTool] | None = None
@@ -35,7 +35,7 @@ def _ask(rollout: ServedRollout, request: ChatRequest) -> Callable[[], Awaitable
     may_call = may_call_tools(request.tool_choice)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     sampling = sampling_of(request, rollout.sampling, max_tokens=limit)
-    messages = [message.plain() for message in request.messages]
+    messages = known_messages(rollout.known, request.messages)
     tools = plain_tools(request.tools)
     return lambda: rollout.converse(messages, tools, sampling, request.n or 1, callable_tools=may_call)
 

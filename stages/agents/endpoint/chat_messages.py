@@ -7,7 +7,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
+from ..conversation_tree import KnownMessage
 from .call_fields import MAX_MESSAGES
+from .refusals import decoded
+
+LONGEST_KNOWN = 2**16
+"""Bytes of a message that is read once; longer ones are few."""
 
 
 class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -81,6 +86,37 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
 
 
 Messages: TypeAlias = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+RawMessages: TypeAlias = Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+"""Messages that are not read yet."""
+
+
+class _Conversation(msgspec.Struct):
+    messages: list[ChatMessage]
+
+
+MESSAGE, CONVERSATION = msgspec.json.Decoder(ChatMessage), msgspec.json.Decoder(_Conversation)
+
+
+def known_messages(known: dict[bytes, KnownMessage], messages: Sequence[msgspec.Raw]) -> list[KnownMessage]:
+    """Return messages as templates read them. A client sends the `known` ones with every call: they are read once.
+
+    Raises:
+        RequestRefused: one is no message.
+    """
+    found = []
+    for raw in map(bytes, messages):
+        if (message := known.get(raw)) is None:
+            try:
+                message = KnownMessage(MESSAGE.decode(raw).plain())
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
+                decoded(CONVERSATION, msgspec.json.encode({"messages": messages}))  # raises with the place
+                raise
+            if len(raw) <= LONGEST_KNOWN:
+                known[raw] = message
+        found.append(message)
+    return found
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -27,7 +27,7 @@ from ...tokenizers.messages import Message
 from ...tokenizers.start_tokens import prompt_ids
 from ...tokenizers.tool_calls import ToolCall, parse_turn
 from ..agent_client import CallsUsedUp
-from ..conversation_tree import BranchReason, CallPrompt, ConversationTree
+from ..conversation_tree import BranchReason, CallPrompt, ConversationTree, KnownMessage
 from .call_fields import choices_sampling
 
 T = TypeVar("T")
@@ -43,6 +43,9 @@ MAX_CALLS = 256
 LONG_TEXT = 2**16
 """Bytes of messages, or of a text, that become tokens in a worker thread: at 2 µs a byte, they hold the loop for 0.1 s.
 """
+
+ROLE_AND_CONTENT = 2
+"""Fields."""
 
 MAX_ANSWERS = 256
 """Answers of a rollout that a repeated request finds."""
@@ -141,6 +144,11 @@ class _Asked:
     delivered: bool = False
 
 
+def _size(message: Message) -> int:
+    """Return roughly the bytes of a message; most have a role and a content."""
+    return len(message["content"]) if len(message) == ROLE_AND_CONTENT else len(msgspec.json.encode(message))
+
+
 def _no_calls(_: str) -> tuple[()]:
     return ()
 
@@ -169,6 +177,8 @@ class ServedRollout:
         """Of long texts."""
         self._parser = chat.tool_calls or chat.tool_call_format or "hermes"
         self._tree = ConversationTree(chat)
+        self.known: dict[bytes, KnownMessage] = {}
+        """Messages that were read, by their JSON."""
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self._named_calls = 0
         self.failed = False
@@ -203,7 +213,7 @@ class ServedRollout:
             InvalidData: the template refuses the messages, or they are nested too deeply.
         """
         try:
-            nbytes = len(msgspec.json.encode((messages, tools)))
+            nbytes = sum(map(_size, messages)) + (len(msgspec.json.encode(tools)) if tools else 0)
             return await self._tokenized(nbytes, partial(self._tree.prompt, messages, tools))
         except RecursionError:
             raise InvalidData("messages: expected JSON of less depth") from None

@@ -437,9 +437,10 @@ async def test_a_stream_that_waits_has_comments(chat: ChatFormat) -> None:
 
 
 async def test_an_error_within_a_stream_is_an_event(chat: ChatFormat) -> None:
-    failing = anyio.Event()
+    begun, failing = anyio.Event(), anyio.Event()
 
     async def sample(*_: Any) -> Any:
+        begun.set()
         await failing.wait()
         raise RolloutDeadline("late")
 
@@ -452,6 +453,7 @@ async def test_an_error_within_a_stream_is_an_event(chat: ChatFormat) -> None:
                 events.extend((await client.post(PATH, {"messages": ASK, "stream": True}))[1])
 
             tasks.start_soon(ask)
+            await begun.wait()
             tasks.start_soon(clock.set_forward_until, failing.is_set, COMMENT_S)
             await anyio.sleep(COMMENT_S + 1)
             failing.set()

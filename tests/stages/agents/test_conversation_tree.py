@@ -11,7 +11,8 @@ import pytest
 from tests.models_hf.chat_templates import CHATML, LLAMA, QWEN
 from tests.stages.agents.served import chat_format, completion_of
 
-from penstock._stages.agents.conversation_tree import CallPrompt, ConversationTree
+from penstock._stages.agents import conversation_tree
+from penstock._stages.agents.conversation_tree import CallPrompt, ConversationTree, KnownMessage
 from penstock.chat import ChatFormat
 from penstock.errors import InvalidData
 from penstock.policies import Completion
@@ -200,3 +201,24 @@ def test_of_turns_that_say_the_same_the_one_whose_calls_have_these_ids_is_contin
 def test_messages_must_end_with_one_that_is_not_of_the_assistant(chat: ChatFormat, messages: list[Any]) -> None:
     with pytest.raises(InvalidData, match="messages: expected the last one to be of the user or of a tool, got"):
         ConversationTree(chat).prompt(messages)
+
+
+def test_a_message_that_comes_with_every_call_is_read_once(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[Any] = []
+    made = conversation_tree._key
+
+    def watched(message: Any) -> bytes:
+        keys.append(message)
+        return made(message)
+
+    monkeypatch.setattr(conversation_tree, "_key", watched)
+    tree = ConversationTree(chat)
+    said = [KnownMessage(ONE)]
+
+    for _ in range(5):
+        prompt = tree.prompt(said)
+        sampled = completion_of(chat, "yes")
+        tree.record(prompt, {"role": "assistant", "content": "yes"}, sampled)
+        said = [*said, KnownMessage(ANSWER), KnownMessage(TWO)]
+
+    assert len(keys) == len(said) - 2 + 5
