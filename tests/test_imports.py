@@ -65,6 +65,7 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/models/*.py",
         "stages/*/torch_*.py",
         "stages/integrations/prime_rl/*.py",
+        "benchmarks/agents.py",
         "benchmarks/decoder.py",
         "benchmarks/head_tiles.py",
         "benchmarks/shapes.py",
