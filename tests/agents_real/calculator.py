@@ -55,10 +55,11 @@ def calculate(prompt: str) -> str:
 
 @dataclass(eq=False)
 class Scripted(NoOpEngine):
-    """Answers each prompt by a script, after a thought that no other turn has."""
+    """Answers each prompt by a script, after a thought, or a number, that no other turn has."""
 
     chat: ChatFormat
     script: Callable[[str], str] = calculate
+    thinks: bool = True
     numbers: Any = field(default_factory=count)
     sampled: list[int] = field(default_factory=list)
     """Tokens of all completions."""
@@ -72,7 +73,8 @@ class Scripted(NoOpEngine):
 
     def _answer(self, prompt: NDArray[Any]) -> Completion:
         said = self.script(self.chat.tokenizer.decode(prompt.tolist()))
-        completion = completion_of(self.chat, f"<think>{next(self.numbers)}</think>{said}")
+        thought = "<think>{}</think>{}" if self.thinks else "{}: {}"
+        completion = completion_of(self.chat, thought.format(next(self.numbers), said))
         self.sampled += completion.tokens.tolist()
         return completion
 
@@ -83,6 +85,7 @@ class Ran:
 
     records: Driven[TrajectoryGroup]
     policy: Scripted
+    rollouts: int = ROLLOUTS
 
     @property
     def group(self) -> TrajectoryGroup:
@@ -107,14 +110,19 @@ class Ran:
         group = self.group
         assert group.rewards.tolist() == [1.0] * len(group)
         assert np.sort(group.tokens[group.loss_mask]).tolist() == sorted(self.policy.sampled)
-        assert (group.rollouts, len(group)) == (ROLLOUTS, ROLLOUTS * sequences), self.branched
+        assert (group.rollouts, len(group)) == (self.rollouts, self.rollouts * sequences), self.branched
 
 
 async def run(
-    make_env: Callable[[], Any], chat: ChatFormat, script: Callable[[str], str] = calculate, **fields: Any
+    make_env: Callable[[], Any],
+    chat: ChatFormat,
+    script: Callable[[str], str] = calculate,
+    *,
+    thinks: bool = True,
+    **fields: Any,
 ) -> Ran:
     """Run a source with one prompt."""
-    policy = Scripted(chat, script)
+    policy = Scripted(chat, script, thinks)
     options = {"group_size": ROLLOUTS, "groups": 1, "sampling": SamplingParams(max_completion_tokens=512), **fields}
     env = SourceEnv(make_env, policy, chat.tokenizer, chat=chat, **options)
-    return Ran(await drive_source(env), policy)
+    return Ran(await drive_source(env), policy, options["group_size"])

@@ -63,6 +63,7 @@ class GenerateSampling(OpenAIFields, kw_only=True):
     spaces_between_special_tokens: Any = None
     detokenize: Any = None
     output_kind: Any = None
+    routed_experts_prompt_start: Any = None
 
 
 class GenerateRequest(CallFields, kw_only=True):

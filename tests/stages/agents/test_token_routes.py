@@ -138,7 +138,8 @@ async def test_tokens_in_are_the_prompt_and_tokens_out_what_was_sampled(chat: Ch
         rollout = of_engine(engine)
         async with serving(chat, rollout) as client:
             sampling = {"n": 2, "max_tokens": 5, "temperature": 0.5, "logprobs": 1, "seed": 3}
-            body = {"token_ids": [9, 8, 7], "sampling_params": sampling, "request_id": "mine"}
+            of_verifiers = {"skip_special_tokens": False, "routed_experts_prompt_start": 2}
+            body = {"token_ids": [9, 8, 7], "sampling_params": sampling | of_verifiers, "request_id": "mine"}
             _, answer = await client.post("/inference/v1/generate", body, url=root(client))
 
     assert answer["request_id"] == "mine"
