@@ -52,6 +52,9 @@ IN_A_CALL = {"text": TURN}
 TOOL = {"type": "function", "function": {"name": "tool", "description": "a tool", "parameters": {"type": "object"}}}
 """Its schema."""
 
+KNOWN_SHAPES = 1024
+"""Shapes of conversations that are remembered: agents make any number of them."""
+
 QUESTION: Message = {"role": "user", "content": "a question"}
 """The beginning of a conversation."""
 
@@ -249,6 +252,7 @@ class ChatFormat:
         roles = tuple(message["role"] for message in (*before[:1], *before[-1:]))
         shape = (_following(new, tools), roles, len(calls))
         if shape not in self._beginnings:
+            _make_room(self._beginnings)
             whole = ids_after("whole")
             self._beginnings[shape] = "whole"
             for beginning in ("system", "question"):
@@ -375,6 +379,7 @@ class ChatFormat:
     def _changes_before(self, following: _Follow, tools: Tools) -> tuple[str, str]:
         """Return the changes of an answer, and of an answer with thoughts, before messages of these roles."""
         if following not in self._changes:
+            _make_room(self._changes)
             answer, thoughts = (self._changed(probe, following[0], tools) for probe in PROBES)
             self._changes[following] = (answer, thoughts)
         return self._changes[following]
@@ -427,6 +432,12 @@ def _check_tools(name: str, tools: Any) -> None:
         or not all(isinstance(tool, Mapping) for tool in tools)
     ):
         raise InvalidConfig(f"{name}: expected a sequence of JSON schemas, got {tools!r}")
+
+
+def _make_room(known: dict[Any, Any]) -> None:
+    """Forget all, if there is no room for another."""
+    if len(known) >= KNOWN_SHAPES:
+        known.clear()
 
 
 def _following(new: Sequence[Message], tools: Tools) -> _Follow:

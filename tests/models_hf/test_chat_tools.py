@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.models_hf.chat_templates import (
     tokenizer_folder,
 )
 
+from penstock._stages.tokenizers import chat_format
 from penstock.chat import ChatFormat, ToolCall, parse_turn
 from penstock.errors import InvalidConfig
 from penstock.policies import PretrainedTokenizer
@@ -173,6 +175,19 @@ def test_earlier_messages_are_rendered_once_for_all_turns_of_one_shape(make: Mak
         assert chat.extend(said, [result(1)], tools=[ADD]) == first
 
     assert Watched.read == once > 0
+
+
+def test_shapes_of_conversations_are_remembered_within_a_bound(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_format, "KNOWN_SHAPES", 4)
+    chat = make(TEMPLATES["qwen"], history="template")
+
+    for _, count in itertools.product(range(2), range(1, 12)):
+        said, new = [QUESTION, ANSWER], [AGAIN] * count
+        whole, between = chat.prompt([*said, *new]), chat.extend(said, new)
+        assert between
+        assert whole[-len(between) :] == between
+
+    assert max(len(known) for known in (chat._beginnings, chat._changes)) <= 4
 
 
 def thinking(message: dict[str, Any]) -> dict[str, Any]:
