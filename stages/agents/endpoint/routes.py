@@ -8,10 +8,12 @@ from .chat_completions import CHAT_COMPLETIONS
 from .openai_responses import RESPONSES
 from .rewards import REWARD
 from .text_completions import TEXT_COMPLETIONS
-from .token_routes import GENERATE, MODELS, TOKENIZE
+from .token_routes import GENERATE, HEALTH, MODELS, PLAIN_GENERATE, TOKENIZE
 
 ROUTES: Routes = {
+    ("GET", "/health"): HEALTH,
     ("GET", "/v1/models"): MODELS,
+    ("POST", "/generate"): PLAIN_GENERATE,
     ("POST", "/inference/v1/generate"): GENERATE,
     ("POST", "/tokenize"): TOKENIZE,
     ("POST", "/v1/chat/completions"): CHAT_COMPLETIONS,

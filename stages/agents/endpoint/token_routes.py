@@ -1,4 +1,4 @@
-"""`/v1/models`, `/tokenize`, and `/inference/v1/generate`, tokens in and tokens out: as vLLM has them."""
+"""Paths that vLLM has too: `/v1/models`, `/tokenize`, `/health`, and tokens in and out, `/inference/v1/generate`."""
 
 from __future__ import annotations
 
@@ -111,3 +111,51 @@ def _no_events(*_: Any) -> Iterator[bytes]:
 GENERATE: CallRoute[GenerateRequest] = CallRoute(
     msgspec.json.Decoder(GenerateRequest), _ask_tokens, _generated, _no_events
 )
+
+
+class PromptTokens(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A prompt as the example server of vLLM has it, and that of Atropos."""
+
+    prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+
+
+class PlainGenerateRequest(GenerateSampling, kw_only=True):
+    """Tokens that are to be continued, and the parameters beside them."""
+
+    prompt: PromptTokens
+
+
+def _ask_plainly(rollout: ServedRollout, request: PlainGenerateRequest) -> Callable[[], Awaitable[Answer]]:
+    parameters = {name: getattr(request, name) for name in GenerateSampling.__struct_fields__}
+    given = GenerateRequest(
+        token_ids=request.prompt.prompt_token_ids, sampling_params=GenerateSampling(**parameters), stream=request.stream
+    )
+    return _ask_tokens(rollout, given)
+
+
+def _generated_plainly(rollout: ServedRollout, request: PlainGenerateRequest, answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "text": [choice.text for choice in answer.choices],
+        "finish_reasons": [choice.finish for choice in answer.choices],
+    }
+    if request.logprobs is not None:
+        found["logprobs"] = [
+            [
+                [{token: each["logprob"]}]
+                for token, each in zip(choice.tokens, token_logprobs(rollout.chat, choice), strict=True)
+            ]
+            for choice in answer.choices
+        ]
+    return found
+
+
+PLAIN_GENERATE: CallRoute[PlainGenerateRequest] = CallRoute(
+    msgspec.json.Decoder(PlainGenerateRequest), _ask_plainly, _generated_plainly, _no_events
+)
+
+
+async def _healthy(_: ServedRollout, __: None) -> dict[str, Any]:
+    return {}
+
+
+HEALTH: PlainRoute[None] = PlainRoute(None, _healthy)

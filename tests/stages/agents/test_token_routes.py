@@ -154,6 +154,24 @@ async def test_tokens_in_are_the_prompt_and_tokens_out_what_was_sampled(chat: Ch
     assert [asked.tolist() for asked, _ in rollout.asked] == [[9, 8, 7]] * 2
 
 
+async def test_a_managed_server_of_atropos_has_the_tokens_with_their_log_probabilities(chat: ChatFormat) -> None:
+    rollout = of_script(chat, "yes")
+    async with serving(chat, rollout) as client:
+        body = {"prompt": {"prompt_token_ids": [9, 8, 7]}, "logprobs": 0, "max_tokens": 5, "temperature": 0.5, "n": 1}
+        _, answer = await client.post("/generate", body, url=root(client))
+        status, _ = await client.refused("/generate", {"prompt": "text"}, url=root(client))
+        async with client.session.get(f"{root(client)}/health") as healthy:
+            assert (healthy.status, status) == (200, 400)
+
+    ((prompt, call),) = rollout.calls
+    assert (prompt.tolist(), rollout.asked[0][1].max_completion_tokens) == ([9, 8, 7], 5)
+    assert call.logprobs is not None
+    assert (answer["text"], answer["finish_reasons"]) == (["yes"], ["stop"])
+    (found,) = answer["logprobs"]
+    assert [list(each) for (each,) in found] == [[str(token)] for token in call.tokens.tolist()]
+    assert [next(iter(each.values())) for (each,) in found] == pytest.approx(call.logprobs.tolist(), abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("field", "body"),
     [
