@@ -55,6 +55,6 @@ def _functions(config: RunConfig) -> Iterator[str]:
     yield from (each.function for each in config.reward.functions)
     if (environment := config.environment) is not None:
         parts = [name for each in environment.parts for name in (each.make, each.agent)]
-        yield from (name for name in (*parts, environment.tools) if name is not None)
+        yield from (name for name in (*parts, environment.tools, environment.tool_calls) if name and ":" in name)
     named = (config.algorithm.loss, config.prepare, config.evaluation and config.evaluation.answer, *config.trackers)
     yield from (name for name in named if name and ":" in name)

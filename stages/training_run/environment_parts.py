@@ -29,13 +29,16 @@ def chat_of(config: RunConfig, tokenizer: Tokenizer) -> ChatFormat:
     if environment is None:
         return ChatFormat(tokenizer, arguments=arguments)
     tools = () if environment.tools is None else import_object(environment.tools, "config: environment.tools")
+    parser = environment.tool_calls
+    if parser is not None and ":" in parser:
+        parser = _function(parser, "config: environment.tool_calls")
     try:
         return ChatFormat(
             tokenizer,
             tools=tools,
             arguments=arguments,
             observation_role=environment.observation_role,
-            tool_calls=environment.tool_calls,
+            tool_calls=parser,
             history=environment.history,
         )
     except InvalidConfig as error:

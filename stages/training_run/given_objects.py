@@ -18,6 +18,7 @@ PLACES = (
     "environment.make",
     "environment.agent",
     "environment.tools",
+    "environment.tool_calls",
     "environment.mix.[].make",
     "environment.mix.[].agent",
     "algorithm.loss",

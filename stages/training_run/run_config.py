@@ -172,7 +172,8 @@ class EnvironmentConfig(EnvironmentPart, frozen=True):
     tools: FunctionName | None = None
     """Sequence of JSON schemas of tools, as `ChatFormat.tools`; requests of agents bring their own."""
     tool_calls: Text | None = None
-    """Format of calls of tools: hermes, llama, mistral or json; null for the one that the template writes."""
+    """Format of calls of tools: hermes, llama, mistral, json, or `module:function` for a `ToolCallParser`; null for the
+    one that the template writes."""
     history: Literal["keep", "template"] = "keep"
     """See `ChatFormat.history`."""
     observation_role: Literal["user", "tool"] = "user"

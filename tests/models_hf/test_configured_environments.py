@@ -121,6 +121,8 @@ def test_reward_functions_reward_an_agent_that_returns_nothing(questions: Questi
             {"agent": "some_agents:solve", "tools": "some_agents:NUMBER"},
             "config: environment: ChatFormat.tools: expected",
         ),
+        ({"agent": "some_agents:solve", "tool_calls": "some_agents:no"}, "environment.tool_calls: expected a name in"),
+        ({"agent": "some_agents:solve", "tool_calls": "hermse"}, "ChatFormat.tool_calls: expected one of"),
         (
             {"mix": [{"agent": "some_agents:solve"}] * 2},
             "environment.mix: expected names of their own, got solve, solve",
