@@ -74,7 +74,7 @@ def _nothing_blocks_the_event_loop() -> Iterator[None]:
             function.can_block_in(
                 "penstock/_pipeline/util/installation.py", "install_command"
             )  # of an extra, at the end
-            function.can_block_in("tests/forks.py", "start")  # as `subprocess.Popen` does
+            function.can_block_in("tests/forks.py", {"start", "_imports_as_with"})  # as `subprocess.Popen` does
             function.can_block_in("coverage/collector.py", "lock_data")  # the first time that a file is traced
         yield
 
@@ -123,7 +123,7 @@ def forks_with_torch() -> Iterator[Forks]:
 def _interpreters_are_forks(request: pytest.FixtureRequest, forks: Forks, forks_with_torch: Forks) -> Iterator[None]:
     """Fork in place of interpreters, whose start would be most of a test's time."""
     parts = set(request.path.parts)
-    if parts & STARTED:
+    if parts & STARTED or request.path.name.startswith("against_"):
         yield
         return
     with (forks_with_torch if parts & FORKED_WITH_TORCH else forks).in_place_of_interpreters():

@@ -142,6 +142,9 @@ class Forks:
     def _imports_as_with(self, variables: dict[str, str]) -> bool:
         """Return whether an interpreter with these variables would import as the forking process did, untraced."""
         changed = {name for name, _ in variables.items() - self._variables.items()} - {"PYTHONPATH"}
+        paths = set(variables.get("PYTHONPATH", "").split(":")) - {*ON_PATH}
+        if any((Path(folder) / "penstock").exists() for folder in paths):
+            return False  # another penstock, as of a wheel
         return "COVERAGE_PROCESS_CONFIG" not in variables and not any(map(_is_read_by_imports, changed))
 
 

@@ -113,3 +113,11 @@ def test_a_subreaper_becomes_the_interpreter_that_it_executes_and_keeps_no_descr
     assert became.stdout == "True False SIG_DFL\n"
     assert failed.returncode == 1
     assert failed.stderr.endswith("ValueError: sand\n")
+
+
+def test_a_path_with_another_penstock_starts_an_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "penstock").mkdir()
+
+    started = ran("import sys; print('penstock' in sys.modules)", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+
+    assert started.stdout == "False\n"
