@@ -1,0 +1,32 @@
+"""Two debaters in one rollout: the first names the larger of two digits, the second hears it, and agrees or objects.
+
+    cd examples/agents && penstock run debate.yaml
+
+Each has a conversation of its own, so that a rollout has two sequences; one judge rewards both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.agents import AgentClient, Outcome
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return every pair of different digits."""
+    return [{"question": f"{a}{b}", "larger": str(max(a, b))} for a in range(10) for b in range(10) if a != b]
+
+
+async def debate(row: dict[str, Any], client: AgentClient) -> Outcome:
+    """Let one claim, and the other judge the claim."""
+    claim = (await client.chat([{"role": "user", "content": f"larger {row['question']}"}]))["content"]
+    heard = [{"role": "user", "content": row["question"]}, {"role": "user", "content": f"right {claim}"}]
+    verdict = (await client.chat(heard))["content"]
+    right = claim == row["larger"]
+    claimed = 1.0 if right else 0.3 * (claim != "" and claim in row["question"])
+    judged = 1.0 if verdict == "ny"[right] else 0.1 * (verdict[:1] in {"n", "y"})
+    return Outcome(
+        reward=(claimed + judged) / 2,
+        parts={"claim": claimed / 2, "verdict": judged / 2},
+        metrics={"right": float(right), "agreed": float(verdict == "y")},
+    )
