@@ -40,7 +40,7 @@ from penstock._stages.contracts.policies import Call
 from penstock.agents import AgentClient
 from penstock.chat import ChatFormat
 from penstock.models import HFModel
-from penstock.policies import Completion, NoOpEngine, PretrainedTokenizer, SamplingParams
+from penstock.policies import Completion, Engine, NoOpEngine, PretrainedTokenizer, SamplingParams
 from penstock.testing import Driven, drive_source
 from penstock.torch import TorchPolicy
 
@@ -241,10 +241,14 @@ class _Answers(NoOpEngine):
         self._completion = _completion(tokens)
 
     @asynccontextmanager
-    async def open(self, _: Worker) -> AsyncGenerator[_Answers]:
+    async def open(self, worker: Worker) -> AsyncGenerator[Engine]:  # noqa: ARG002 (the protocol's)
         yield self
 
-    async def generate(self, prompts: Sequence[NDArray[np.int32]], _: SamplingParams) -> list[Completion]:
+    async def generate(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        sampling: SamplingParams,  # noqa: ARG002 (the protocol's)
+    ) -> list[Completion]:
         return [self._completion for _ in prompts]
 
 
@@ -270,10 +274,10 @@ class _Scripted:
         fields = {name: getattr(_completion(tokens), name) for name in Completion.__struct_fields__}
         self._call = Call(id="call-0", temperature=1.0, **fields)
 
-    async def generate(self, *_: object) -> Call:
+    async def generate(self, prompt: NDArray[np.int32], sampling: SamplingParams | None = None) -> Call:  # noqa: ARG002
         return self._call
 
-    def add_reward(self, *_: object) -> None:
+    def add_reward(self, value: float, call: str | None) -> None:
         raise NotImplementedError
 
 

@@ -17,7 +17,8 @@ async def _serve() -> None:
         anyio.create_task_group() as tasks,
     ):
         async for line in anyio.wrap_file(sys.stdin):
-            tasks.start_soon(_converse, session, *json.loads(line))
+            url, turns, said, following = json.loads(line)
+            tasks.start_soon(_converse, session, url, turns, said, following)
 
 
 async def _converse(session: aiohttp.ClientSession, url: str, turns: int, said: list[Any], following: Any) -> None:

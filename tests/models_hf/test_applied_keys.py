@@ -15,7 +15,9 @@ import torch
 from tests.run_parts import run_parts
 
 from penstock import Batcher, Pipeline, SinkTrainer, SourceEnv, TrainBatch
+from penstock.agents import AgentEnv
 from penstock.data import PromptDataset
+from penstock.environments import EnvironmentMixture
 from penstock.models import HFModel
 from penstock.runs import RunConfig, load_run_config
 from penstock.testing import batch
@@ -102,6 +104,20 @@ def base(run: Continued) -> Any:
     return policy.make_model.args[-1]
 
 
+def agent(name: str, of_mix: str = "") -> Callable[[Continued], Any]:
+    """Return the function that returns a bound of the agent, or of one in a mixture."""
+
+    def bound(run: Continued) -> Any:
+        made = run.source.make_env
+        if of_mix:
+            assert isinstance(made, EnvironmentMixture)
+            made = made.environments[of_mix][0]
+        assert isinstance(made, AgentEnv)
+        return getattr(made, name)
+
+    return bound
+
+
 EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
     "model.precision": ("bfloat16", precision, (torch.bfloat16, "torch.bfloat16")),
     "model.base_dtype": ("bfloat16", base, torch.bfloat16),
@@ -135,6 +151,11 @@ EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
     "sampling.stop": (["end"], sampling("stop"), ("end",)),
     "sampling.stop_ids": ([7], sampling("stop_ids"), (7,)),
     "sampling.greedy": (True, sampling("greedy"), True),
+    "environment.max_calls": (3, agent("max_calls"), 3),
+    "environment.max_tokens": (99, agent("max_tokens"), 99),
+    "environment.max_length": (99, lambda run: run.source.max_length, 99),
+    "environment.mix[].max_calls": (3, agent("max_calls", of_mix="answers"), 3),
+    "environment.mix[].max_tokens": (99, agent("max_tokens", of_mix="answers"), 99),
 }
 """By key: another value, what it has an effect on, and the effect."""
 
@@ -186,23 +207,37 @@ ALONE = ("model.lora.dropout", "algorithm.steps", "algorithm.optimizer.warmup_st
 APART = {"algorithm.prompts", "algorithm.optimizer.schedule", "algorithm.adaptive_kl.target", "algorithm.max_lag"}
 """Keys whose effects those of other ones would hide."""
 
+AGENTS = tuple(key for key in EFFECTS if key.startswith("environment.") and "[]" not in key)
+
+MIXED = tuple(key for key in EFFECTS if key.startswith("environment.mix[]"))
+
+AGENT = "tests.stages.agents.agent_functions:answers"
+
+BESIDE = {
+    ("model.lora.dropout",): ["model.lora={rank: 2}", "algorithm.reference.share=0"],
+    AGENTS: [f"environment.agent={AGENT}"],
+    MIXED: [f"environment.mix=[{{agent: '{AGENT}', max_calls: 3, max_tokens: 99}}]"],
+}
+"""Values without which a key has no place; those of a mixture are given as a whole."""
+
 TOGETHER: list[tuple[str, ...]] = [(key,) for key in ALONE]
-TOGETHER += [tuple(APART), tuple(key for key in EFFECTS if key not in {*ALONE, *APART})]
+TOGETHER += [AGENTS, MIXED, tuple(APART)]
+TOGETHER.append(tuple(key for key in EFFECTS if key not in {*ALONE, *AGENTS, *MIXED, *APART}))
 
 
 @pytest.mark.parametrize("keys", TOGETHER, ids=lambda keys: keys[0] if len(keys) == 1 else f"{len(keys)} keys")
 def test_applied_keys_have_their_effects_in_a_continued_run(
     keys: tuple[str, ...], values: dict[str, Any], checkpoint: Path, unchanged: Continued, tmp_path: Path
 ) -> None:
-    adapters = ["model.lora={rank: 2}", "algorithm.reference.share=0"] if keys == ("model.lora.dropout",) else []
-    if adapters:
-        checkpoint = trainer_of(load_run_config(values, adapters)).save(tmp_path / "adapters", {})
-    changed = [f"{key}={msgspec.json.encode(EFFECTS[key][0]).decode()}" for key in keys]
+    beside = BESIDE.get(keys, [])
+    if "model.lora.dropout" in keys:
+        checkpoint = trainer_of(load_run_config(values, beside)).save(tmp_path / "adapters", {})
+    changed = [f"{key}={msgspec.json.encode(EFFECTS[key][0]).decode()}" for key in keys if keys != MIXED]
 
-    run = Continued(load_run_config(values, [*adapters, *changed]), checkpoint, tmp_path)
+    run = Continued(load_run_config(values, [*beside, *changed]), checkpoint, tmp_path)
 
     for key in keys:
         _, effect, expected = EFFECTS[key]
         approximate = pytest.approx(expected) if isinstance(expected, float) else expected
         assert effect(run) == approximate, key
-        assert adapters or effect(unchanged) != approximate, key
+        assert beside or effect(unchanged) != approximate, key
