@@ -22,6 +22,7 @@ EXTRAS = {
     "tensorboard": ("tensorboardx",),
     "wandb": ("wandb",),
     "ray": ("ray",),
+    "mcp": ("mcp",),
     "trl": ("requests", "trl"),
     "skyrl": ("skyrl",),
     "verl": ("TransferQueue", "cachetools", "fastapi", "uvicorn", "verl"),
@@ -38,10 +39,11 @@ NEEDED_FOR = {
     "tensorboard": "the tracker TensorBoard",
     "wandb": "the tracker WandB",
     "ray": "stages on ray()",
+    "mcp": "tools of MCP servers",
     "trl": "flows in the trainers of TRL",
     "skyrl": "flows in the trainers of SkyRL",
     "verl": "flows in the trainer of verl",
-    "gateway": "penstock gateway",
+    "gateway": "penstock gateway, and the endpoint of agents",
 }
 
 
