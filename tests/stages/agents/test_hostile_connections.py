@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -94,7 +93,11 @@ async def test_a_body_beyond_the_bound_without_a_length_is_413(chat: ChatFormat)
 @pytest.mark.long
 @pytest.mark.parametrize("beginning", ["nothing", "headers"])
 async def test_thousands_of_idle_connections_do_not_slow_a_call(beginning: str, chat: ChatFormat) -> None:
-    """As many as this process may open, at most 10,000; measured in processor time, which neighbours do not change."""
+    """As many as this process may open, at most 10,000.
+
+    The least processor time of a hundred calls, which neighbours change little: going through all connections once
+    would make it tenfold.
+    """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = min(10_000, CONNECTIONS, files // 2) - 100
 
@@ -107,7 +110,7 @@ async def test_thousands_of_idle_connections_do_not_slow_a_call(beginning: str, 
             began = time.process_time()
             await client.chat(ASK)
             took.append(time.process_time() - began)
-        return statistics.median(took)
+        return min(took)
 
     async with serving(chat, Rollout(sample)) as client:
         alone = await cost(client)
@@ -118,4 +121,4 @@ async def test_thousands_of_idle_connections_do_not_slow_a_call(beginning: str, 
             beside = await cost(client)
             holder.kill()
 
-    assert beside <= 1.5 * alone
+    assert beside <= 3 * alone
