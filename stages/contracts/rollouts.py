@@ -26,6 +26,9 @@ LARGEST_ID = 2**31 - 1
 
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
+ROLLOUT_TIMEOUT_S = 300.0
+"""Bound on the time of a rollout, where none is given."""
+
 
 class RolloutFiltered(PenstockError):
     """An environment gives a rollout no reward, because it is not to be trained; it is counted as filtered."""

@@ -6,6 +6,7 @@ any stretch of numbers has each source in about its share. Within a source, prom
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Self
 
@@ -34,7 +35,8 @@ class WeightedPlaces:
         middles = [((index + 0.5) / count, which) for which, count in enumerate(counts) for index in range(count)]
         self._block = [which for _, which in sorted(middles)]
         """The source of each place."""
-        self._before = [self._block[:place].count(which) for place, which in enumerate(self._block)]
+        taken = [itertools.count() for _ in counts]
+        self._before = [next(taken[which]) for which in self._block]
         """The places of the same source before it in the block."""
 
     @classmethod

@@ -3,9 +3,9 @@
 The kind follows from the methods: a scored data set (reasoning-gym's interface), prompts that a later stage scores
 (`data.prompts`), a step-wise environment (the signature of gymnasium and gem, text in, text out), an environment that
 returns finished rollouts from outside, or one that drives: it asks for completions itself. An `EnvironmentMixture` has
-several of any kinds. Any method but `drive` may
-be a coroutine function, or a plain one: that runs in a thread. Every exception of an environment becomes
-`EnvironmentFailed`, so that it is never taken for an error of the policy. Knows no channel and no ledger.
+several of any kinds. Any method but `drive` may be a coroutine function, or a plain one: that runs in a thread. Every
+exception of an environment becomes `EnvironmentFailed`, so that it is never taken for an error of the policy. Knows no
+channel and no ledger.
 """
 
 from __future__ import annotations

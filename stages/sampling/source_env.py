@@ -40,6 +40,7 @@ from ..._schemas import GroupId, TrajectoryGroup
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..contracts.policies import Engine, FollowsWeights, Policy, Seeded, Tokenizer
 from ..contracts.prompts import identity_of
+from ..contracts.rollouts import ROLLOUT_TIMEOUT_S
 from ..contracts.sampling_params import SamplingParams
 from ..tokenizers.chat_format import ChatFormat
 from ..tokenizers.end_tokens import HasEndTokens
@@ -79,7 +80,7 @@ class SourceEnv:
     temperature in `meta`, so that a trainer computes log-probabilities at that of each turn."""
     max_length: int | None = None
     """Maximum length of a sequence, prompt and observations included; at that length it ends with LENGTH."""
-    rollout_timeout_s: float = 300.0
+    rollout_timeout_s: float = ROLLOUT_TIMEOUT_S
     """Bound on the time of one rollout with all its turns."""
     concurrency: int = 64
     """Rollouts at once, and so the number of requests that the policy can sample as one batch."""

@@ -24,9 +24,11 @@ from ..._schemas.bounds import LARGEST
 from ..._schemas.config import Config, counterpart_of_value, nearest
 from ..advantages.formulas import Mode
 from ..advantages.presets import Library
+from ..contracts.rollouts import ROLLOUT_TIMEOUT_S
 from ..contracts.sampling_params import SamplingParams
 from ..models.lora_config import LoRA
 from ..rewards.reward_shaping import RewardConfig
+from ..tokenizers.chat_format import History, ObservationRole
 from .other_names import OTHER_NAMES
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
@@ -167,16 +169,16 @@ class EnvironmentConfig(EnvironmentPart, frozen=True):
     """Several environments by weight."""
     max_length: Count | None = None
     """Tokens of a sequence, those of all its turns; by default those of a prompt and a completion."""
-    timeout_s: Positive = 300.0
+    timeout_s: Positive = ROLLOUT_TIMEOUT_S
     """Bound on the time of a rollout."""
     tools: FunctionName | None = None
     """Sequence of JSON schemas of tools, as `ChatFormat.tools`; requests of agents bring their own."""
     tool_calls: Text | None = None
     """Format of calls of tools: hermes, llama, mistral, json, or `module:function` for a `ToolCallParser`; null for the
     one that the template writes."""
-    history: Literal["keep", "template"] = "keep"
+    history: History = "keep"
     """See `ChatFormat.history`."""
-    observation_role: Literal["user", "tool"] = "user"
+    observation_role: ObservationRole = "user"
     """Role of the text of a step-wise environment."""
 
     @property

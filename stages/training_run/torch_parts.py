@@ -32,6 +32,7 @@ from ..batching.batcher import Batcher
 from ..contracts.causal_model import CausalModel
 from ..contracts.policies import Policy
 from ..contracts.prompts import Prompt
+from ..contracts.rollouts import ROLLOUT_TIMEOUT_S
 from ..contracts.sampling_params import SamplingParams
 from ..data.mixture import MixedPrompts, Mixture
 from ..data.parquet_shards import sets_among
@@ -61,12 +62,7 @@ from ..training.torch_trainer import TorchTrainer
 from .dtypes import base_dtype, reference_dtype, sampled_dtype
 from .environment_parts import chat_of, environment_of, evaluated_by
 from .paths import with_paths
-from .run_config import (
-    AlgorithmConfig,
-    EvaluationConfig,
-    PlacementConfig,
-    RunConfig,
-)
+from .run_config import AlgorithmConfig, EvaluationConfig, PlacementConfig, RunConfig
 
 log = get_logger("penstock.models")
 
@@ -220,7 +216,7 @@ class RunParts:
             policy,
             self.tokenizer,
             chat=None if config.environment is None else self.chat,
-            rollout_timeout_s=300.0 if config.environment is None else config.environment.timeout_s,
+            rollout_timeout_s=ROLLOUT_TIMEOUT_S if config.environment is None else config.environment.timeout_s,
             group_size=algorithm.group_size,
             max_length=self._max_length,
             sampling=config.sampling,
