@@ -280,6 +280,9 @@ class _Scripted:
     def add_reward(self, value: float, call: str | None) -> None:
         raise NotImplementedError
 
+    def another(self) -> AgentClient:
+        raise NotImplementedError
+
 
 async def _rendering(chat: ChatFormat, tokens: int) -> float:
     """Return the processor time of a turn of a long conversation."""

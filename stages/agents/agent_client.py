@@ -131,8 +131,21 @@ class AgentClient(Protocol):
         """
         ...
 
+    def another(self) -> AgentClient:
+        """Return another client of the same rollout, for a second persona of the agent.
+
+        It has a key of its own. Its calls continue those of no other client, so that its turns are sequences of their
+        own, and what `reward` adds at it is the reward of its last turn.
+
+        Raises:
+            RolloutEnded, RolloutDeadline: `drive` has returned, or was given up.
+        """
+        ...
+
     async def reward(self, value: float, *, call: str | None = None) -> None:
-        """Add `value` to the reward of the rollout; with `SourceEnv.turn_rewards`, it is that of the call named by id.
+        """Add `value` to the reward of the rollout.
+
+        With `SourceEnv.turn_rewards`, it is that of the call named by id, or of this client's last one.
 
         Raises:
             ValueError: it is no finite number, or no call has this id.

@@ -1,4 +1,8 @@
-"""`AgentRollout`: one rollout of a driving environment. It samples the calls of the agent, and records them."""
+"""`AgentRollout`: one rollout of a driving environment. It samples the calls of the agent, and records them.
+
+Each of its clients has a key and histories of its own, see `RolloutClient`; bounds, deadline and result are the
+rollout's.
+"""
 
 from __future__ import annotations
 
@@ -53,78 +57,55 @@ def endpoint_type() -> type[AgentEndpoint]:
     return AgentEndpoint
 
 
-class AgentRollout:
-    """Samples and records the calls of one rollout; an `AgentClient`."""
+def check_endpoint(endpoint: object) -> None:
+    """Check that there is an endpoint, or an address at it.
 
-    def __init__(
-        self,
-        sampler: RolloutSampler,
-        repetition: int,
-        *,
-        max_calls: int | None = None,
-        max_tokens: int | None = None,
-        scored: bool = True,
-    ) -> None:
-        """Begin a rollout; the bounds and `scored` are those of a `DrivingEnvironment`."""
-        self.repetition = repetition
-        self._max_calls = max_calls
-        self._max_tokens = max_tokens
-        self._scored = scored
+    Raises:
+        MissingExtra: there is none, because a module is not installed.
+        InvalidPipeline: there is none, because the source has no chat format.
+    """
+    if endpoint is None:
+        endpoint_type()
+        raise InvalidPipeline(
+            "expected a source with a chat format, by which the endpoint of agents writes their messages as "
+            "tokens, got none: SourceEnv(…, chat=ChatFormat(tokenizer))"
+        )
+
+
+class RolloutClient:
+    """One client of a rollout, an `AgentClient`: it has a key, and histories that no other client continues."""
+
+    def __init__(self, rollout: AgentRollout) -> None:
+        self._rollout = rollout
         self.address: EndpointAddress | None = None
         """At the endpoint."""
         self.chat_by: ChatFn | None = None
         """Answers a request of OpenAI's chat at the endpoint."""
-        self._sampler = sampler
-        self._tree = CallTree()
-        self._begun = 0
-        """Calls so far, those without a completion included."""
-        self._sampled: dict[str, int] = {}
-        """Tokens of each call, by id."""
-        self._rewards: dict[str | None, float] = {}
-        """By the id of the call."""
-        self._ended = False
-        self._in_flight: set[anyio.CancelScope] = set()
-        """Of the calls that are being sampled: those of an HTTP client do not end with the agent."""
-        self.failure: Exception | None = None
-        """The error of the policy that ended the rollout."""
-        self.scope: anyio.CancelScope = anyio.CancelScope()
-        """Of the agent: cancelled by an error of the policy, which an agent must not survive."""
 
     def __repr__(self) -> str:
-        state = "ended" if self._ended else "running"
-        return f"<AgentRollout {self.repetition} {state}: {len(self._tree)} calls>"
+        return f"<AgentClient of {self._rollout!r}>"
+
+    @property
+    def repetition(self) -> int:
+        """See `AgentClient.repetition`."""
+        return self._rollout.repetition
 
     @property
     def deadline_s(self) -> float:
         """See `AgentClient.deadline_s`."""
-        return self._sampler.deadline_s
+        return self._rollout.deadline_s
 
     @property
     def sampling(self) -> SamplingParams:
         """See `AgentClient.sampling`."""
-        return msgspec.structs.replace(self._sampler.params(self._begun), seed=None)
+        return self._rollout.sampling
 
     @property
     def served(self) -> EndpointAddress:
         """Return the address; raises as `check_endpoint`."""
-        self.check_endpoint(self.address)
+        check_endpoint(self.address)
         assert self.address is not None  # noqa: S101 (checked)
         return self.address
-
-    @staticmethod
-    def check_endpoint(endpoint: object) -> None:
-        """Check that there is an endpoint, or an address at it.
-
-        Raises:
-            MissingExtra: there is none, because a module is not installed.
-            InvalidPipeline: there is none, because the source has no chat format.
-        """
-        if endpoint is None:
-            endpoint_type()
-            raise InvalidPipeline(
-                "expected a source with a chat format, by which the endpoint of agents writes their messages as "
-                "tokens, got none: SourceEnv(…, chat=ChatFormat(tokenizer))"
-            )
 
     @property
     def base_url(self) -> str:
@@ -141,6 +122,10 @@ class AgentRollout:
         """See `AgentClient.env`."""
         return self.served.env
 
+    def another(self) -> RolloutClient:
+        """See `AgentClient.another`."""
+        return self._rollout.add_client()
+
     async def run(
         self,
         command: Sequence[str | Path],
@@ -155,12 +140,88 @@ class AgentRollout:
 
     async def chat(self, messages: Sequence[Any], **fields: Any) -> dict[str, Any]:
         """See `AgentClient.chat`."""
-        self.check_endpoint(self.chat_by)
+        check_endpoint(self.chat_by)
         assert self.chat_by is not None  # noqa: S101 (checked)
         return await self.chat_by({"messages": list(messages), **fields})
 
     async def generate(self, prompt: NDArray[np.int32], sampling: SamplingParams | None = None) -> Call:
         """See `AgentClient.generate`."""
+        return await self._rollout.generate(self, prompt, sampling)
+
+    async def reward(self, value: float, *, call: str | None = None) -> None:
+        """See `AgentClient.reward`."""
+        self.add_reward(value, call)
+
+    def add_reward(self, value: float, call: str | None) -> None:
+        """Add to the reward; see `AgentClient.reward`."""
+        self._rollout.add_reward(value, self if call is None else call)
+
+
+class AgentRollout:
+    """Samples and records the calls of one rollout, those of all its clients."""
+
+    def __init__(
+        self,
+        sampler: RolloutSampler,
+        repetition: int,
+        *,
+        max_calls: int | None = None,
+        max_tokens: int | None = None,
+        scored: bool = True,
+    ) -> None:
+        """Begin a rollout; the bounds and `scored` are those of a `DrivingEnvironment`."""
+        self.repetition = repetition
+        self._max_calls = max_calls
+        self._max_tokens = max_tokens
+        self._scored = scored
+        self._sampler = sampler
+        self._tree = CallTree()
+        self._begun = 0
+        """Calls so far, those without a completion included."""
+        self._sampled: dict[str, int] = {}
+        """Tokens of each call, by id."""
+        self._rewards: dict[str | RolloutClient, float] = {}
+        """By the id of the call, or by the client that named none."""
+        self._ended = False
+        self._in_flight: set[anyio.CancelScope] = set()
+        """Of the calls that are being sampled: those of an HTTP client do not end with the agent."""
+        self.failure: Exception | None = None
+        """The error of the policy that ended the rollout."""
+        self.scope: anyio.CancelScope = anyio.CancelScope()
+        """Of the agent: cancelled by an error of the policy, which an agent must not survive."""
+        self.serve_client: Callable[[RolloutClient], None] | None = None
+        """Gives a client its key at the endpoint."""
+
+    def __repr__(self) -> str:
+        state = "ended" if self._ended else "running"
+        return f"<AgentRollout {self.repetition} {state}: {len(self._tree)} calls>"
+
+    @property
+    def deadline_s(self) -> float:
+        """See `AgentClient.deadline_s`."""
+        return self._sampler.deadline_s
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """See `AgentClient.sampling`."""
+        return msgspec.structs.replace(self._sampler.params(self._begun), seed=None)
+
+    def add_client(self) -> RolloutClient:
+        """Return another client.
+
+        Raises:
+            RolloutEnded, RolloutDeadline: the rollout has ended.
+        """
+        self._check_running()
+        client = RolloutClient(self)
+        if self.serve_client is not None:
+            self.serve_client(client)
+        return client
+
+    async def generate(
+        self, client: RolloutClient, prompt: NDArray[np.int32], sampling: SamplingParams | None = None
+    ) -> Call:
+        """Return the completion of a client's call; see `AgentClient.generate`."""
         await checkpoint()  # an agent that retries what is refused must not block the loop
         self._check_running()
         prompt = as_ids(prompt, least=1)
@@ -195,7 +256,7 @@ class AgentRollout:
             temperature=params.logprob_temperature,
             **{name: getattr(completion, name) for name in Completion.__struct_fields__},
         )
-        self._tree.add(prompt, call)
+        self._tree.add(prompt, call, client)
         self._sampled[call.id] = len(call.tokens)
         return call
 
@@ -221,16 +282,12 @@ class AgentRollout:
         # The same in every call of the rollout with this seed, and another one in each rollout.
         return msgspec.structs.replace(bounded, seed=self._sampler.params(0).seeded_for(own.seed).seed)
 
-    async def reward(self, value: float, *, call: str | None = None) -> None:
-        """See `AgentClient.reward`."""
-        self.add_reward(value, call)
-
-    def add_reward(self, value: float, call: str | None) -> None:
-        """Add to the reward; see `AgentClient.reward`."""
+    def add_reward(self, value: float, earner: str | RolloutClient) -> None:
+        """Add to the reward of a call by its id, or of a client; see `AgentClient.reward`."""
         self._check_running()
-        if call is not None and call not in self._sampled:
-            raise ValueError(f"call: expected the id of a call of this rollout, got {call!r}")
-        self._rewards[call] = finite(self._rewards.get(call, 0.0) + number_of(value, "reward"))
+        if isinstance(earner, str) and earner not in self._sampled:
+            raise ValueError(f"call: expected the id of a call of this rollout, got {earner!r}")
+        self._rewards[earner] = finite(self._rewards.get(earner, 0.0) + number_of(value, "reward"))
 
     def _check_running(self) -> None:
         if self._ended and anyio.current_time() >= self.deadline_s:
@@ -264,30 +321,41 @@ class AgentRollout:
         if returned is None and not self._rewards and self._scored:
             raise TypeError("drive: expected a reward, a number or an Outcome, or calls of client.reward, got neither")
         outcome = outcome_of(returned) or Outcome()
-        unnamed = outcome.reward + self._rewards.pop(None, 0.0)
-        branches = self._tree.branches()
+        branches = self._tree.branches() or [Branch(turns=[])]
         self._check_sampled(branches)
-        branches = [
-            msgspec.structs.replace(branch, turn_rewards=[self._rewards.get(call.id, 0.0) for call in _calls(branch)])
+        rewards = self._turn_rewards(branches, outcome.reward)
+        first, *rest = [
+            msgspec.structs.replace(branch, turn_rewards=[rewards.get(call.id, 0.0) for call in _calls(branch)])
             for branch in branches
-        ] or [Branch(turns=[], turn_rewards=[])]
-        *others, last = branches
-        rewards = list(last.turn_rewards or [])
-        if rewards:
-            rewards[-1] += unnamed
-        first, *rest = [*others, msgspec.structs.replace(last, turn_rewards=rewards)]
+        ]
         return RolloutResult(
             turns=first.turns,
             stop_reason=first.stop_reason,
             turn_rewards=first.turn_rewards,
             branches=rest,
-            reward=finite(unnamed + sum(self._rewards.values())),
+            reward=finite(outcome.reward + sum(self._rewards.values())),
             scored=self._scored,
             parts=outcome.parts,
             metrics=outcome.metrics,
         )
 
-    def _check_sampled(self, branches: list[Branch]) -> None:
+    def _turn_rewards(self, branches: Sequence[Branch], returned: float) -> dict[str, float]:
+        """Return rewards by the id of a call. One that names no call is that of the last one of its client.
+
+        What `drive` returned, and the reward of a client without a call that trains, are those of the last one of all.
+        """
+        calls = [call for branch in branches for call in _calls(branch)]
+        if not calls:
+            return {}
+        last_of = {self._tree.client_of(call): call.id for call in calls}
+        last = calls[-1].id
+        rewards = {last: returned}
+        for earner, value in self._rewards.items():
+            call = earner if isinstance(earner, str) else last_of.get(earner, last)
+            rewards[call] = rewards.get(call, 0.0) + value
+        return rewards
+
+    def _check_sampled(self, branches: Sequence[Branch]) -> None:
         """Check that each sampled token trains once."""
         trained: dict[str, int] = {}
         for branch in branches:

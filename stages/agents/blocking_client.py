@@ -73,6 +73,15 @@ class BlockingAgentClient(msgspec.Struct, frozen=True, kw_only=True):
         """
         self._post("/v1/reward", {"value": value, "call": call})
 
+    def another(self) -> BlockingAgentClient:
+        """Return another client of the same rollout, with a key and histories of its own; see `AgentClient.another`.
+
+        Raises:
+            OSError: the endpoint refused it; the message has its reason.
+        """
+        given = self._post("/v1/clients", None)
+        return msgspec.structs.replace(self, address=EndpointAddress(**given))
+
     def _post(self, path: str, body: Any) -> Any:
         url = urlsplit(self.address.base_url)
         connection = http.client.HTTPConnection(url.hostname or "", url.port)

@@ -5,7 +5,7 @@ Knows tokens only: no message, no engine, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ class _Recorded:
 
     tokens: NDArray[np.int32]
     call: Call
+    client: Hashable
     parent: _Recorded | None
 
     @property
@@ -30,26 +31,37 @@ class _Recorded:
 
 
 class CallTree:
-    """The calls so far. One continues another if its prompt begins with all tokens of that; else it begins a branch."""
+    """The calls so far. One continues another of its client if its prompt begins with all tokens of that.
+
+    Else it begins a branch.
+    """
 
     def __init__(self) -> None:
         self._recorded: list[_Recorded] = []
+        self._clients: dict[str, Hashable] = {}
+        """Of each call, by its id."""
 
     def __len__(self) -> int:
         return len(self._recorded)
 
-    def add(self, prompt: NDArray[np.int32], call: Call) -> None:
-        """Record the completion of `prompt`."""
+    def add(self, prompt: NDArray[np.int32], call: Call, client: Hashable) -> None:
+        """Record the completion of `prompt`, which a client asked for."""
         tokens = np.concatenate([prompt, call.tokens])
-        self._recorded.append(_Recorded(tokens, call, self._continued(prompt)))
+        self._recorded.append(_Recorded(tokens, call, client, self._continued(prompt, client)))
+        self._clients[call.id] = client
 
-    def _continued(self, prompt: NDArray[np.int32]) -> _Recorded | None:
+    def client_of(self, call: Call) -> Hashable:
+        """Return the client that asked for a recorded call."""
+        return self._clients[call.id]
+
+    def _continued(self, prompt: NDArray[np.int32], client: Hashable) -> _Recorded | None:
         """Return the recorded call that `prompt` continues, the longest one; of equal ones the last."""
         longest: _Recorded | None = None
         for each in reversed(self._recorded):
             length = len(each.tokens)
             if (
-                length <= len(prompt)
+                each.client == client
+                and length <= len(prompt)
                 and (longest is None or length > len(longest.tokens))
                 and each.tokens[-1] == prompt[length - 1]
                 and np.array_equal(each.tokens, prompt[:length])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,7 +26,7 @@ from ..._schemas.conversion import decode_json
 from ..agents import agent_process
 from ..agents.agent_client import DrivingEnvironment, EndpointAddress, Outcome
 from ..agents.agent_process import DriveRequest, RolloutReply
-from ..agents.agent_rollout import AgentRollout, TokensUnaccounted, endpoint_type
+from ..agents.agent_rollout import AgentRollout, RolloutClient, TokensUnaccounted, check_endpoint, endpoint_type
 from ..agents.blocking_client import BlockingAgentClient
 from ..contracts.prompts import PromptSource
 from ..contracts.rollouts import RolloutFiltered, RolloutResult, RolloutSampler
@@ -45,7 +45,7 @@ OPTIONS = ("max_calls", "max_tokens", "scored")
 SILENT_LIMIT = 20
 """Rollouts of an agent that has never made a call, which end the run: it does not find the policy."""
 
-Drive: TypeAlias = Callable[[int, AgentRollout], Coroutine[Any, Any, Any]]
+Drive: TypeAlias = Callable[[int, RolloutClient], Coroutine[Any, Any, Any]]
 """Does a rollout, and returns what `drive` returned."""
 
 
@@ -65,7 +65,7 @@ async def driving_tasks(
             endpoint = await stack.enter_async_context(made)
         drive: Drive = env.drive
         if not inspect.iscoroutinefunction(env.drive):
-            AgentRollout.check_endpoint(endpoint)
+            check_endpoint(endpoint)
             drive = (await stack.enter_async_context(_processes(make_env))).drive
         yield _DrivingTasks(env, drive, threads, endpoint).begin
 
@@ -95,12 +95,12 @@ class _Processes:
         self._processes = processes
         self._payload = payload
 
-    async def drive(self, task: int, rollout: AgentRollout) -> Any:
+    async def drive(self, task: int, client: RolloutClient) -> Any:
         """Return what `drive` returns in a process; that ends if this is cancelled."""
-        client = BlockingAgentClient(
-            address=rollout.served, repetition=rollout.repetition, deadline_s=rollout.deadline_s
+        blocking = BlockingAgentClient(
+            address=client.served, repetition=client.repetition, deadline_s=client.deadline_s
         )
-        request = DriveRequest(payload=self._payload, task=task, client=client)
+        request = DriveRequest(payload=self._payload, task=task, client=blocking)
         try:
             async with self._processes.borrowed() as process:
                 received = await process.ask(msgspec.json.encode(request).decode())
@@ -168,25 +168,33 @@ class _DrivingTasks:
 
     @contextmanager
     def _served(self, rollout: AgentRollout) -> Iterator[None]:
-        """Answer calls of the rollout at the endpoint within the body, if there is one."""
+        """Answer calls of the rollout's clients at the endpoint within the body, if there is one."""
         if self._endpoint is None:
             yield
             return
-        with self._endpoint.serve(rollout) as served:
-            rollout.address = EndpointAddress(served.base_url, served.key)
-            rollout.chat_by = partial(self._endpoint.chat, served)
+        endpoint, clients = self._endpoint, []
+        with ExitStack() as stack:
+
+            def serve(client: RolloutClient) -> None:
+                served = stack.enter_context(endpoint.serve(client))
+                clients.append(served)
+                client.address = EndpointAddress(served.base_url, served.key)
+                client.chat_by = partial(endpoint.chat, served)
+
+            rollout.serve_client = serve
             yield
         metrics = current().metrics
-        for reason, calls in served.branched.items():
-            metrics.total(f"rollout/branched/{reason}", calls)
-        if served.malformed_calls:
-            metrics.total("rollout/malformed_tool_calls", served.malformed_calls)
+        for served in clients:
+            for reason, calls in served.branched.items():
+                metrics.total(f"rollout/branched/{reason}", calls)
+            if served.malformed_calls:
+                metrics.total("rollout/malformed_tool_calls", served.malformed_calls)
 
     async def _driven(self, number: int, rollout: AgentRollout) -> RolloutResult:
         outcome: Any = None
         try:
             with rollout.scope:
-                outcome = await await_user(self._drive, number, rollout)
+                outcome = await await_user(self._drive, number, rollout.add_client())
             if rollout.failure is None:
                 if isinstance(outcome, Outcome) and outcome.drop:
                     raise RolloutFiltered(outcome.drop)  # noqa: TRY301 (as a raised one)

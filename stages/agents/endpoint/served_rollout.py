@@ -26,7 +26,7 @@ from ...tokenizers.conversations import text_of
 from ...tokenizers.messages import Message
 from ...tokenizers.start_tokens import prompt_ids
 from ...tokenizers.tool_calls import ToolCall, parse_turn
-from ..agent_client import CallsUsedUp
+from ..agent_client import AgentClient, CallsUsedUp
 from ..conversation_tree import BranchReason, CallPrompt, ConversationTree, KnownMessage
 from .call_fields import choices_sampling
 
@@ -55,7 +55,7 @@ FINAL = "No call is left in this rollout."
 
 
 class SamplesCalls(Protocol):
-    """A rollout as the endpoint needs it; an `AgentClient`."""
+    """A client of a rollout, as the endpoint needs it; an `AgentClient`."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -68,6 +68,10 @@ class SamplesCalls(Protocol):
 
     def add_reward(self, value: float, call: str | None) -> None:
         """Add to the reward; see `AgentClient.reward`."""
+        ...
+
+    def another(self) -> AgentClient:
+        """Return another client of the rollout; see `AgentClient.another`."""
         ...
 
 
@@ -154,7 +158,7 @@ def _no_calls(_: str) -> tuple[()]:
 
 
 class ServedRollout:
-    """The calls of one rollout."""
+    """The calls of one client of a rollout."""
 
     def __init__(
         self,
@@ -164,7 +168,7 @@ class ServedRollout:
         url: str,
     ) -> None:
         self.key: str = secrets.token_urlsafe(24)
-        """The secret of the rollout's agent."""
+        """The secret of the client."""
         self.base_url: str = f"{url}/r/{self.key}/v1"
         """Of OpenAI's API, with the key in its path: a client that sends no key needs nothing else."""
         self.malformed_calls = 0
@@ -205,6 +209,14 @@ class ServedRollout:
             self._rollout.add_reward(value, call)
         except ValueError as error:
             raise InvalidData(str(error)) from error
+
+    def another(self) -> AgentClient:
+        """Return another client of the rollout.
+
+        Raises:
+            RolloutEnded: the rollout has ended.
+        """
+        return self._rollout.another()
 
     async def prompt(self, messages: Sequence[Message], tools: Tools | None) -> CallPrompt:
         """Return the prompt of a call that is not sampled yet.

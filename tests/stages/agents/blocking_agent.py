@@ -43,6 +43,12 @@ class Blocks:
             time.sleep(3600)
         if self.says == "generates":
             return float(client.generate([1, 2, 3], max_tokens=2)["finish_reason"] == "stop")
+        if self.says == "debates":
+            other = client.another()
+            other.chat(said[:-1])
+            other.reward(-0.5)
+            client.reward(1.0)
+            return None
         if self.says == "rewards":
             client.reward(2.0)
             return None

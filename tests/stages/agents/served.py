@@ -20,6 +20,7 @@ from penstock import StopReason, Worker
 from penstock._stages.agents.endpoint.agent_endpoint import AgentEndpoint
 from penstock._stages.agents.endpoint.served_rollout import ServedRollout
 from penstock._stages.contracts.policies import Call
+from penstock.agents import AgentClient
 from penstock.chat import ChatFormat
 from penstock.policies import Completion, Engine, PretrainedTokenizer, SamplingParams
 from penstock.torch import TorchPolicy
@@ -45,6 +46,9 @@ class Rollout:
 
     def add_reward(self, value: float, call: str | None) -> None:
         self.rewards.append((value, call))
+
+    def another(self) -> AgentClient:
+        raise NotImplementedError
 
     async def generate(self, prompt: NDArray[np.int32], sampling: SamplingParams | None = None) -> Call:
         params = sampling or self.sampling

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from tests.fake_policy import FakePolicy, Letters
 
-from penstock import SourceEnv, StopReason, TrajectoryGroup
+from penstock import AdvantageNormalizer, SourceEnv, StopReason, TrajectoryGroup
 from penstock.agents import AgentClient, CallsUsedUp, ContextTooLong, Outcome, RolloutEnded
 from penstock.errors import InvalidConfig, InvalidRecord, NothingTrained
 from penstock.policies import SamplingParams
 from penstock.testing import Driven, VirtualClock, drive_source
+from penstock.testing import drive as run_stage
 
 Drive = Callable[[int, AgentClient], Awaitable[Any]]
 
@@ -262,6 +263,97 @@ async def test_a_rollout_that_is_dropped_is_counted_as_filtered_by_its_reason() 
 
     assert ran.ledger.balance().reasons["filtered"] == {"no tool was called": 1}
     assert ran.metrics.emit(0)["rollout/dropped_tokens/filtered"] == 3
+
+
+# -- other clients of a rollout ----------------------------------------------------------------------------------------
+
+
+async def test_a_call_of_another_client_continues_none_of_the_first() -> None:
+    async def drive(_: int, client: AgentClient) -> float:
+        said = (await client.generate(ids("q"))).tokens
+        for each in (client.another(), client):
+            await each.generate(np.concatenate([ids("q"), said, ids("b")]))
+        return 1.0
+
+    group = await group_of(drive, group_size=2)
+
+    assert rows(group) == ["qok.bOK.", "qOK.bOK."] * 2
+    assert group.rollout_ids.tolist() == [0, 0, 1, 1]
+
+
+async def test_the_reward_at_a_client_is_that_of_its_last_turn() -> None:
+    async def drive(_: int, first: AgentClient) -> float:
+        second = first.another()
+        for text in ("a", "b"):
+            await first.generate(ids(f"first {text}"))
+            await second.generate(ids(f"second {text}"))
+        await first.reward(1.0)
+        await second.reward(-2.0)
+        await first.another().reward(0.25)
+        return 4.0
+
+    (group,) = await driven(drive, turn_rewards=True)
+
+    assert group.token_rewards is not None
+    by_row = [row.sum() for row in np.split(group.token_rewards, group.offsets[1:-1])]
+    assert dict(zip(rows(group), by_row, strict=True)) == {
+        "first aOK.": 0.0,
+        "second aOK.": 0.0,
+        "first bOK.": 1.0,
+        "second bOK.": 2.25,  # with what drive returned, and the reward of a client without a call
+    }
+    assert set(group.rewards.tolist()) == {3.25}
+
+
+async def test_two_personas_that_play_against_each_other_learn_from_their_own_rewards() -> None:
+    """The sum of their rewards is 0 in each rollout, so that a reward of the rollout would teach nothing."""
+
+    async def drive(_: int, first: AgentClient) -> None:
+        second = first.another()
+        for player, text, sign in ((first, "i move", 1), (second, "i answer", -1)):
+            await player.generate(ids(text))
+            await player.reward(sign * (2.0 * first.repetition - 1))
+
+    played = await driven(drive, group_size=2, turn_rewards=True)
+    normalizer = AdvantageNormalizer("reinforce++", rewards="token", batch_groups=1, preset="skyrl")
+    (group,) = await run_stage(normalizer, played)
+
+    assert set(group.rewards.tolist()) == {0.0}
+    assert group.advantages is not None
+    by_row = np.split(np.where(group.loss_mask, np.sign(group.advantages), 0), group.offsets[1:-1])
+    signs = [set(row[row != 0].tolist()) for row in by_row]
+    assert signs == [{-1.0}, {1.0}, {1.0}, {-1.0}]
+
+
+async def test_the_calls_of_all_clients_of_a_rollout_are_bounded_together() -> None:
+    class Bounded(Agent):
+        max_calls = 2
+
+    async def drive(_: int, client: AgentClient) -> float:
+        other = client.another()
+        for each in (client, other):
+            await each.generate(ids("q"))
+        with pytest.raises(CallsUsedUp, match="expected at most 2 calls"):
+            await other.generate(ids("q"))
+        return 1.0
+
+    (group,) = await drive_source(SourceEnv(lambda: Bounded(drive), FakePolicy(), group_size=1, groups=1))
+
+    assert len(group) == 2
+
+
+async def test_a_rollout_that_has_ended_gives_no_other_client() -> None:
+    kept: list[AgentClient] = []
+
+    async def drive(_: int, client: AgentClient) -> float:
+        await client.generate(ids("q"))
+        kept.append(client)
+        return 1.0
+
+    await driven(drive)
+
+    with pytest.raises(RolloutEnded):
+        kept[0].another()
 
 
 # -- refusals and errors -----------------------------------------------------------------------------------------------

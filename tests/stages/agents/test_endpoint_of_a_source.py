@@ -117,6 +117,32 @@ async def test_each_token_that_an_agent_saw_trains_once_with_the_log_probability
     }
 
 
+async def test_another_client_has_a_key_and_a_conversation_of_its_own(chat: ChatFormat) -> None:
+    class Debates:
+        async def drive(self, _: int, first: AgentClient) -> float:
+            second = first.another()
+            said: list[Any] = list(ASKED)
+            for debater in (first, second, first):
+                url = f"{debater.base_url}/chat/completions"
+                async with session.post(url, json={"messages": said}) as came:
+                    answer = await came.json()
+                said += [answer["choices"][0]["message"], AGAIN]
+            assert (first.api_key, first.env) != (second.api_key, second.env)
+            kept.append(second.base_url)
+            return 1.0
+
+    kept: list[str] = []
+    async with aiohttp.ClientSession() as session:
+        ran = await driven(Debates, chat)
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await session.get(f"{kept[0]}/models")
+
+    (group,) = ran
+    assert [said.count("4") for said in text(group, chat)] == [2, 3] * 2
+    assert group.completion_lengths().tolist() == [2, 4] * 2
+    assert "rollout/branched/parallel" not in ran.metrics.emit(0)
+
+
 async def test_an_agent_without_a_chat_format_has_no_endpoint(chat: ChatFormat) -> None:
     class Needs:
         async def drive(self, _: int, client: AgentClient) -> float:
@@ -148,6 +174,14 @@ async def test_a_process_asks_for_a_completion_of_tokens(chat: ChatFormat) -> No
     assert group.rollout_ids.tolist() == [0, 0, 1, 1]
     assert group[1].tokens[:3].tolist() == [1, 2, 3]
     assert group.rewards.tolist() == [1.0] * 4
+
+
+async def test_a_process_asks_for_another_client_of_its_rollout(chat: ChatFormat) -> None:
+    (group,) = await driven(partial(Blocks, "debates"), chat, turn_rewards=True)
+
+    assert group.rollout_ids.tolist() == [0, 0, 1, 1]
+    assert group.token_rewards is not None
+    assert group.token_rewards[group.token_rewards != 0].tolist() == [1.0, -0.5] * 2
 
 
 async def test_a_process_rewards_its_rollout(chat: ChatFormat) -> None:
