@@ -1,9 +1,9 @@
-"""`penstock doctor`: the state of this machine, with a remedy for each failure."""
+"""`penstock doctor`: the state of this machine, or of an inference server, with a remedy for each failure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,27 +12,65 @@ if TYPE_CHECKING:
 
     from .findings import Finding
 
-STYLES = {"ok": "green", "note": "yellow", "fails": "bold red"}
+STYLES = {
+    "ok": "green",
+    "note": "yellow",
+    "fails": "bold red",
+    "exact": "green",
+    "differs": "bold red",
+    "unknown": "yellow",
+}
 
 
-def doctor() -> None:
-    """Check this machine and what is installed, by trying it; say what will not work, and what to do."""
-    from rich.console import Console  # noqa: PLC0415 (the other commands need none of these)
+def doctor(
+    *,
+    endpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", help="Examine this inference server, with or without /v1, in place of the machine."
+        ),
+    ] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER", help="Folder or name of the model that it serves, for its tokenizer and template."
+        ),
+    ] = "",
+    key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key of the server.", show_envvar=True)] = "",
+) -> None:
+    """Check this machine and what is installed, by trying it; say what will not work, and what to do.
 
+    With --endpoint: is that server, with its template and parsers, token-exact? Twenty programs ask it.
+    """
+    if bool(endpoint) != bool(model):
+        raise typer.BadParameter("expected --endpoint and --model, or neither")
+    if endpoint:
+        from .endpoint_checks import endpoint_checks  # noqa: PLC0415 (the other commands need none of these)
+        from .endpoint_programs import conclusion  # noqa: PLC0415 (as above)
+
+        findings = endpoint_checks(endpoint, model, key)
+        _report(findings, conclusion(findings))
+        return
     from .machine_checks import machine_checks  # noqa: PLC0415 (as above)
     from .trials import trials  # noqa: PLC0415 (as above)
     from .version_checks import version_checks  # noqa: PLC0415 (as above)
 
-    console = Console(highlight=False, markup=False)
     findings = [*version_checks(), *machine_checks(), *trials()]
+    _report(findings, _conclusion([finding.name for finding in findings if finding.verdict == "fails"]))
+
+
+def _report(findings: Sequence[Finding], conclusion: str) -> None:
+    """Print findings, and exit with 1 if one of them fails or differs."""
+    from rich.console import Console  # noqa: PLC0415 (as above)
+
+    console = Console(highlight=False, markup=False)
     console.print(table(findings))
     for finding in findings:
         if finding.affects:
             console.print(f"\n{finding.name}: {finding.affects}", style=STYLES[finding.verdict], soft_wrap=True)
             console.print(f"  to do: {finding.remedy}", soft_wrap=True)
-    failed = [finding.name for finding in findings if finding.verdict == "fails"]
-    console.print(f"\n{_conclusion(failed)}")
-    raise typer.Exit(1 if failed else 0)
+    console.print(f"\n{conclusion}", soft_wrap=True)
+    raise typer.Exit(any(finding.verdict in {"fails", "differs"} for finding in findings))
 
 
 def _conclusion(failed: Sequence[str]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Verdict: TypeAlias = Literal["ok", "note", "fails"]
-"""note: something optional does not work · fails: something that every run needs does not."""
+Verdict: TypeAlias = Literal["ok", "note", "fails", "exact", "differs", "unknown"]
+"""note: something optional does not work · fails: something that every run needs does not · exact, differs, unknown: of
+an inference server, compared with the folder of its model."""
 
 
 @dataclass(frozen=True, slots=True)
