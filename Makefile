@@ -50,7 +50,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-cuda test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check docs chaos bench setup clean
+.PHONY: demo test test-all test-cuda test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check check-mypy check-pyright docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -167,7 +167,7 @@ $(VLLM)/ready $(WITH_SKYRL)/ready $(WITH_ATROPOS)/ready: $(VENV)/%/ready: script
 	SKYRL_PYTHON="$(SKYRL_PYTHON)" $< $(@D)
 	touch $@
 
-# Every week too, each in a job of its own: .github/workflows/plugins.yml.
+# Every week too, each in a job of its own: .github/workflows/weekly.yml.
 PLUGINS := test-agents test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl
 
 test-plugins:
@@ -182,10 +182,16 @@ $(OLDER): $(READY)
 check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+	$(MAKE) --no-print-directory --jobs=2 --output-sync check-mypy check-pyright
+
+# Beside each other: they are most of the time.
+check-mypy:
 	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet tests/test_imports.py
+
+check-pyright:
 	$(BIN)/pyright
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright --verifytypes penstock --ignoreexternal
-	$(BIN)/python -m pytest --quiet tests/test_imports.py
 
 # The site's tools have an environment of their own: none of them is needed to use or to test penstock.
 docs: $(DOCS)/ready

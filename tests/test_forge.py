@@ -36,7 +36,7 @@ def test_every_make_target_of_a_workflow_exists() -> None:
 
 def test_the_weekly_jobs_are_the_targets_of_test_plugins_with_the_same_commits() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    matrix = load(ROOT / ".github/workflows/plugins.yml")["jobs"]["plugins"]["strategy"]["matrix"]
+    matrix = load(ROOT / ".github/workflows/weekly.yml")["jobs"]["plugins"]["strategy"]["matrix"]
     others = matrix["include"]
     targets = re.search(r"^PLUGINS := (.*)$", makefile, re.MULTILINE)
     checkouts = {(name, job[name]) for job in others for name in ("prime-rl", "roll", "atropos") if name in job}
