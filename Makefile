@@ -1,7 +1,7 @@
 # One command each; every one of them makes .venv first if it has to.
 #   make demo [SEED=3]   train on arithmetic and watch the reward rise
 #   make test            the suite, four files at a time
-#   make test-all        every cell of its long tables too, of which make test runs some; with coverage
+#   make test-all        its long tests and every cell of its tables too, of which make test runs some; with coverage
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make test-agents     the clients and frameworks of agents themselves, on a CPU; installs them first (0.5 GB)
 #   make test-trackers   TensorBoard and W&B themselves, offline; installs them first (0.2 GB)

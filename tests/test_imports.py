@@ -92,18 +92,16 @@ class Import(NamedTuple):
 @cache
 def imports(source: str, package: str) -> list[Import]:
     """Return every module that `source`, a module of `package`, imports; `from a import b` counts as `a.b`."""
-    tree = ast.parse(source)
-    deferred = {
-        id(node)
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or _is_type_checking(outer)
-        for node in ast.walk(outer)
-    }
-    return [
-        Import(module, node.lineno, id(node) not in deferred)  # type: ignore[attr-defined]
-        for node in ast.walk(tree)
-        for module in _modules(node, package)
-    ]
+    found: list[Import] = []
+    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(source), True)]
+    while nodes:
+        node, at_module_level = nodes.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found += [Import(module, node.lineno, at_module_level) for module in _modules(node, package)]
+        elif isinstance(node, ast.stmt | ast.Module | ast.excepthandler | ast.match_case):  # others have no statement
+            deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_type_checking(node)
+            nodes += [(child, at_module_level and not deferred) for child in ast.iter_child_nodes(node)]
+    return found
 
 
 def _modules(node: ast.AST, package: str) -> list[str]:

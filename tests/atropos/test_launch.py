@@ -131,6 +131,7 @@ def test_each_begins_when_the_one_before_is_ready_and_all_end_with_the_trainer(t
     assert launch.told("accepted").endswith("sums_0: 4 sequences accepted = 4 given to the trainer + 0 waiting")
 
 
+@pytest.mark.long
 def test_an_environment_that_has_sent_all_ends_nothing_and_the_status_is_that_of_the_trainer(tmp_path: Path) -> None:
     with launched(tmp_path, program("trainer", 4, 3), program("environment", 4)) as launch:
         assert launch.end() == 3
@@ -169,6 +170,7 @@ def test_a_program_that_is_killed_is_named_and_ends_all(killed: str, status: int
         assert accepted == given + waiting
 
 
+@pytest.mark.long
 def test_one_that_ends_before_it_has_registered_is_named_with_what_it_printed(tmp_path: Path) -> None:
     environment = [sys.executable, "-I", "-S", "-c", "print('expected a data set, got none')"]
     with launched(tmp_path, program("trainer", 1000), environment) as launch:

@@ -19,6 +19,7 @@ from rich.console import Console
 from tests.faults.zygote import ROOT, environment
 
 
+@pytest.mark.long
 def test_groups_arrive_and_are_counted(tmp_path: Path) -> None:
     target = tmp_path / "results.json"
     small = ["--tokens", "256", "--clients", "1", "--seconds", "0.1", "--json", str(target)]

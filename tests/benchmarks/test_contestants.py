@@ -34,11 +34,13 @@ def test_a_contestant_delivers_the_sent_records_and_is_timed(name: str) -> None:
     assert 0 < ping.p50_us <= ping.p99_us
 
 
+@pytest.mark.long
 def test_a_contestant_that_loses_a_record_is_caught() -> None:
     with pytest.raises(WrongContents, match=r"expected group 7 .* got 8"):
         race(SMALL, serve_queue, connect_forgetfully)
 
 
+@pytest.mark.long
 def test_the_last_records_are_waited_for_after_their_senders_have_ended() -> None:
     assert race(SMALL, serve_late, connect_queue).trajectories_per_s > 0
 

@@ -47,6 +47,7 @@ def test_on_this_machine_records_arrive_over_every_channel_as_they_were_sent() -
     assert rows["all"][1].endswith("runs work on this machine\n")
 
 
+@pytest.mark.long
 def test_a_limit_of_open_files_that_is_too_low_fails_with_the_command_that_raises_it() -> None:
     rows = diagnosed(*limited(descriptors=20), status=1)
 
@@ -69,6 +70,7 @@ def test_the_nodes_to_which_workers_are_bound_are_told(tmp_path: Path, monkeypat
     assert (two.verdict, two.found) == ("ok", "2 nodes: a worker is bound to one, unless it can use more processors")
 
 
+@pytest.mark.long
 def test_a_runtime_folder_that_cannot_be_written_fails_with_the_variable_to_set(tmp_path: Path) -> None:
     rows = diagnosed(*read_only(tmp_path), status=1, XDG_RUNTIME_DIR=str(tmp_path))
 

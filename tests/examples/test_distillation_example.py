@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SCRIPT = EXAMPLES / "distillation.py"
 
@@ -34,6 +36,7 @@ exec(compile(source, {str(SCRIPT)!r}, "exec"), {{"__name__": "__main__", "__file
 CURVE = re.compile(r"^(.+)\n +0: (\d+\.\d)%\n((?: +\d+: \d+\.\d%\n)*)final exam: \d+\.\d%$", re.MULTILINE)
 
 
+@pytest.mark.long
 def test_three_curves_are_printed_and_distillation_brings_the_student_on() -> None:
     command, alone = [sys.executable, "-c", SHORTER], {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)

@@ -207,7 +207,7 @@ def key(tmp_path: Path) -> Path:
     return tmp_path / "key"
 
 
-SEEDS = [pytest.param(33, 300, id="300 messages"), pytest.param(34, 5000, id="5000", marks=pytest.mark.long)]
+SEEDS = [pytest.param(33, 150, id="150 messages"), pytest.param(34, 5000, id="5000", marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize(("seed", "least"), SEEDS)

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.timeout(300)  # each number takes a process, and the ma
         pytest.param("connect shm", "the sending end of a channel", marks=pytest.mark.long),
         pytest.param("connect tcp", "the sending end of a channel", marks=pytest.mark.long),
         ("publish", "a publisher of weights"),
-        ("serve weights", "weights over tcp"),
-        ("mirror", "(a subscriber to weights|the mirror of this host)"),
+        pytest.param("serve weights", "weights over tcp", marks=pytest.mark.long),
+        pytest.param("mirror", "(a subscriber to weights|the mirror of this host)", marks=pytest.mark.long),
         pytest.param("subscribe", "a subscriber to weights", marks=pytest.mark.long),
     ],
 )

@@ -148,9 +148,13 @@ print(sum(worker.pid is not None for stage in pipeline.statistics().stages for w
     ("sources", "judges", "limit", "message"),
     [
         (1, 1, 64, "Commit returned"),  # they are enough
-        (1, 1, 42, "expected 16 more file descriptors for the workers of Judge (1), got "),
+        pytest.param(
+            1, 1, 42, "expected 16 more file descriptors for the workers of Judge (1), got ", marks=pytest.mark.long
+        ),
         (16, 1, 64, "expected 85 more file descriptors for the workers of SampleForever (16), got "),
-        (2, 4, 64, "expected 49 more file descriptors for the workers of Judge (4), got "),
+        pytest.param(
+            2, 4, 64, "expected 49 more file descriptors for the workers of Judge (4), got ", marks=pytest.mark.long
+        ),
     ],
 )
 def test_workers_for_whom_the_limit_of_open_files_is_too_low_are_an_error_before_one_is_started(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.cells import cells
 from tests.models.group_buffer_model import states
 
 SCOPES: dict[str, tuple[dict[str, Any], int]] = {
@@ -20,7 +21,7 @@ SCOPES: dict[str, tuple[dict[str, Any], int]] = {
 """The scopes of the search, and the number of states of each, which is asserted as in test_channel_model."""
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", cells(SCOPES, run=["two groups, every piece of which may come twice"]))
 def test_every_rule_holds_in_every_state(scope: str) -> None:
     limits, expected = SCOPES[scope]
 

@@ -42,6 +42,7 @@ async def filled(fill: Callable[[Path], str], folder: Path, *, workers: int) -> 
     return returned, sum(worker.restarts for worker in report.statistics.stages[0].workers)
 
 
+@pytest.mark.long
 async def test_each_file_of_a_repository_is_downloaded_once(hub: Hub, tmp_path: Path) -> None:
     assert await filled(caches.repository, tmp_path, workers=4) == (["3"] * 4, 0)
 
@@ -58,6 +59,7 @@ async def test_a_file_is_downloaded_by_another_worker_when_the_first_is_killed(h
     assert {file.name: file.read_bytes() for file in snapshot.iterdir()} == FILES
 
 
+@pytest.mark.long
 async def test_the_rows_of_a_file_are_cached_once(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps({'number': n})}\n" for n in range(100)))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.cells import cells
 from tests.models_hf.packed import logits_of_transformers, packed_rows
 from tests.stages.training.no_tensor_of import NoTensorOf
 from torch import Tensor
@@ -37,7 +38,7 @@ def largest_mask(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("largest_mask", "one_thread")
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", cells(ROWS, run=["packed"]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_long_rows_have_the_logits_and_gradients_of_transformers(
     family: str, rows: str, model_folder: ModelFolder
@@ -121,7 +122,7 @@ def test_turns_behind_a_cache_have_the_logits_of_transformers(family: str, model
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["stored", "checkpointed"])
 @pytest.mark.parametrize("rows", [[torch.arange(1024) % 300], [LONG[0]] * 3], ids=["alone", "packed"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma 3"])
+@pytest.mark.parametrize("family", cells(["llama", "mistral", "gemma 3"], run=["gemma 3"]))
 def test_beyond_the_bound_no_tensor_has_the_size_of_a_dense_mask(
     family: str, rows: list[Tensor], options: dict[str, Any], model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

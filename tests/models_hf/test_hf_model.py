@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.cells import cells
 from tests.models_hf.packed import logits_of_transformers, packed_rows
 from torch import Tensor
 
@@ -106,7 +107,9 @@ class Rows:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("begin", "joins"), [(5, 2), (1, 6), (7, 6)], ids=["shorter", "longer", "beyond the window"])
+@pytest.mark.parametrize(
+    ("begin", "joins"), cells([(5, 2), (1, 6), (7, 6)], run=[(7, 6)]), ids=["shorter", "longer", "beyond the window"]
+)
 @torch.inference_mode()
 def test_rows_that_join_and_leave_a_cache_have_the_logits_of_transformers(
     family: str, begin: int, joins: int, model_folder: ModelFolder

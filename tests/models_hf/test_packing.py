@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.cells import cells
 from torch import Tensor
 
 from penstock.errors import InvalidConfig
@@ -103,8 +104,11 @@ def with_a_zero_embedding(module: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "initialise"),
-    [(kind, as_drawn) for kind in STATEFUL]
-    + [(kind, how) for kind in ("lfm2", "minimax", "jamba") for how in (without_a_leak_yet, with_a_zero_embedding)],
+    cells(
+        [(kind, as_drawn) for kind in STATEFUL]
+        + [(kind, how) for kind in ("lfm2", "minimax", "jamba") for how in (without_a_leak_yet, with_a_zero_embedding)],
+        run=[(kind, how) for kind in ("lfm2", "minimax", "jamba") for how in (as_drawn, with_a_zero_embedding)],
+    ),
 )
 def test_a_model_with_states_of_earlier_tokens_is_refused_by_its_layers(
     kind: str, initialise: Callable[[Any], None], tmp_path: Path

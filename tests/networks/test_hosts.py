@@ -116,6 +116,7 @@ async def test_hosts_reach_each_other_over_ipv6(net: Network) -> None:
     assert await sampler.until("version") == "7"
 
 
+@pytest.mark.long
 async def test_a_receiver_at_every_address_is_reached_over_ipv4_and_ipv6(net: Network) -> None:
     trainer, far = net.host(), net.host()
 
@@ -174,6 +175,7 @@ async def test_of_a_longer_cut_nothing_is_lost_and_each_side_says_it_once(net: N
     assert [each.count("log") for each in (receiver, sender)] == [1, 1]
 
 
+@pytest.mark.long
 async def test_a_member_whose_host_stays_away_is_replaced_and_harms_nothing_when_it_returns(net: Network) -> None:
     trainer, far, other = net.host(), net.host(), net.host()
     receiver = trainer.start("receive", url=at(trainer), senders=1, heartbeat_timeout_s=HEARTBEAT_S)
@@ -227,6 +229,7 @@ async def test_a_member_whose_host_stays_away_is_awaited_for_its_time(net: Netwo
 # -- weights, and cut links --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_of_a_cut_for_seconds_a_sampler_notices_nothing(net: Network) -> None:
     far, publisher, sampler = await sampling(net)
     publisher.tell(1)
@@ -269,6 +272,7 @@ async def test_after_a_longer_cut_a_sampler_takes_up_the_newest_version_and_othe
 # -- slow links --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_over_a_slow_link_records_that_take_longer_than_a_heartbeat_arrive(net: Network) -> None:
     trainer, far = net.host(), net.host()
     net.slow(far, "2mbit")

@@ -53,6 +53,7 @@ def test_workers_of_a_host_are_bound_to_its_nodes_evenly(tmp_path: Path) -> None
     assert Counter(bound) == {(HALVES[0], "node 0"): 2, (HALVES[1], "node 1"): 2}
 
 
+@pytest.mark.long
 def test_a_worker_that_can_use_more_processors_than_a_node_has_is_not_bound(tmp_path: Path) -> None:
     folders = nodes(tmp_path, *HALVES)
 
@@ -65,6 +66,7 @@ def test_a_worker_that_can_use_more_processors_than_a_node_has_is_not_bound(tmp_
     assert workers(1, folders, tmp_path, OMP_NUM_THREADS="1") == [(HALVES[0], "node 0")]
 
 
+@pytest.mark.long
 def test_a_worker_is_bound_to_the_node_of_its_gpus(tmp_path: Path) -> None:
     folders = {**nodes(tmp_path, *HALVES), **gpus(tmp_path, 0, 1, 1)}
     everywhere = ",".join(map(str, PROCESSORS))
@@ -76,6 +78,7 @@ def test_a_worker_is_bound_to_the_node_of_its_gpus(tmp_path: Path) -> None:
     assert workers(1, folders, tmp_path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1") == [(HALVES[0], "node 0")]
 
 
+@pytest.mark.long
 def test_on_a_host_with_one_node_its_number_is_told(tmp_path: Path) -> None:
     folders = nodes(tmp_path, ",".join(map(str, PROCESSORS)))
 
@@ -89,6 +92,7 @@ def test_where_nodes_are_not_known_workers_run_unbound_and_say_why(tmp_path: Pat
     assert said == "not bound: /sys/devices/system/node names no processors"
 
 
+@pytest.mark.long
 def test_where_the_lock_of_places_cannot_be_made_workers_run_unbound_and_say_why(tmp_path: Path) -> None:
     locks = tmp_path / f"penstock-locks-{os.getuid()}"
     locks.mkdir(mode=0o700)

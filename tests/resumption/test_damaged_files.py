@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import pytest
 import torch
+from tests.cells import cells
 from tests.resumption.damaged_files import DAMAGE, damaged_copies, one_bit
 from tests.resumption.small_run import BEFORE, STEPS, trained
 from tests.tiny_model import TinyModel
@@ -46,9 +47,7 @@ def weights(folder: Path) -> Weights:
     return trained(whole, STEPS)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind in {"cut", "empty"} else []) for kind in DAMAGE]
-)
+@pytest.mark.parametrize("kind", cells(DAMAGE, run=["one bit"]))
 def test_a_run_with_a_damaged_file_ends_with_the_same_weights_or_an_error_that_names_the_file(
     folder: Path, weights: Weights, kind: str, tmp_path: Path
 ) -> None:

@@ -84,7 +84,8 @@ def trained(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith(OBSERVED_BY_WORKERS)}
 
 
-@pytest.mark.parametrize("killed", ["trainer", pytest.param("workers", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("killed", ["trainer", "workers"])
 def test_a_run_of_agents_with_branches_comes_to_the_same_bit_for_bit_whatever_is_killed(
     killed: str, tmp_path: Path
 ) -> None:

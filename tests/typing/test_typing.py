@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.installation import ROOT, Installed
 
 ACCEPTED = "tests/typing/chains.py"
@@ -45,6 +46,7 @@ def test_mypy_refuses_exactly_the_chains_that_do_not_fit(installed: Installed, t
     assert {(path, int(line)) for path, line, *_ in errors} == marked()
 
 
+@pytest.mark.long
 def test_pyright_refuses_exactly_the_chains_that_do_not_fit(installed: Installed, tmp_path: Path) -> None:
     output = json.loads(check(tmp_path, "pyright", "--outputjson", "--pythonpath", str(installed.python)))
 

@@ -280,7 +280,7 @@ def expected(mode: Any, groups: Sequence[Sequence[tuple[float, float]]]) -> list
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("none", "gae", "maxrl")])
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(batch=st.lists(rows, min_size=1, max_size=3), clip=st.none() | bounds, diagnostic=numbers)
 def test_advantages_are_those_of_the_final_rewards_but_for_equal_ones(
     mode: Any, batch: list[list[tuple[float, float]]], clip: tuple[float, float] | None, diagnostic: float

@@ -557,6 +557,7 @@ def test_parameters_that_do_not_train_may_be_in_any_dtype() -> None:
     assert trainer(model, autocast=torch.bfloat16).steps == 0
 
 
+@pytest.mark.long
 def test_a_compiled_model_trains_as_it_does_uncompiled_under_its_own_names() -> None:
     compiled = trainer(optimizer=SGD, compile=partial(torch.compile, backend="eager", dynamic=True))
     plain = trainer(optimizer=SGD)
