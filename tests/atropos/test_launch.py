@@ -146,7 +146,12 @@ def test_an_environment_that_has_sent_all_ends_nothing_and_the_status_is_that_of
 @pytest.mark.parametrize(
     ("killed", "status", "last"),
     [
-        ("trainer", 128 + signal.SIGKILL, r"penstock: trainer \(pid \d+\) was killed by SIGKILL"),
+        pytest.param(
+            "trainer",
+            128 + signal.SIGKILL,
+            r"penstock: trainer \(pid \d+\) was killed by SIGKILL",
+            marks=pytest.mark.long,
+        ),
         pytest.param("sums", 1, r"penstock: sums \(pid \d+\) was killed by SIGKILL", marks=pytest.mark.long),
         ("gateway", 1, r"penstock: gateway \(pid \d+\) was killed by SIGKILL"),
     ],

@@ -26,6 +26,7 @@ SMALL = Case(producers=2, group=2, tokens=64, seconds=0.2)
 
 
 @pytest.mark.parametrize("name", ["penstock", pytest.param("mp-queue", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_contestant_delivers_the_sent_records_and_is_timed(name: str) -> None:
     flood = CONTESTANTS[name](SMALL)
     ping = CONTESTANTS[name](SMALL.pinging())

@@ -34,14 +34,8 @@ WELL = Found(stop_reason="end of stream", balanced=True, in_flight=0, lost={})
 DIED = {"Check 1/1 (pid 7) was killed by SIGKILL": 2}
 
 
-PLAYED = "workers"
-"""The scenario of `make test`, with kills and stops in every role; others are flips and cuts, and without workers."""
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [pytest.param(scenario, marks=[pytest.mark.long] if scenario != PLAYED else []) for scenario in SCENARIOS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_with_random_kills_stops_cuts_flips_and_floods_nothing_is_lost_doubled_hung_or_left_over(scenario: str) -> None:
     command = [*COMMAND, "--only", scenario, "--seed", "3", "--round-s", "2"]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cells import cells
 from tests.failsafe import FAILSAFE_S
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -124,15 +125,7 @@ def _memory_is_left_as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
-@pytest.mark.parametrize(
-    "imported",
-    [
-        "argparse",
-        pytest.param("numpy", marks=pytest.mark.long),
-        "torch",
-        pytest.param("reasoning_gym", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("imported", cells(["argparse", "numpy", "torch", "reasoning_gym"], run=["argparse"]))
 def test_ctrl_c_while_python_imports_ends_the_demo_at_once(imported: str, tmp_path: Path) -> None:
     with started(tmp_path, "-X", "importtime", str(SCRIPT)) as demo:
         read_until(demo, rf"\| +{imported}$")
@@ -143,15 +136,8 @@ def test_ctrl_c_while_python_imports_ends_the_demo_at_once(imported: str, tmp_pa
 
 
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param("warming up", marks=pytest.mark.long),
-        pytest.param("reinforcement from", marks=pytest.mark.long),
-        "worker_started",
-        pytest.param(r"step \d+/\d+, ", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["warming up", "reinforcement from", "worker_started", r"step \d+/\d+, "])
 def test_ctrl_c_ends_the_demo_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
     with started(tmp_path, "-c", SHORTEST) as demo:
         read_until(demo, moment)
@@ -187,6 +173,7 @@ def test_a_second_ctrl_c_ends_the_demo_at_once(tmp_path: Path) -> None:
     assert "SIGINT: ended at once" in rest
 
 
+@pytest.mark.long
 def test_a_demo_without_a_step_fails_with_a_sentence(tmp_path: Path) -> None:
     script = shorter(steps=1, warm_up=1)
     script = script.replace("exec(", "source = source.replace('await reinforce(run)', 'pass'); exec(")

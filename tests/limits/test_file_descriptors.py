@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)  # each number takes a process, and the ma
         pytest.param("serve tcp", "the receiving end of a channel", marks=pytest.mark.long),
         pytest.param("connect shm", "the sending end of a channel", marks=pytest.mark.long),
         pytest.param("connect tcp", "the sending end of a channel", marks=pytest.mark.long),
-        ("publish", "a publisher of weights"),
+        pytest.param("publish", "a publisher of weights", marks=pytest.mark.long),
         pytest.param("serve weights", "weights over tcp", marks=pytest.mark.long),
         pytest.param("mirror", "(a subscriber to weights|the mirror of this host)", marks=pytest.mark.long),
         pytest.param("subscribe", "a subscriber to weights", marks=pytest.mark.long),

@@ -12,19 +12,19 @@ from tests.models.slot_machine import SlotMachine
 from tests.models.waiting_machine import WaitingMachine
 
 MACHINES: dict[str, tuple[Machine, int]] = {
-    "slot_table": (SlotMachine, 20),
-    "waiters": (WaitingMachine, 20),
-    "memory_channel": (MemoryMachine, 20),
-    "assembly": (AssemblyMachine, 10),
-    "ledger": (LedgerMachine, 15),
-    "books_of_sources": (SourceMachine, 15),
-    "books_of_middle_stages": (RelayMachine, 15),
-    "books_of_assigned_prompts": (AssignedMachine, 15),
+    "slot_table": (SlotMachine, 10),
+    "waiters": (WaitingMachine, 10),
+    "memory_channel": (MemoryMachine, 10),
+    "assembly": (AssemblyMachine, 5),
+    "ledger": (LedgerMachine, 8),
+    "books_of_sources": (SourceMachine, 8),
+    "books_of_middle_stages": (RelayMachine, 8),
+    "books_of_assigned_prompts": (AssignedMachine, 8),
 }
 """The machines, each with its number of runs in `make test`."""
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_core_agrees_with_its_naive_model(name: str, times: int) -> None:
     machine, runs = MACHINES[name]

@@ -49,6 +49,7 @@ async def test_each_file_of_a_repository_is_downloaded_once(hub: Hub, tmp_path: 
     assert sorted(hub.downloads) == sorted(FILES)
 
 
+@pytest.mark.long
 async def test_a_file_is_downloaded_by_another_worker_when_the_first_is_killed(hub: Hub, tmp_path: Path) -> None:
     hub.killing = "model.safetensors"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 import pytest
+from tests.cells import cells
 from tests.failsafe import FAILSAFE_S
 from tests.processes.children import line
 
@@ -76,7 +77,7 @@ async def flooded(kind: str, heartbeat_timeout_s: float, *, floods: int, held: b
         assert await until_ended(receiver) == 0
 
 
-@pytest.mark.parametrize("kind", ["never joined", "joined", pytest.param("telemetry", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", cells(["never joined", "joined", "telemetry"], run=["joined"]))
 async def test_a_receiver_outlives_a_flood_whose_peer_dies_while_the_event_loop_is_held(kind: str) -> None:
     await flooded(kind, 1.0, floods=2, held=True)
 

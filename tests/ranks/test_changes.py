@@ -43,6 +43,7 @@ def assert_equal(weights: dict[str, Any], expected: dict[str, Any], *, atol: flo
 
 
 @pytest.mark.parametrize("part", ["applied", "free"])
+@pytest.mark.long
 def test_the_ranks_go_on_as_a_single_process_does_with_the_same_changes(folder: Path, kind: str, part: str) -> None:
     leader, follower = (ended(folder, kind, rank) for rank in range(2))
 

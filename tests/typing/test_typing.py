@@ -39,6 +39,7 @@ def check(folder: Path, *arguments: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.long
 def test_mypy_refuses_exactly_the_chains_that_do_not_fit(installed: Installed, tmp_path: Path) -> None:
     output = check(tmp_path, *MYPY, str(installed.python))
 

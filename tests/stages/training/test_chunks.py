@@ -96,28 +96,23 @@ def use_chunks_of(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "MULTIPLE", 1)
 
 
-PACKED = [
-    pytest.param(model, temperature, None, id=f"{model.__name__}-{temperature or 'own'}-packed")
-    for model in (TinyModel, ReadModel)
-    for temperature in (1.0, 0.6, None)
-]
-
-ONE_BY_ONE = [
+STEPS = [
     pytest.param(
         model,
         temperature,
-        1,
-        id=f"{model.__name__}-{temperature or 'own'}-one by one",
+        micro_batch_tokens,
+        id=f"{model.__name__}-{temperature or 'own'}-{'one by one' if micro_batch_tokens else 'packed'}",
         marks=[] if model is ReadModel and temperature is None else [pytest.mark.long],
     )
     for model in (TinyModel, ReadModel)
     for temperature in (1.0, 0.6, None)
+    for micro_batch_tokens in (None, 1)
 ]
-"""A step of as many backward passes as sequences: `make test` takes one for each loss."""
+"""A step of one backward pass, and one of as many as sequences: `make test` takes one of each for each loss."""
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(("model", "temperature", "micro_batch_tokens"), [*PACKED, *ONE_BY_ONE])
+@pytest.mark.parametrize(("model", "temperature", "micro_batch_tokens"), STEPS)
 def test_chunks_of_one_token_change_neither_metrics_nor_gradients(
     name: str,
     model: Callable[[], Any],
