@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from tests.models_hf.questions import Questions, write_questions
 
-from penstock.errors import InvalidConfig
+from penstock.errors import InvalidConfig, WorkerFailed
 from penstock.runs import describe_run, load_run_config
 
 AGENTS = """
+from pathlib import Path
+
+
 class Twice:
     def reset(self, *, seed):
         self.left = 2
@@ -33,6 +36,14 @@ async def solve(row, client):
 
 
 async def silent(row, client):
+    return 1.0
+
+
+async def falls_silent(row, client):
+    # it calls in the rollout before the run alone
+    if not Path("called").exists():
+        Path("called").touch()
+        await solve(row, client)
     return 1.0
 
 
@@ -109,7 +120,7 @@ def test_reward_functions_reward_an_agent_that_returns_nothing(questions: Questi
     [
         (
             {"agent": "some_agents:raises"},
-            r"environment: expected a rollout .* got KeyError: .* \(some_agents.py, line 25",
+            r"environment: expected a rollout .* got KeyError: .* \(some_agents.py, line 36",
         ),
         ({"agent": "some_agents:silent"}, "got one without a call of the model"),
         ({"agent": "some_agents:asks"}, "drive: expected a reward"),
@@ -172,3 +183,16 @@ def test_a_run_mixes_environments_and_evaluates_its_agents(questions: Questions)
     assert {"reward/Twice", "reward/solve"} <= step.keys()
     assert step["reward/Twice"] == 1.0
     assert [sorted(line["eval/step"] for line in ran.evaluations())] == [[0, 1]]
+
+
+# -- in the run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_run_ends_when_its_agent_makes_no_call(questions: Questions) -> None:
+    values = values_of(questions, agent="some_agents:falls_silent")
+
+    with pytest.raises(
+        WorkerFailed, match="NothingTrained: expected the agent falls_silent to call the policy, got no"
+    ):
+        questions.train("folder=silent", **values)

@@ -46,6 +46,7 @@ SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": "",
 }
 
 
@@ -87,10 +88,10 @@ def tear(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def recipe(weights: Path, port: int, logs: Path) -> OutsideServer:
+def recipe(weights: Path, port: int, logs: Path, *more: str, longest: int = VOCABULARY) -> OutsideServer:
     arguments = {"model": weights, "served-model-name": "tiny", "host": "127.0.0.1", "port": port, "dtype": "float32"}
-    limits = {"max-model-len": VOCABULARY, "max-num-seqs": 4}
-    options = [f"--{name}={value}" for name, value in (arguments | limits).items()]
+    limits = {"max-model-len": longest, "max-num-seqs": 4}
+    options = [*(f"--{name}={value}" for name, value in (arguments | limits).items()), *more]
     return OutsideServer(
         command=[os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *options],
         ready=http_ready(f"http://127.0.0.1:{port}/health"),
