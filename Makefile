@@ -3,7 +3,7 @@
 #   make test            the suite, four files at a time
 #   make test-all        its long tests and every cell of its tables too, of which make test runs some; with coverage
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
-#   make test-agents     the clients and frameworks of agents themselves, on a CPU; installs them first (0.5 GB)
+#   make test-agents     the clients and frameworks of agents themselves, on a CPU; installs them first (0.7 GB)
 #   make test-trackers   TensorBoard and W&B themselves, offline; installs them first (0.2 GB)
 #   make test-prime-rl PRIME_RL=../prime-rl   prime-rl's loader and loss, whose checkout is there; installs 0.2 GB first
 #   make test-roll ROLL=../roll   ROLL's pipeline on a CPU, whose checkout is there; installs 0.3 GB first
@@ -86,10 +86,10 @@ test-vllm: $(VLLM)/ready $(AGENTS)/ready
 test-trackers: $(TRACKERS)/ready
 	PYTHONPATH=$(TRACKERS) $(BIN)/python -m pytest tests/trackers_real/against_trackers.py
 
-# Warnings of these packages are no errors. verifiers excludes the newest clients.
+# Warnings of these packages are no errors. verifiers excludes the newest clients; its harnesses find uv on the path.
 test-agents: $(AGENTS)/ready $(VERIFIERS)/ready
 	PYTHONPATH=$(CURDIR)/$(AGENTS):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/agents_real/against_*.py
-	PYTHONPATH=$(CURDIR)/$(VERIFIERS):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/verifiers_real/against_*.py
+	PATH="$(CURDIR)/$(VERIFIERS)/bin:$$PATH" PYTHONPATH=$(CURDIR)/$(VERIFIERS):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/verifiers_real/against_*.py
 
 # Ray's warnings are no errors. Its processes begin as Python starts them, without the paths of pytest.
 test-ray: private WARNINGS := -W default
