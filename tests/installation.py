@@ -56,6 +56,14 @@ def build_distributions(folder: Path) -> None:
     build("wheel", next(folder.glob("penstock-*/")), folder)
 
 
+def interpreter(folder: Path, *packages: str) -> str:
+    """Return the interpreter of a new environment that sees `packages`."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text("\n".join(packages))
+    return str(folder / "bin/python")
+
+
 def install_editable(folder: Path) -> None:
     """Install a copy of this checkout into a virtual environment beside it; see `Installed`."""
     installed = Installed(folder)

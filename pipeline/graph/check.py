@@ -14,10 +14,12 @@ from ..._schemas import InvalidConfig, TokenizerIdentity, TrainBatch, Trajectory
 from ..._schemas.numbers import whole_number
 from ..._schemas.tokenizer import disagreements
 from ..accounting.telemetry import get_logger
-from ..util.pickling import pickled
+from ..errors import MissingExtra
+from ..util.interpreter import check_interpreter
+from ..util.pickling import needs_main, pickled
 from .misplaced import written
 from .missing_columns import missing_columns
-from .placement import Here, Joining, Remote
+from .placement import Here, Joining, Processes, Remote
 from .record_types import RecordTypes, never_fits, output_type, record_types, sent_along, type_name
 from .stage_info import info_of, stated_tokenizers
 from .stage_node import StageNode
@@ -43,6 +45,36 @@ def problems(nodes: Sequence[StageNode]) -> list[str]:
         *_of_tokenizers(nodes),
         *disagreements(identities),
     ]
+
+
+def interpreter_problems(nodes: Sequence[StageNode]) -> list[str]:
+    """Return the problems of workers in other interpreters, which are started to see what they have. Blocks."""
+    found: list[str] = []
+    for node in nodes:
+        found += interpreter_problems(info_of(node.stage).nodes)
+        found += [f"{node.name}: python: {problem}" for problem in _of_interpreter(node)]
+    return found
+
+
+def has_other_interpreters(nodes: Sequence[StageNode]) -> bool:
+    """Return whether workers run in other interpreters."""
+    return any(
+        (isinstance(node.on, Processes) and node.on.python) or has_other_interpreters(info_of(node.stage).nodes)
+        for node in nodes
+    )
+
+
+def _of_interpreter(node: StageNode) -> Iterator[str]:
+    if not isinstance(node.on, Processes) or not node.on.python:
+        return
+    if needs_main(pickled(node.stage)):
+        yield "expected functions and classes of modules, got some of the script, which it does not import"
+    try:
+        check_interpreter(node.on.python, node.on.start_timeout_s, needs="gateway")
+    except (InvalidConfig, MissingExtra) as error:
+        yield str(error).removeprefix("python: ")
+    except TimeoutError:
+        yield f"expected {node.on.python} to answer within {node.on.start_timeout_s:g} s, got no answer"
 
 
 def _of_chain(nodes: Sequence[StageNode]) -> Iterator[str]:

@@ -44,8 +44,11 @@ class Processes:
     are assigned again, and records that were sent to it are counted as lost. An exception in a worker ends the pipeline
     as it would here. A worker whose stage has not begun after `start_timeout_s` is killed, and counts as one that died.
 
+    With `python`, workers run in another interpreter, with its packages: those of an environment may exclude those of
+    the trainer. It needs this version of penstock, and what the stage imports; modules of the current folder are found.
+
     >>> processes(4, restarts=2)
-    Processes(count=4, restarts=2, stop_timeout_s=3.0, start_timeout_s=60.0)
+    Processes(count=4, restarts=2, stop_timeout_s=3.0, start_timeout_s=60.0, python='')
 
     Raises:
         InvalidConfig: fewer than one process, restarts that are no whole number or negative, seconds that are not
@@ -61,16 +64,20 @@ class Processes:
     """Seconds between SIGTERM and SIGKILL when a worker is stopped."""
     start_timeout_s: float = START_TIMEOUT_S
     """Seconds from the start of a worker's process until its stage begins; one that takes longer is killed."""
+    python: str = ""
+    """Interpreter of the workers; by default that of this process. `PYTHONPATH` is not passed to another one."""
 
     def __post_init__(self) -> None:
         normalize_counts(self, "count")
         normalize_counts(self, "restarts", least=0)
         normalize_numbers(self, "stop_timeout_s", zero=True)
         normalize_numbers(self, "start_timeout_s")
+        if not isinstance(self.python, str):
+            raise InvalidConfig(f"Processes.python: expected the path of an interpreter, got {self.python!r}")
 
     def __str__(self) -> str:
         processes = "1 process" if self.count == 1 else f"{self.count} processes"
-        return f"{processes}, {_restarts(self.restarts)}"
+        return f"{processes}{f' of {self.python}' if self.python else ''}, {_restarts(self.restarts)}"
 
 
 def _restarts(restarts: int) -> str:

@@ -20,7 +20,7 @@ from ..channels.channel import SendChannel
 from ..durability.resumption import ResumePoint, resumed, with_checkpoints
 from ..durability.run_changes import StageFacts, facts_of
 from ..errors import InvalidPipeline
-from ..graph.check import problems
+from ..graph.check import has_other_interpreters, interpreter_problems, problems
 from ..graph.context import Context, current
 from ..graph.describe import drawn
 from ..graph.misplaced import ends_in_a_sink, refuse_misplaced_stage, refuse_unknown_placement
@@ -33,7 +33,7 @@ from ..graph.stage_node import StageNode
 from ..graph.statistics import PipelineStatistics
 from ..trackers.background import require_trackers, tracking
 from ..trackers.tracker import RunInfo, Tracker
-from ..util.blocking import enter_in_thread
+from ..util.blocking import enter_in_thread, in_thread
 from ..util.printing import print_line
 from ..util.user_code import call_user
 from ..view.watching import View, watching
@@ -128,6 +128,14 @@ class Flow(Generic[Out_co]):
         await Run(self.nodes, current(), outbox).run()
 
 
+def _refuse(found: Sequence[str]) -> None:
+    """Refuse a chain with the problems that were found, if any."""
+    if len(found) == 1:
+        raise InvalidPipeline(f"this pipeline cannot work: {found[0]}")
+    if found:
+        raise InvalidPipeline("\n".join([f"{len(found)} in this pipeline cannot work:", *found]))
+
+
 class Pipeline:
     """A chain from a source to a sink: its description, its run, and the statistics of that."""
 
@@ -144,16 +152,12 @@ class Pipeline:
         return f"<Pipeline {' → '.join(node.name for node in self.nodes)}>"
 
     def check(self) -> None:
-        """Check the chain for problems, before anything starts.
+        """Check the chain for problems, before anything starts. Blocks, where workers have another interpreter.
 
         Raises:
             InvalidPipeline: with every problem, and its remedy.
         """
-        found = problems(self.nodes)
-        if len(found) == 1:
-            raise InvalidPipeline(f"this pipeline cannot work: {found[0]}")
-        if found:
-            raise InvalidPipeline("\n".join([f"{len(found)} in this pipeline cannot work:", *found]))
+        _refuse(problems(self.nodes) or interpreter_problems(self.nodes))
 
     def describe(self) -> str:
         """Return the pipeline as text: each stage with its placement, each edge with its capacity."""
@@ -218,7 +222,9 @@ class Pipeline:
             check_choice("view", view, View)
         require_trackers(trackers)
         refuse_while_importing_main()
-        call_user(self.check)
+        _refuse(call_user(problems, self.nodes))
+        if has_other_interpreters(self.nodes):
+            _refuse(await in_thread(interpreter_problems, self.nodes))
         if self._running:
             raise RuntimeError("expected one run at a time, got a second one while the first is running")
         with stop_request(stop_timeout_s) as stop, checked_in_thread("the pipeline's process") as watch:

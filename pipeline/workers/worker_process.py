@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import anyio
@@ -23,6 +24,7 @@ from ..accounting.telemetry import get_logger
 from ..channels.shared_memory import scratch
 from ..channels.socket_directory import sweep
 from ..servers.subreaper_process import describe_exit
+from ..util.interpreter import command_of, environment_of
 from .loop_watch import loop_over_limit, note_phase, phase_in
 from .worker_messages import ProcessConfig, StageConfig
 from .worker_payload import interpreter_command, write_payload
@@ -140,13 +142,15 @@ class ProcessSpawner:
     It has a thread of its own: the kernel kills a child when the thread that started it ends, so that thread must stay.
     """
 
-    def __init__(self, stage: object) -> None:
+    def __init__(self, stage: object, python: str = "") -> None:
         self._stage = stage
+        self._python = python
+        """The interpreter of the children; empty for this one."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock starter")
         self._payload = -1
 
     async def __aenter__(self) -> Self:
-        self._payload = await self._in_thread(write_payload, self._stage)
+        self._payload = await self._in_thread(partial(write_payload, self._stage, prepared=not self._python))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -177,8 +181,10 @@ class ProcessSpawner:
                 payload=self._payload,
                 watched=watched,
             )
-            popen = subprocess.Popen(  # noqa: S603 (this very interpreter)
-                interpreter_command("penstock._pipeline.workers.worker", msgspec.json.encode(process).decode()),
+            command = partial(command_of, self._python) if self._python else interpreter_command
+            popen = subprocess.Popen(  # noqa: S603 (this very interpreter, or the user's)
+                command("penstock._pipeline.workers.worker", msgspec.json.encode(process).decode()),
+                env=environment_of() if self._python else None,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(process.payload, process.watched),
                 process_group=0,

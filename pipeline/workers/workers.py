@@ -36,7 +36,7 @@ from ..channels.transports import connect, serve
 from ..errors import NobodyListens, ProtocolMismatch
 from ..graph.context import Context
 from ..graph.edge import EdgeCounter
-from ..graph.placement import Joining, Ray, Remote
+from ..graph.placement import Joining, Processes, Ray, Remote
 from ..graph.record_types import wire_type
 from ..graph.stage_info import info_of
 from ..graph.stage_node import StageNode
@@ -131,18 +131,18 @@ class Workers:
                     self._receiver = await self._on_ray(stack, self._on)
                 case Joining():
                     self._receiver = await self._joined(stack, self._on)
-                case _:
-                    self._receiver = await self._in_processes(stack)
+                case Processes():
+                    self._receiver = await self._in_processes(stack, self._on)
             self._receiver.keep_open()  # workers may be restarted, so the number of senders is not known
             purpose = f"the workers of {self._node.name} ({self._on.count})"
             with reserved(self._descriptors, purpose, ", or run fewer workers") as self._reserved:
                 yield self._receiver
 
-    async def _in_processes(self, stack: AsyncExitStack) -> AnyReceiver:
+    async def _in_processes(self, stack: AsyncExitStack, on: Processes) -> AnyReceiver:
         """Open the channel of workers in processes of this host."""
         receiver = await stack.enter_async_context(self._served("shm://"))
         self._supervisor.channels = self._channels(receiver.url)
-        self._spawning = lambda: ProcessSpawner(self._pickled)
+        self._spawning = lambda: ProcessSpawner(self._pickled, on.python)
         return receiver
 
     async def _on_ray(self, stack: AsyncExitStack, on: Ray) -> AnyReceiver:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.atropos.step_environments import STAND_IN, Doubling
+from tests.installation import interpreter
 
 from penstock.errors import InvalidConfig, MissingExtra, PenstockError
 from penstock.integrations.atropos import AtroposEnvironment
@@ -24,14 +24,6 @@ class Reports(Doubling):
         return {"number": f"{sys.prefix} {os.getpid()} {os.environ.get('PYTHONPATH')} "}
 """
 """Asks for its interpreter, its process, and the module path that the trainer was started with."""
-
-
-def interpreter(folder: Path, *packages: str) -> str:
-    """Return the interpreter of a new environment that sees `packages`."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    (site / "packages.pth").write_text("\n".join(packages))
-    return str(folder / "bin/python")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import anyio
@@ -29,6 +30,17 @@ class Sample:
         worker = current().worker
         for number in range(worker.index, self.count, worker.count):
             await outbox.send(group(instance_id=f"{number}.{worker.restart}", seed=number))
+
+
+@dataclass(frozen=True)
+class SampleWith:
+    """Sends a group with the interpreter of its worker as its id, and what the module `known` says."""
+
+    known: str
+
+    async def run(self, outbox: SendChannel[TrajectoryGroup]) -> None:
+        said = import_module(self.known).SAID
+        await outbox.send(group(instance_id=f"{sys.prefix} {said} {os.environ.get('PYTHONPATH')}"))
 
 
 @dataclass(frozen=True)

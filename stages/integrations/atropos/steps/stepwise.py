@@ -24,8 +24,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from ....._pipeline.errors import InvalidConfig, MissingExtra, PenstockError
-from ....._pipeline.servers.interpreter import check_interpreter, command_of, environment_of
 from ....._pipeline.servers.subreaper_process import SubreaperProcess, describe_end, start_subreaper
+from ....._pipeline.util.interpreter import check_interpreter, command_of, environment_of
 from ....._pipeline.workers.worker_payload import interpreter_command, write_payload
 from ....._schemas import StopReason
 from ....._schemas.numbers import finite_number, whole_number

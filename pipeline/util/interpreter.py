@@ -9,7 +9,7 @@ import os
 import subprocess
 
 from ..errors import InvalidConfig, MissingExtra
-from ..util.installation import NAME, install_command
+from .installation import NAME, install_command
 
 PROBE = f"from importlib.metadata import version; print(version({NAME!r}))"
 
@@ -28,8 +28,13 @@ def environment_of() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in OF_THIS_INTERPRETER}
 
 
-def check_interpreter(python: str, timeout_s: float) -> None:
+def check_interpreter(python: str, timeout_s: float, *, needs: str = "http") -> None:
     """Check that `python` is an interpreter with this version of penstock. Blocks.
+
+    Args:
+        python: its path, or its name.
+        timeout_s: seconds that it may take to answer.
+        needs: the extra that the command which installs penstock names.
 
     Raises:
         InvalidConfig: it is no interpreter, or too old.
@@ -63,5 +68,5 @@ def check_interpreter(python: str, timeout_s: float) -> None:
         expected = " or ".join(ours)
         raise MissingExtra(
             f"python: expected {python} to have {NAME} {expected}, got {found or 'none'}: "
-            f"{python} -m {install_command('http')}"
+            f"{python} -m {install_command(needs)}"
         )
