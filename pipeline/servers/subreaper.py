@@ -7,10 +7,11 @@ the server is left. It does so when it is asked to, when the server ends, and wh
 any way. If the subreaper itself is killed, the kernel kills the server, but not the processes that the server had
 started.
 
-    python -I -S subreaper.py <parent's pid> <stop timeout in seconds> <stop descriptor> <status descriptor> <command> …
+    python -I -S subreaper.py <parent's pid> <stop timeout in seconds> <stop descriptor> <status descriptor> <folder> \
+        <command> …
 
-A byte on the stop descriptor, or its end, means: stop. The status consists of lines: `started <pid>`,
-`refused <errno>`, `ended <wait status>`.
+A byte on the stop descriptor, or its end, means: stop. The folder, unless it is empty text, is removed at the end. The
+status consists of lines: `started <pid>`, `refused <errno>`, `ended <wait status>`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,22 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(parent: int, stop_timeout_s: float, stop_fd: int, status_fd: int, command: list[str]) -> None:
-    """Run one server, until no process of it is left."""
+def main(parent: int, stop_timeout_s: float, pipes: tuple[int, int], folder: str, command: list[str]) -> None:
+    """Run one server, until no process of it is left; then remove `folder`, unless it is empty text."""
+    try:
+        _run(parent, stop_timeout_s, *pipes, command)
+    finally:
+        if folder:
+            _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    import shutil  # noqa: PLC0415 (its import takes longer than that of all others)
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(parent: int, stop_timeout_s: float, stop_fd: int, status_fd: int, command: list[str]) -> None:
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for descriptor in (stop_fd, status_fd):
@@ -147,4 +162,4 @@ def _report(status_fd: int, line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    main(int(sys.argv[1]), float(sys.argv[2]), (int(sys.argv[3]), int(sys.argv[4])), sys.argv[5], sys.argv[6:])

@@ -25,9 +25,14 @@ class SubreaperProcess:
     """Read end of a pipe with the subreaper's status lines, see `subreaper.py`, until the subreaper has ended."""
 
 
-def subreaper_command(command: Sequence[str], stop_timeout_s: float, stop_fd: int, status_fd: int) -> list[str]:
-    """Return the command of a subreaper that starts `command` for this process, and inherits these descriptors."""
-    options = [str(os.getpid()), str(stop_timeout_s), str(stop_fd), str(status_fd)]
+def subreaper_command(
+    command: Sequence[str], stop_timeout_s: float, stop_fd: int, status_fd: int, folder: str = ""
+) -> list[str]:
+    """Return the command of a subreaper that starts `command` for this process, and inherits these descriptors.
+
+    It removes `folder` once no process of the command is left.
+    """
+    options = [str(os.getpid()), str(stop_timeout_s), str(stop_fd), str(status_fd), folder]
     return [sys.executable, "-I", "-S", subreaper.__file__, *options, *command]
 
 
@@ -39,6 +44,7 @@ def start_subreaper(
     stdin: IO[bytes] | None = None,
     output: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
+    folder: str = "",
 ) -> SubreaperProcess:
     """Start a subreaper that starts `command`. Blocks.
 
@@ -49,6 +55,7 @@ def start_subreaper(
         stdin: the file that the command reads; None for an empty one.
         output: the file for both output streams of the command; None for the streams of this process.
         environment: that of the command; None for the environment of this process.
+        folder: removed once no process of the command is left, also if this process dies.
 
     Raises:
         OSError: the subreaper cannot be started; no descriptor stays open.
@@ -56,7 +63,7 @@ def start_subreaper(
     (stop_read, stop_fd), (status_fd, status_write) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
     try:
         popen = subprocess.Popen(  # noqa: S603 (the user's command)
-            subreaper_command(command, stop_timeout_s, stop_read, status_write),
+            subreaper_command(command, stop_timeout_s, stop_read, status_write, folder),
             stdin=stdin or subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -52,7 +52,7 @@ async def run_command(
 ) -> CommandResult:
     """Run a command to its end. When that comes, or this is cancelled, or this process dies, all its processes end.
 
-    Its temporary files are in a folder of its own, TMPDIR, which is removed at the end, unless this process dies.
+    Its temporary files are in a folder of its own, TMPDIR, which is removed at the end.
 
     Args:
         command: program and arguments; no shell.
@@ -120,6 +120,7 @@ async def _run(arguments: Sequence[str], environment: Mapping[str, str], files: 
         stdin=files.stdin,
         output=files.output,
         environment={**os.environ, **environment, "TMPDIR": files.temporary},
+        folder=files.temporary,
     )
     process = await anyio.to_thread.run_sync(start)
     try:
