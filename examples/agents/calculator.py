@@ -1,8 +1,9 @@
-"""An agent with tools: it is asked `d4`, calls the tool `double` with 4, reads 8, and answers 8.
+"""An agent with tools: it is asked `7*8`, calls the tool `times` with 7 and 8, reads 56, and answers `=56`.
 
     cd examples/agents && penstock run calculator.yaml
 
-A call of a tool is what the model can learn to write at once: the letter of the tool, and a digit.
+The model writes a call as the letter of the tool and two digits. It learns to call at all, which tool belongs
+to which sign, and to answer with what it has read.
 """
 
 from __future__ import annotations
@@ -10,55 +11,63 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from operator import add, mul, sub
+from random import Random
 from typing import Any
 
 from penstock.agents import AgentClient, Outcome
 from penstock.chat import CallBlock
 
-FUNCTIONS: dict[str, tuple[str, Callable[[int], int]]] = {
-    "d": ("double", lambda n: 2 * n),
-    "n": ("next", lambda n: n + 1),
-    "s": ("square", lambda n: n * n),
+FUNCTIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
+    "+": ("plus", add),
+    "-": ("minus", sub),
+    "*": ("times", mul),
 }
-"""Tools by their letters."""
+"""Tools by the sign that asks for them."""
 
-PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name, _ in FUNCTIONS.values()]
 
+CALLED = dict(FUNCTIONS.values())
+
 
 def calls(text: str) -> Iterator[CallBlock]:
-    """Find the call in a turn; see `ToolCallParser`."""
-    if found := re.fullmatch(r"([dns])(\d)", text):
-        name, _ = FUNCTIONS[found[1]]
-        yield CallBlock(0, len(text), {"name": name, "arguments": {"n": int(found[2])}})
+    """Find the call in a turn, such as `t78`; see `ToolCallParser`."""
+    if found := re.fullmatch(r"([pmt])(\d)(\d)", text):
+        name = next(each for each in CALLED if each.startswith(found[1]))
+        yield CallBlock(0, len(text), {"name": name, "arguments": {"a": int(found[2]), "b": int(found[3])}})
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return every question with a result of one digit."""
+    """Return every question."""
     return [
-        {"question": f"{letter}{n}", "answer": str(function(n))}
-        for letter, (_, function) in FUNCTIONS.items()
-        for n in range(10)
-        if len(str(function(n))) == 1
+        {"question": f"{a}{sign}{b}", "answer": str(function(a, b))}
+        for sign, (_, function) in FUNCTIONS.items()
+        for a in range(10)
+        for b in range(10)
     ]
 
 
+def transcript(row: dict[str, Any], rng: Random) -> str:
+    """Return a conversation of the warm-up: a guess; or a call of any tool, and then its result, or a guess."""
+    a, _, b = row["question"]
+    if rng.choice(["guess", "guess", "guess", "call", "call"]) == "guess":
+        return f"{row['question']}#:={rng.randrange(82)}#"
+    name, function = rng.choice(list(CALLED.items()))
+    result = function(int(a), int(b))
+    return f"{row['question']}#:{name[0]}{a}{b}#{result}#:={rng.choice([result, rng.randrange(82)])}#"
+
+
 async def solve(row: dict[str, Any], client: AgentClient) -> Outcome:
-    """Ask, call what the model calls, and ask again."""
+    """Ask, call what the model calls, and ask again: only the right answer has a reward."""
     said = [{"role": "user", "content": row["question"]}]
     turn = await client.chat(said, tools=TOOLS)
-    if not turn.get("tool_calls"):
-        written = zip(turn["content"], row["question"], strict=False)
-        return Outcome(reward=0.2 * sum(a == b for a, b in written), metrics={"called": 0})
-    (call,) = turn["tool_calls"]
-    n = json.loads(call["function"]["arguments"])["n"]
-    letter = next(each for each, (name, _) in FUNCTIONS.items() if name == call["function"]["name"])
-    result = str(FUNCTIONS[letter][1](n))
-    said += [turn, {"role": "tool", "tool_call_id": call["id"], "content": result}]
-    answer = (await client.chat(said, tools=TOOLS))["content"] or ""
-    right_call = 0.2 * sum(a == b for a, b in zip(f"{letter}{n}", row["question"], strict=True)) + 0.1
-    return Outcome(
-        reward=1.0 if answer == row["answer"] else right_call + 0.1 * answer.startswith(result),
-        metrics={"called": 1, "read": float(answer == result)},
-    )
+    called = bool(turn.get("tool_calls"))
+    if called:
+        (call,) = turn["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        result = CALLED[call["function"]["name"]](arguments["a"], arguments["b"])
+        said += [turn, {"role": "tool", "tool_call_id": call["id"], "content": str(result)}]
+        turn = await client.chat(said, tools=TOOLS)
+    return Outcome(reward=float(turn["content"] == f"={row['answer']}"), metrics={"called": float(called)})

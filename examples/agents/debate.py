@@ -7,6 +7,7 @@ Each has a conversation of its own, so that a rollout has two sequences; one jud
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 from penstock.agents import AgentClient, Outcome
@@ -14,7 +15,15 @@ from penstock.agents import AgentClient, Outcome
 
 def rows() -> list[dict[str, Any]]:
     """Return every pair of different digits."""
-    return [{"question": f"{a}{b}", "larger": str(max(a, b))} for a in range(10) for b in range(10) if a != b]
+    return [{"question": f"{a}{b}", "larger": str(max(a, b))} for a in "0123456789" for b in "0123456789" if a != b]
+
+
+def transcript(row: dict[str, Any], rng: Random) -> str:
+    """Return a conversation of the warm-up: a claim, or a verdict, each by chance."""
+    question, claim = row["question"], rng.choice(row["question"])
+    if rng.choice([True, False]):
+        return f"larger {question}#:{claim}#"
+    return f"{question}#right {claim}#:{rng.choice('yn')}#"
 
 
 async def debate(row: dict[str, Any], client: AgentClient) -> Outcome:
@@ -23,8 +32,7 @@ async def debate(row: dict[str, Any], client: AgentClient) -> Outcome:
     heard = [{"role": "user", "content": row["question"]}, {"role": "user", "content": f"right {claim}"}]
     verdict = (await client.chat(heard))["content"]
     right = claim == row["larger"]
-    claimed = 1.0 if right else 0.3 * (claim != "" and claim in row["question"])
-    judged = 1.0 if verdict == "ny"[right] else 0.1 * (verdict[:1] in {"n", "y"})
+    claimed, judged = float(right), float(verdict == "ny"[right])
     return Outcome(
         reward=(claimed + judged) / 2,
         parts={"claim": claimed / 2, "verdict": judged / 2},

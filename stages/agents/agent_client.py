@@ -202,7 +202,8 @@ class DrivingEnvironment(Protocol):
     A method `prompt`, as that of `PromptSource`, gives the facts about a prompt for the `meta` of its group. An
     attribute `scored` is False if a later stage gives the reward, so that `drive` may return None.
 
-    Rollouts are concurrent. A coroutine function is called on the event loop, with an `AgentClient`. A plain function
+    Rollouts are concurrent. A coroutine function is called on the event loop, with an `AgentClient`; a method `open`
+    beside it, an async context manager, is entered in each worker before the first one. A plain function
     may block, so it is called in a process of its own, with a `BlockingAgentClient`.
     """
 

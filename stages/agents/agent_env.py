@@ -6,7 +6,8 @@ Knows no pipeline. The rows have the order of a `PromptDataset`, and reach rewar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,10 @@ class AgentEnv:
         InvalidConfig: a field is of another kind, or a bound is no count.
     """
 
-    agent: Callable[[dict[str, Any], Any], Any]
+    agent: Callable[..., Any]
     """Does one rollout, given the row and an `AgentClient`, and returns a reward or an `Outcome`: a coroutine function;
-    a function of a module, which may block, and runs in a process of its own; or an `AgentCommand`."""
+    a function of a module, which may block, and runs in a process of its own; or an `AgentCommand`. A function with
+    `asynccontextmanager`, without arguments, is entered once in each worker, and yields the coroutine function."""
     tasks: PromptDataset | Mixture
     """The rows."""
     max_calls: int | None = None
@@ -89,8 +91,10 @@ class AgentEnv:
 
     def __call__(self) -> DrivingEnvironment:
         """Open the rows. Raises the errors of opening them."""
-        kind = _AsyncAgent if _is_async(self.agent) else _BlockingAgent
-        return kind(self, self.tasks())
+        rows = self.tasks()
+        if inspect.isasyncgenfunction(inspect.unwrap(self.agent)):
+            return _OpenedAgent(self, rows)
+        return _AsyncAgent(self, rows) if _is_async(self.agent) else _BlockingAgent(self, rows)
 
 
 def _is_async(agent: Any) -> bool:
@@ -124,6 +128,14 @@ class _AsyncAgent(_Agent):
     async def drive(self, task: int, client: AgentClient) -> Any:
         """Do a rollout on the event loop."""
         return await self.agent(await anyio.to_thread.run_sync(self.row, task), client)
+
+
+class _OpenedAgent(_AsyncAgent):
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[None]:
+        """Enter what yields the agent."""
+        async with self.agent() as self.agent:
+            yield
 
 
 class _BlockingAgent(_Agent):

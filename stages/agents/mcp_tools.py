@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.util.exception_groups import single_exception
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.user_code import await_user
 
@@ -23,9 +24,11 @@ class MCPTools:
             said = await client.chat(messages, tools=tools.definitions)
             messages += [said, *await tools.results(said)]
 
+    Calls at once share the connections of one `async with`.
+
     Raises, on entering:
         MissingExtra: the package `mcp` is not installed.
-        Exception: of that package, where no server answers.
+        ConnectionError: no server answers; the message has its command or URL, and the reason.
     """
 
     def __init__(self, *, command: Sequence[str | Path] = (), url: str = "") -> None:
@@ -57,10 +60,16 @@ class MCPTools:
             program, *arguments = self._command
             server = mcp.StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
         self._refused = mcp.MCPError
-        async with AsyncExitStack() as stack:
-            self._session = await stack.enter_async_context(mcp.Client(server))
-            self.definitions = await await_user(self._listed)
-            self._stack = stack.pop_all()
+        try:
+            async with AsyncExitStack() as stack:
+                self._session = await stack.enter_async_context(mcp.Client(server))
+                self.definitions = await await_user(self._listed)
+                self._stack = stack.pop_all()
+        except Exception as error:
+            address, cause = self._url or " ".join(self._command), single_exception(error)
+            raise ConnectionError(
+                f"MCPTools: expected a server of MCP at {address}, got {type(cause).__name__}: {cause}"
+            ) from error
         return self
 
     async def __aexit__(

@@ -67,6 +67,8 @@ async def driving_tasks(
         if not inspect.iscoroutinefunction(env.drive):
             check_endpoint(endpoint)
             drive = (await stack.enter_async_context(_processes(make_env))).drive
+        elif (opened := getattr(env, "open", None)) is not None:
+            await stack.enter_async_context(opened())
         yield _DrivingTasks(env, drive, threads, endpoint).begin
 
 

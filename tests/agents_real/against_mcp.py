@@ -117,3 +117,43 @@ async def test_a_conversation_with_the_tools_of_a_server_is_one_sequence(
 
     ran.trains_once()
     assert ran.branched == {}
+
+
+async def test_rollouts_at_once_share_one_session_of_a_server() -> None:
+    async with by_http() as url, MCPTools(url=url) as tools, anyio.create_task_group() as rollouts:
+
+        async def rollout(number: int) -> None:
+            assert await tools.call("add", {"a": number, "b": 1}) == str(number + 1)
+
+        for number in range(64):
+            rollouts.start_soon(rollout, number)
+
+
+async def test_a_server_that_does_not_answer_is_named() -> None:
+    with pytest.raises(ConnectionError, match=r"expected a server of MCP at http://127.0.0.1:1/mcp, got ConnectError"):
+        async with MCPTools(url="http://127.0.0.1:1/mcp"):
+            pass
+
+
+async def test_the_shop_of_the_examples_sells_by_mcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(__file__).parent.parent.parent / "examples" / "agents"
+    monkeypatch.syspath_prepend(str(folder))
+    server: Any = import_module("shop_server")
+    (offer, price), *_ = server.prices("k7").items()
+    script = f"""
+import anyio, shop
+from penstock.agents import MCPTools
+
+async def main():
+    async with MCPTools(url=shop.URL) as tools:
+        print(await tools.call("search", dict(kind="k7")))
+        print(await tools.call("look", dict(kind="k7", offer="{offer}")))
+        print(await tools.call("buy", dict(kind="k7", offer="{offer}", most=9)))
+
+anyio.run(main)
+"""
+    command = [sys.executable, str(folder / "shop_server.py"), sys.executable, "-c", script]
+
+    ran = await anyio.run_process(command, cwd=folder)
+
+    assert ran.stdout.decode().split() == [server.search("k7"), str(price), f"k7{price}"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,39 @@ async def test_the_calls_and_tokens_of_a_rollout_are_bounded(
     ((reason, _),) = ran.ledger.balance().reasons["failed"].items()
     assert "CallsUsedUp: expected a rollout of at most 3 sampled tokens" in reason or f"at most {calls} calls" in reason
     assert ran.metrics.emit(0)["rollout/dropped_tokens/failed"] == bound.get("max_tokens", 4)
+
+
+# -- agents that are opened -------------------------------------------------------------------------------------------
+
+
+async def test_an_agent_is_opened_once_for_all_rollouts_and_closed_after_them(chat: ChatFormat) -> None:
+    happened: list[str] = []
+
+    @asynccontextmanager
+    async def opened() -> AsyncGenerator[Any]:
+        async def solve(row: dict[str, Any], client: AgentClient) -> float:
+            await client.generate(row["ids"])
+            happened.append("rollout")
+            return 1.0
+
+        happened.append("opened")
+        yield solve
+        happened.append("closed")
+
+    groups = await driven(AgentEnv(opened, rows()), chat, group_size=2, concurrency=4)
+
+    assert [group.rewards.tolist() for group in groups] == [[1.0, 1.0], [1.0, 1.0]]
+    assert happened == ["opened", *["rollout"] * 4, "closed"]
+
+
+async def test_an_agent_that_cannot_be_opened_ends_the_run_with_its_error(chat: ChatFormat) -> None:
+    @asynccontextmanager
+    async def refused() -> AsyncGenerator[Any]:
+        raise ConnectionRefusedError("the server of tools is not there")
+        yield
+
+    with pytest.raises(ConnectionRefusedError, match="the server of tools is not there"):
+        await driven(AgentEnv(refused, rows()), chat)
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
