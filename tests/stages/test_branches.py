@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from penstock import (
     TrajectoryGroup,
     TruncationMask,
 )
+from penstock.channels import connect, serve
 from penstock.errors import InvalidRecord
 from penstock.losses import AdvantageWeighted
 from penstock.rewards import RewardFunction, RewardInput
@@ -237,3 +239,27 @@ async def test_rewards_of_turns_may_differ_between_branches() -> None:
     (filled,) = await drive(AdvantageNormalizer("dr_grpo", rewards="token"), [given])
 
     assert advantages([filled]) == pytest.approx([0.5] * 4 + [-0.5] * 2)
+
+
+# -- between processes and hosts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
+async def test_branches_arrive_as_they_were_sent(url: str) -> None:
+    _, sent = trees(0, groups=4)
+
+    async def send(to: str) -> None:
+        async with connect(to, TrajectoryGroup) as outbox:
+            for each in sent:
+                await outbox.send(each)
+
+    async with serve(url, TrajectoryGroup) as inbox, anyio.create_task_group() as tasks:
+        tasks.start_soon(send, inbox.url)
+        received = [each.owned() async for each in inbox]
+
+    assert any(len(each) > each.rollouts for each in sent)
+    for before, after in zip(sent, received, strict=True):
+        assert after.rollout_ids.tolist() == before.rollout_ids.tolist()
+        assert {name: column.tobytes() for name, column in after.columns().items()} == {
+            name: column.tobytes() for name, column in before.columns().items()
+        }
