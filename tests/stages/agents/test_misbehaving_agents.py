@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from tests.processes.children import children_of
 from tests.stages.agents import misdeeds
@@ -103,6 +104,7 @@ async def expect_nothing_left(
     rows = PromptDataset([{"prompt": "?", "does": each} for each in deeds], shuffle=False)
     envs = EnvironmentMixture({name: (AgentEnv(AGENTS[name][0], rows), AGENTS[name][1]) for name in names})
     source = SourceEnv(envs, Says(chat), chat=chat, group_size=1, groups=len(deeds), concurrency=16)
+    await anyio.run_process([sys.executable, "-c", ""])  # the first one starts the process that forks for all tests
     children, before = children_of(os.getpid()), sockets()
 
     with orphans_are_ours():
