@@ -32,6 +32,9 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETER
 CALLED = dict(FUNCTIONS.values())
 
 
+WARM_UP_STEPS = 300
+
+
 def calls(text: str) -> Iterator[CallBlock]:
     """Find the call in a turn, such as `t78`; see `ToolCallParser`."""
     if found := re.fullmatch(r"([pmt])(\d)(\d)", text):

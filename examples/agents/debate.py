@@ -2,7 +2,7 @@
 
     cd examples/agents && penstock run debate.yaml
 
-Each has a conversation of its own, so that a rollout has two sequences; one judge rewards both.
+Each has a client of its own: a key, a conversation and a reward. A rollout has both sequences, and the sum of rewards.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from random import Random
 from typing import Any
 
 from penstock.agents import AgentClient, Outcome
+
+WARM_UP_STEPS = 300
 
 
 def rows() -> list[dict[str, Any]]:
@@ -28,13 +30,12 @@ def transcript(row: dict[str, Any], rng: Random) -> str:
 
 async def debate(row: dict[str, Any], client: AgentClient) -> Outcome:
     """Let one claim, and the other judge the claim."""
+    other = client.another()
     claim = (await client.chat([{"role": "user", "content": f"larger {row['question']}"}]))["content"]
     heard = [{"role": "user", "content": row["question"]}, {"role": "user", "content": f"right {claim}"}]
-    verdict = (await client.chat(heard))["content"]
+    verdict = (await other.chat(heard))["content"]
     right = claim == row["larger"]
-    claimed, judged = float(right), float(verdict == "ny"[right])
-    return Outcome(
-        reward=(claimed + judged) / 2,
-        parts={"claim": claimed / 2, "verdict": judged / 2},
-        metrics={"right": float(right), "agreed": float(verdict == "y")},
-    )
+    judged = verdict == ("y" if right else "n")
+    await client.reward(right / 2)
+    await other.reward(judged / 2)
+    return Outcome(metrics={"right": float(right), "judged": float(judged), "agreed": float(verdict == "y")})

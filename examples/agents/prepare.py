@@ -27,7 +27,7 @@ TEMPLATE = (
     "" + END + "{% endfor %}{% if add_generation_prompt %}" + SPEAKS + "{% endif %}"
 )
 
-WARM_UP_STEPS, TRANSCRIPTS = 300, 4000
+TRANSCRIPTS = 4000
 
 
 def prepare(config: RunConfig) -> None:
@@ -78,7 +78,7 @@ def _warm_up(model: Any, tokenizer: Any, module: Any) -> None:
     ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
     labels = torch.where(_said(ids, tokenizer), ids, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for rows in torch.randint(TRANSCRIPTS, (WARM_UP_STEPS, 64)):
+    for rows in torch.randint(TRANSCRIPTS, (module.WARM_UP_STEPS, 64)):
         loss = model(ids[rows], labels=labels[rows]).loss
         optimizer.zero_grad()
         loss.backward()

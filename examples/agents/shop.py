@@ -26,6 +26,9 @@ URL = f"http://127.0.0.1:{shop_server.PORT}/mcp"
 MOST_CALLS = 3
 
 
+WARM_UP_STEPS = 700
+
+
 def calls(text: str) -> Iterator[CallBlock]:
     """Find the call in a turn: `sk7`, `lk7q` or `bk7q5`; see `ToolCallParser`."""
     if found := re.fullmatch(r"s([a-z]\d)|l([a-z]\d)([a-z])|b([a-z]\d)([a-z])(\d)", text):

@@ -8,6 +8,7 @@ It remembers nothing between two calls, so that one session does for all rollout
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from importlib import import_module
 from random import Random
 from typing import Any
 
-PORT = 8765
+PORT = int(os.environ.get("SHOP_PORT", "8765"))
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

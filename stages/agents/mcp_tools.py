@@ -16,6 +16,9 @@ from ..._pipeline.util.exception_groups import single_exception
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.user_code import await_user
 
+MOST_IDLE = 64
+"""Connections to a server by HTTP that are kept between calls."""
+
 
 class MCPTools:
     """Lists and calls the tools of a server, within the `async with`; a server that is a command ends with it.
@@ -55,13 +58,15 @@ class MCPTools:
         """Connect, and list the tools."""
         with extra("mcp", "MCPTools"):
             mcp: Any = import_module("mcp")
-        server: Any = self._url
+        server: Any = None
         if self._command:
             program, *arguments = self._command
             server = mcp.StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
         self._refused = mcp.MCPError
         try:
             async with AsyncExitStack() as stack:
+                if server is None:
+                    server = _by_http(self._url, await stack.enter_async_context(_http_client()))
                 self._session = await stack.enter_async_context(mcp.Client(server))
                 self.definitions = await await_user(self._listed)
                 self._stack = stack.pop_all()
@@ -105,6 +110,21 @@ class MCPTools:
             }
             for call in message.get("tool_calls") or ()
         ]
+
+
+def _http_client() -> Any:
+    """Return a client that reuses connections of the last second: servers close those that are idle for some more.
+
+    A call that meets a closing one would end the session, with all that share it.
+    """
+    http: Any = import_module("httpx2")
+    limits = http.Limits(max_connections=None, max_keepalive_connections=MOST_IDLE, keepalive_expiry=1.0)
+    return http.AsyncClient(limits=limits, timeout=http.Timeout(30.0, read=300.0))
+
+
+def _by_http(url: str, client: Any) -> Any:
+    streamable: Any = import_module("mcp.client.streamable_http")
+    return streamable.streamable_http_client(url, http_client=client)
 
 
 def _definition(tool: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, nullcontext
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import anyio
 import pytest
 from tests.agents_real.calculator import ANSWERS, SUMS, run
+from tests.ports import free_port
 
 from penstock.agents import AgentClient, MCPTools
 from penstock.chat import ChatFormat
@@ -34,9 +34,7 @@ async def by_stdio() -> AsyncGenerator[Any]:
 
 @asynccontextmanager
 async def by_http() -> AsyncGenerator[Any]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     async with await anyio.open_process([sys.executable, SERVER, str(port)]) as process:
         assert process.stderr is not None
         try:
@@ -154,6 +152,6 @@ anyio.run(main)
 """
     command = [sys.executable, str(folder / "shop_server.py"), sys.executable, "-c", script]
 
-    ran = await anyio.run_process(command, cwd=folder)
+    ran = await anyio.run_process(command, cwd=folder, env={**os.environ, "SHOP_PORT": str(free_port())})
 
     assert ran.stdout.decode().split() == [server.search("k7"), str(price), f"k7{price}"]

@@ -29,7 +29,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(folder))
     for name in ("prepare", "calculator", "debate", "shop", "shop_server"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(importlib.import_module("prepare"), "WARM_UP_STEPS", 1)
+    for name in ("calculator", "debate"):
+        monkeypatch.setattr(importlib.import_module(name), "WARM_UP_STEPS", 1)
     return folder
 
 
