@@ -123,7 +123,8 @@ def test_the_model_and_the_rows_are_made_once_and_a_rollout_is_described(example
     assert f"in {sequences} sequences" in describe_run(config)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("example", ["calculator", pytest.param("debate", marks=pytest.mark.long)])
+@pytest.mark.parametrize("example", ["calculator", "debate"])
 def test_an_example_trains(example: str) -> None:
     assert anyio.run(train, load_run_config(f"{example}.yaml", SMALL)).steps == 1
