@@ -17,6 +17,7 @@ from ._stages.agents.agent_commands import CommandFailed, CommandResult
 from ._stages.agents.agent_env import AgentCommand, AgentEnv
 from ._stages.agents.blocking_client import BlockingAgentClient
 from ._stages.agents.mcp_tools import MCPTools
+from ._stages.agents.verifiers_environment import VerifiersEnvironment
 from ._stages.contracts.policies import Call
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "Outcome",
     "RolloutDeadline",
     "RolloutEnded",
+    "VerifiersEnvironment",
 ]

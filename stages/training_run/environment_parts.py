@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.util.named_objects import import_object
 from ..agents.agent_env import AgentCommand, AgentEnv
+from ..agents.verifiers_environment import VerifiersEnvironment
 from ..contracts.policies import Tokenizer
 from ..data.mixture import Mixture
 from ..data.prompt_dataset import PromptDataset
@@ -54,10 +55,7 @@ def environment_of(config: RunConfig, prompts: Callable[[], PromptDataset | Mixt
     environment = config.environment
     if environment is None:
         return prompts()
-    made = [
-        _agent(config, each, root, prompts()) if each.make is None else _function(each.make, f"{root}.make")
-        for root, each in _rooted(config)
-    ]
+    made = [_made(config, each, root, prompts) for root, each in _rooted(config)]
     if not environment.mix:
         return made[0]
     names = [each.known_as for each in environment.mix]
@@ -68,6 +66,14 @@ def environment_of(config: RunConfig, prompts: Callable[[], PromptDataset | Mixt
         return EnvironmentMixture(dict(zip(names, zip(made, weights, strict=True), strict=True)))
     except InvalidConfig as error:
         raise InvalidConfig(f"config: environment.mix: {error}") from None
+
+
+def _made(
+    config: RunConfig, part: EnvironmentPart, root: str, prompts: Callable[[], PromptDataset | Mixture]
+) -> MakeEnv:
+    if (named := part.verifiers) is not None:
+        return VerifiersEnvironment(named.taskset, named.config, named.client)
+    return _agent(config, part, root, prompts()) if part.make is None else _function(part.make, f"{root}.make")
 
 
 def evaluated_by(config: RunConfig, datasets: Sequence[PromptDataset]) -> list[tuple[str, MakeEnv]]:

@@ -118,8 +118,19 @@ class DataConfig(Config, frozen=True):
             raise InvalidConfig(f"template: expected no arguments without chat, got {sorted(self.template)}")
 
 
+class VerifiersConfig(Config, frozen=True):
+    """The fields of `VerifiersEnvironment`."""
+
+    taskset: Text
+    """Its id."""
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Configuration of the environment, as in the section `env` of verifiers."""
+    client: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Fields of its client."""
+
+
 class EnvironmentPart(Config, frozen=True):
-    """An environment: one of `make`, `agent` and `command`."""
+    """An environment: one of `make`, `agent`, `command` and `verifiers`."""
 
     make: FunctionName | None = None
     """Function or class that returns an environment of any kind, as `SourceEnv.make_env`; it brings its prompts."""
@@ -127,6 +138,8 @@ class EnvironmentPart(Config, frozen=True):
     """Function of a row of `data` and of a client, as `AgentEnv.agent`."""
     command: tuple[Text, ...] = ()
     """Program of an agent and its arguments, as `AgentCommand.command`; it reads a row of `data`."""
+    verifiers: VerifiersConfig | None = None
+    """A taskset of verifiers, which brings its tasks."""
     max_calls: Count | None = None
     """Bound on the calls of an agent in a rollout."""
     max_tokens: Count | None = None
@@ -134,7 +147,7 @@ class EnvironmentPart(Config, frozen=True):
 
     def __post_init__(self) -> None:
         """Check that there is one environment, and the bounds of an agent alone."""
-        kinds = [name for name in ("make", "agent", "command", "mix") if hasattr(self, name)]
+        kinds = [name for name in ("make", "agent", "command", "verifiers", "mix") if hasattr(self, name)]
         given = [name for name in kinds if getattr(self, name)]
         if len(given) != 1:
             raise InvalidConfig(f"{kinds[0]}: expected one of {', '.join(kinds)}, got {', '.join(given) or 'none'}")
@@ -159,6 +172,8 @@ class MixedEnvironmentConfig(EnvironmentPart, frozen=True):
     @property
     def known_as(self) -> str:
         """Return its name in metrics."""
+        if self.verifiers is not None:
+            return self.name or self.verifiers.taskset
         return self.name or (self.make or self.agent or "").partition(":")[2] or Path(self.command[0]).name
 
 
@@ -396,7 +411,9 @@ class RunConfig(Config, frozen=True):
         has_agents = environment is not None and any(each.is_agent for each in environment.parts)
         if environment is not None and not has_agents:
             if data.path or data.sets or data.evaluation:
-                raise InvalidConfig("data: expected neither path, sets nor evaluation beside environment.make")
+                raise InvalidConfig(
+                    "data: expected neither path, sets nor evaluation beside an environment with prompts of its own"
+                )
         elif not (data.path or data.sets):
             raise InvalidConfig("data.path: expected either it or sets, got path '' and 0 sets")
         if has_agents and (data.system or not data.chat):

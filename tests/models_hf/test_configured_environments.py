@@ -153,11 +153,15 @@ def test_a_mistake_is_told_before_the_run_with_its_key(
 @pytest.mark.parametrize(
     ("environment", "data", "message"),
     [
-        ({}, {"path": "d"}, "make: expected one of make, agent, command, mix, got none"),
-        ({"make": "m:e", "agent": "m:a"}, {}, "make: expected one of make, agent, command, mix, got make, agent"),
-        ({"mix": [{"weight": 2.0}]}, {}, "make: expected one of make, agent, command, got none"),
+        ({}, {"path": "d"}, "make: expected one of make, agent, command, verifiers, mix, got none"),
+        (
+            {"make": "m:e", "agent": "m:a"},
+            {},
+            "make: expected one of make, agent, command, verifiers, mix, got make, agent",
+        ),
+        ({"mix": [{"weight": 2.0}]}, {}, "make: expected one of make, agent, command, verifiers, got none"),
         ({"make": "m:e", "max_calls": 3}, {}, "max_calls: expected it beside agent or command, got make"),
-        ({"make": "m:e"}, {"path": "d"}, "data: expected neither path, sets nor evaluation beside environment.make"),
+        ({"make": "m:e"}, {"path": "d"}, "data: expected neither path, sets nor evaluation beside an environment"),
         ({"agent": "m:a"}, {}, "data.path: expected either it or sets"),
         ({"agent": "m:a"}, {"path": "d", "system": "s"}, "data: expected chat, and no system, beside an agent"),
         ({"agent": "m:a"}, {"path": "d", "chat": False}, "data: expected chat, and no system, beside an agent"),

@@ -23,7 +23,7 @@ vf: Any = import_module("verifiers.v1")
 openai: Any = import_module("openai")
 
 KEY = "KEY_OF_ROLLOUT"
-MANY = 8
+MANY = 100
 
 TOKENS_OF_QWEN = ("<|endoftext|>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """That the renderer of Qwen3 writes."""

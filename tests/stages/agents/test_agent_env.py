@@ -14,7 +14,7 @@ from tests.stages.agents.says import Says
 from tests.stages.agents.served import chat_format
 
 from penstock import RewardBridge, SourceEnv, TrajectoryGroup
-from penstock.agents import AgentClient, AgentCommand, AgentEnv, MCPTools
+from penstock.agents import AgentClient, AgentCommand, AgentEnv, MCPTools, VerifiersEnvironment
 from penstock.chat import ChatFormat
 from penstock.data import PromptDataset
 from penstock.errors import InvalidConfig, MissingExtra
@@ -221,6 +221,15 @@ async def test_the_tools_of_mcp_need_an_extra(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(MissingExtra, match=r"MCPTools needs mcp, which is not installed: .*\[mcp\]"):
         async with MCPTools(url="http://127.0.0.1:1/mcp"):
             pass
+
+
+def test_tasksets_of_verifiers_need_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+
+    with pytest.raises(
+        MissingExtra, match=r"VerifiersEnvironment needs verifiers, which is not installed: .*\[verifiers\]"
+    ):
+        VerifiersEnvironment("gsm8k-v1")()
 
 
 @pytest.mark.parametrize("server", [{}, {"command": ["a"], "url": "b"}, {"command": "a b"}])
