@@ -204,7 +204,8 @@ class AgentRollout:
     @property
     def sampling(self) -> SamplingParams:
         """See `AgentClient.sampling`."""
-        return msgspec.structs.replace(self._sampler.params(self._begun), seed=None)
+        usual = self._sampler.params(self._begun)
+        return usual if usual.seed is None else msgspec.structs.replace(usual, seed=None)
 
     def add_client(self) -> RolloutClient:
         """Return another client.

@@ -97,15 +97,18 @@ class SamplingParams(Config, frozen=True):
 
     def ending_at(self, ids: Iterable[int]) -> SamplingParams:
         """Return these parameters with `ids` among the tokens that end a completion."""
-        return msgspec.structs.replace(self, stop_ids=tuple(sorted({*self.stop_ids, *ids})))
+        ended = {*self.stop_ids, *ids}  # a copy is checked anew, which a call of an agent would do four times
+        return self if len(ended) == len(self.stop_ids) else msgspec.structs.replace(self, stop_ids=sorted(ended))
 
     def bounded(self, tokens: int) -> SamplingParams:
         """Return these parameters with at most `tokens` tokens in a completion."""
-        return msgspec.structs.replace(self, max_completion_tokens=min(self.max_completion_tokens, tokens))
+        if tokens >= self.max_completion_tokens:
+            return self
+        return msgspec.structs.replace(self, max_completion_tokens=tokens)
 
     def seeded_by(self, seed: int | None) -> SamplingParams:
         """Return these parameters with `seed` where they have none."""
-        return self if self.seed is not None else msgspec.structs.replace(self, seed=seed)
+        return self if seed is None or self.seed is not None else msgspec.structs.replace(self, seed=seed)
 
     def seeded_for(self, *numbers: int) -> SamplingParams:
         """Return these parameters with a seed that depends on the seed and `numbers`; unchanged without a seed."""
