@@ -247,6 +247,7 @@ async def test_rewards_of_turns_may_differ_between_branches() -> None:
 @pytest.mark.parametrize("url", ["shm://", "tcp://127.0.0.1:0"])
 async def test_branches_arrive_as_they_were_sent(url: str) -> None:
     _, sent = trees(0, groups=4)
+    received: list[TrajectoryGroup] = []
 
     async def send(to: str) -> None:
         async with connect(to, TrajectoryGroup) as outbox:
@@ -255,7 +256,7 @@ async def test_branches_arrive_as_they_were_sent(url: str) -> None:
 
     async with serve(url, TrajectoryGroup) as inbox, anyio.create_task_group() as tasks:
         tasks.start_soon(send, inbox.url)
-        received = [each.owned() async for each in inbox]
+        received += [each.owned() async for each in inbox]
 
     assert any(len(each) > each.rollouts for each in sent)
     for before, after in zip(sent, received, strict=True):
