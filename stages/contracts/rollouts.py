@@ -79,12 +79,21 @@ class RolloutResult(Branch, frozen=True, kw_only=True, eq=False):
         return [self, *self.branches]
 
 
+BRANCHES = 8
+"""Sequences of the greatest length whose tokens a rollout may have in all: batches have room for them."""
+
+
 class RolloutSampler(Protocol):
     """Samples the turns of one rollout."""
 
     @property
     def deadline_s(self) -> float:
         """Return the time at which the rollout is given up, on the clock of the event loop."""
+        ...
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Return the bound on the tokens of all sequences of the rollout; None for none."""
         ...
 
     def params(self, turn: int, /) -> SamplingParams:

@@ -6,6 +6,7 @@ there is a chat format, an endpoint of this worker answers the calls of clients 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
@@ -17,6 +18,7 @@ import anyio.to_thread
 import msgspec
 from msgspec import structs
 
+from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import CallProcessDied, MissingExtra, NothingTrained
 from ..._pipeline.graph.context import current
 from ..._pipeline.util.user_code import await_user, call_user
@@ -29,7 +31,7 @@ from ..agents.agent_process import DriveRequest, RolloutReply
 from ..agents.agent_rollout import AgentRollout, RolloutClient, TokensUnaccounted, check_endpoint, endpoint_type
 from ..agents.blocking_client import BlockingAgentClient
 from ..contracts.prompts import PromptSource
-from ..contracts.rollouts import RolloutFiltered, RolloutResult, RolloutSampler
+from ..contracts.rollouts import BRANCHES, RolloutFiltered, RolloutResult, RolloutSampler, tokens_of
 from ..contracts.threads import Threads
 from ..tokenizers.chat_format import ChatFormat
 from .environment_calls import EnvironmentFailed, called, failed, unchanged
@@ -42,8 +44,13 @@ CALLEE = Callee(agent_process.__name__, "an agent", "penstock.agents", starts_ot
 OPTIONS = ("max_calls", "max_tokens", "scored")
 """Attributes that an environment may have."""
 
+PATIENCE_S = 5.0
+"""Time after the deadline of a rollout in which its agent has to end before it is named."""
+
 SILENT_LIMIT = 20
 """Rollouts of an agent that has never made a call, which end the run: it does not find the policy."""
+
+log = get_logger("penstock.agents")
 
 Drive: TypeAlias = Callable[[int, RolloutClient], Coroutine[Any, Any, Any]]
 """Does a rollout, and returns what `drive` returned."""
@@ -140,6 +147,7 @@ class _DrivingTasks:
         try:
             with self._served(rollout):
                 result = await self._driven(number, rollout)
+            _check_size(result, sampler.most_tokens)
             state = ""
             self._check_calls(rollout)
         except EnvironmentFailed as error:
@@ -194,6 +202,7 @@ class _DrivingTasks:
 
     async def _driven(self, number: int, rollout: AgentRollout) -> RolloutResult:
         outcome: Any = None
+        naming = asyncio.get_running_loop().call_at(rollout.deadline_s + PATIENCE_S, self._name_stubborn)
         try:
             with rollout.scope:
                 outcome = await await_user(self._drive, number, rollout.add_client())
@@ -206,8 +215,34 @@ class _DrivingTasks:
                 if isinstance(error, EnvironmentFailed | TokensUnaccounted):
                     raise
                 raise failed(error) from error
+        finally:
+            naming.cancel()
         assert rollout.failure is not None  # noqa: S101 (else it has returned or raised)
         raise rollout.failure
+
+    def _name_stubborn(self) -> None:
+        log.warning(
+            "agent_goes_on",
+            agent=_name_of(self._env),
+            reason=f"it goes on {PATIENCE_S:g} s after the deadline of its rollout, and cannot be ended on this loop",
+            remedy="have it catch Exception, and not its cancellation (except:, except BaseException:); or write drive "
+            "as a function that blocks, which runs in a process of its own",
+        )
+
+
+def _check_size(result: RolloutResult, most_tokens: int | None) -> None:
+    """Check that a batch has room for the sequences of a rollout, which are as many as its agent makes.
+
+    Raises:
+        EnvironmentFailed: they have more tokens than `most_tokens` in all.
+    """
+    tokens = sum(len(tokens_of(turn)) for sequence in result.sequences for turn in sequence.turns)
+    if most_tokens is not None and tokens > most_tokens:
+        raise EnvironmentFailed(
+            f"expected a rollout of at most {most_tokens} tokens in all, {BRANCHES} times max_length, got {tokens} in "
+            f"{len(result.sequences)} sequences: a call that continues no earlier one begins another: bound them by "
+            f"max_calls or max_tokens of the environment, or raise max_length"
+        )
 
 
 def _name_of(env: DrivingEnvironment) -> str:

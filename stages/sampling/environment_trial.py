@@ -62,6 +62,11 @@ class _MadeUp:
     """See `RolloutSampler.deadline_s`."""
     _calls: int = field(default=0)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """See `RolloutSampler.most_tokens`."""
+        return self.rollout.most_tokens
+
     def params(self, turn: int) -> SamplingParams:
         """See `RolloutSampler.params`."""
         return self.rollout.sampling.at(turn)

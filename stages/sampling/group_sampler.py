@@ -21,7 +21,7 @@ from ..._pipeline.util.repeated_errors import RepeatedErrors
 from ..._pipeline.util.user_code import await_user
 from ..._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
 from ..contracts.policies import Completion, Engine
-from ..contracts.rollouts import RolloutFiltered, RolloutResult, tokens_of
+from ..contracts.rollouts import BRANCHES, RolloutFiltered, RolloutResult, tokens_of
 from ..contracts.sampling_params import SamplingParams
 from .environment_calls import EnvironmentFailed
 from .environments import PromptRejected, RolloutFn, TaskFn, checked
@@ -45,6 +45,11 @@ class RolloutParams:
     timeout_s: float
     turn_rewards: bool
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Return the bound on the tokens of all sequences of a rollout; None for none."""
+        return None if self.max_length is None else BRANCHES * self.max_length
+
 
 @dataclass(frozen=True, slots=True)
 class _RolloutSampler:
@@ -55,6 +60,11 @@ class _RolloutSampler:
     _trajectory: TrajectoryId
     deadline_s: float
     """See `RolloutSampler.deadline_s`."""
+
+    @property
+    def most_tokens(self) -> int | None:
+        """See `RolloutSampler.most_tokens`."""
+        return self._rollout.most_tokens
 
     def params(self, turn: int) -> SamplingParams:
         """See `RolloutSampler.params`."""

@@ -32,7 +32,7 @@ from ..batching.batcher import Batcher
 from ..contracts.causal_model import CausalModel
 from ..contracts.policies import Policy
 from ..contracts.prompts import Prompt
-from ..contracts.rollouts import ROLLOUT_TIMEOUT_S
+from ..contracts.rollouts import BRANCHES, ROLLOUT_TIMEOUT_S
 from ..contracts.sampling_params import SamplingParams
 from ..data.mixture import MixedPrompts, Mixture
 from ..data.parquet_shards import sets_among
@@ -72,9 +72,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 CONCURRENCY = 256
 """Rollouts at once in a sampling process, or more where a step without lag needs them."""
-
-BRANCHES = 8
-"""Sequences of a rollout of an environment that a batch has room for; a batch with more ships with fewer rollouts."""
 
 START_TIMEOUT_S = 600.0
 """Bound on the start of a sampling process. It imports torch and transformers: minutes from a cold network disk, or

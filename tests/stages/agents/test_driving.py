@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+import structlog
 from tests.fake_policy import FakePolicy, Letters
 
 from penstock import AdvantageNormalizer, SourceEnv, StopReason, TrajectoryGroup
@@ -53,6 +54,40 @@ def rows(group: TrajectoryGroup) -> list[str]:
         letters = Letters().decode(row.tokens.tolist()).replace("\0", ".")
         texts.append("".join(a.upper() if mask else a for a, mask in zip(letters, row.loss_mask, strict=True)))
     return texts
+
+
+# -- agents that do too much -------------------------------------------------------------------------------------------
+
+
+async def test_a_rollout_of_more_sequences_than_a_batch_has_room_for_fails_alone() -> None:
+    async def drive(task: int, client: AgentClient) -> float:
+        for number in range(30 if task == 0 else 8):
+            await client.generate(ids(f"{number} is a number of ten"[:16]))
+        return 1.0
+
+    ran = await driven(drive, max_length=20, groups=2)
+
+    (group,) = ran
+    assert group.instance_id == "1"
+    (dropped,) = ran.ledger.balance().reasons["failed"]
+    assert "expected a rollout of at most 160 tokens in all, 8 times max_length, got " in dropped
+
+
+async def test_an_agent_that_catches_its_cancellation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock._stages.sampling.driving_environments.PATIENCE_S", 0.01)
+
+    async def stubborn(_: int, client: AgentClient) -> float:
+        await client.generate(ids("a"))
+        while not logs:
+            with contextlib.suppress(BaseException):
+                await anyio.sleep_forever()
+        return 1.0
+
+    with structlog.testing.capture_logs() as logs:
+        await driven(stubborn, rollout_timeout_s=0.01)
+
+    assert logs[0]["event"] == "agent_goes_on"
+    assert logs[0]["agent"] == "Agent"
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------

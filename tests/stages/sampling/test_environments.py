@@ -42,6 +42,7 @@ class Answers:
     left: list[str]
     sampling: SamplingParams
     deadline_s: float = math.inf
+    most_tokens: int | None = None
 
     def params(self, _: int) -> SamplingParams:
         return self.sampling
