@@ -188,8 +188,9 @@ def test_a_demo_without_a_step_fails_with_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_memory_is_left_as_it_was")
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(["-c", SHORTEST], id="small steps"), pytest.param([str(SCRIPT)], id="all", marks=pytest.mark.long)],
+    [pytest.param(["-c", SHORTEST], id="small steps"), pytest.param([str(SCRIPT)], id="all")],
 )
+@pytest.mark.long
 def test_the_demo_ends_by_itself_rises_from_a_third_and_accounts_for_every_trajectory(
     script: list[str], tmp_path: Path
 ) -> None:

@@ -68,14 +68,11 @@ async def flood(run: Run, report: bytes, times: int) -> None:
                     await anyio.lowlevel.checkpoint()
 
 
-PLAYED = ("unknown ends",)
-"""The flood of `make test`, which is refused."""
-
-
 @pytest.mark.parametrize(
     ("reported", "times", "refused"),
-    [pytest.param(*FLOODED[kind], id=kind, marks=[] if kind in PLAYED else [pytest.mark.long]) for kind in FLOODED],
+    [pytest.param(*FLOODED[kind], id=kind) for kind in FLOODED],
 )
+@pytest.mark.long
 async def test_an_honest_worker_is_trained_to_its_end_beside_one_that_floods(
     reported: Callable[[int], WorkerReport], times: int, refused: int, key: Path
 ) -> None:

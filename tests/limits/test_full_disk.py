@@ -24,6 +24,7 @@ def printed(disk: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("room", ["1048576", "65536", "0"], ids=["in the optimizer", "in the weights", "at once"])
+@pytest.mark.long
 def test_a_checkpoint_for_which_the_disk_has_no_room_ends_the_run_and_leaves_the_one_before(
     disk: Path, printed: dict[str, str], room: str
 ) -> None:
@@ -34,17 +35,20 @@ def test_a_checkpoint_for_which_the_disk_has_no_room_ends_the_run_and_leaves_the
     assert printed[f"left {room}"] == "step-00000001"
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_the_checkpoint_before_when_its_disk_has_room_again(printed: dict[str, str]) -> None:
     assert printed["resumed"] == "2"
     assert printed["steps"] == "[1, 2]"
 
 
+@pytest.mark.long
 def test_a_run_that_met_a_full_disk_at_any_moment_ends_with_the_weights_of_one_that_did_not(
     printed: dict[str, str],
 ) -> None:
     assert printed["outcomes"] == "['DiskFull', 'trained']"
 
 
+@pytest.mark.long
 def test_metrics_for_which_the_disk_has_no_room_end_the_run_so_that_no_step_is_absent(
     disk: Path, printed: dict[str, str]
 ) -> None:
@@ -56,6 +60,7 @@ def test_metrics_for_which_the_disk_has_no_room_end_the_run_so_that_no_step_is_a
 
 
 @pytest.mark.parametrize("room", ["65536", "0"])
+@pytest.mark.long
 def test_weights_for_which_the_disk_has_no_room_leave_the_version_before_and_are_published_when_it_has(
     disk: Path, printed: dict[str, str], room: str
 ) -> None:
@@ -64,6 +69,7 @@ def test_weights_for_which_the_disk_has_no_room_leave_the_version_before_and_are
     assert printed["published"] == "1"
 
 
+@pytest.mark.long
 def test_an_address_and_a_key_for_which_the_disk_has_no_room_are_errors_that_name_them_and_leave_no_file(
     disk: Path, printed: dict[str, str]
 ) -> None:
@@ -72,6 +78,7 @@ def test_an_address_and_a_key_for_which_the_disk_has_no_room_are_errors_that_nam
     assert printed["left of them"] == ""
 
 
+@pytest.mark.long
 def test_a_journal_for_which_the_disk_has_no_room_stays_whole_and_goes_on_when_it_has(
     disk: Path, printed: dict[str, str]
 ) -> None:

@@ -147,7 +147,7 @@ print(sum(worker.pid is not None for stage in pipeline.statistics().stages for w
 @pytest.mark.parametrize(
     ("sources", "judges", "limit", "message"),
     [
-        (1, 1, 64, "Commit returned"),  # they are enough
+        pytest.param(1, 1, 64, "Commit returned", marks=pytest.mark.long),  # they are enough
         pytest.param(
             1, 1, 42, "expected 16 more file descriptors for the workers of Judge (1), got ", marks=pytest.mark.long
         ),

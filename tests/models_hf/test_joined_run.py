@@ -49,6 +49,7 @@ def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.long
 def test_a_configured_run_trains_what_a_worker_that_joins_samples(
     config: Path, urls: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ async def test_a_worker_of_a_middle_stage_that_cannot_be_reached_ends_and_anothe
     assert pipeline.count("log worker_died") == 1
 
 
+@pytest.mark.long
 async def test_hosts_reach_each_other_over_ipv6(net: Network) -> None:
     trainer, far = net.host(), net.host()
     url = f"tcp://[{trainer.address6}]:{PORT}"
@@ -200,9 +201,8 @@ async def test_a_member_whose_host_stays_away_is_replaced_and_harms_nothing_when
     ]
 
 
-@pytest.mark.parametrize(
-    ("on_absence", "end"), [pytest.param("continue", "ended", marks=pytest.mark.long), ("fail", "absent")]
-)
+@pytest.mark.parametrize(("on_absence", "end"), [("continue", "ended"), ("fail", "absent")])
+@pytest.mark.long
 async def test_a_member_whose_host_stays_away_is_awaited_for_its_time(net: Network, on_absence: str, end: str) -> None:
     trainer, far = net.host(), net.host()
     sender = far.start("send", url=at(trainer), name="a", heartbeat_timeout_s=HEARTBEAT_S, told=True)
@@ -287,6 +287,7 @@ async def test_over_a_slow_link_records_that_take_longer_than_a_heartbeat_arrive
     assert [line for each in (receiver, sender) for line in each.lines if line.startswith("log")] == []
 
 
+@pytest.mark.long
 async def test_over_a_slow_link_a_version_that_takes_longer_than_a_heartbeat_arrives(net: Network) -> None:
     far, publisher, sampler = await sampling(net, megabytes=2)
     net.slow(far, "2mbit")

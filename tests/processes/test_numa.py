@@ -47,6 +47,7 @@ def workers(count: int, folders: Mapping[Path, Path], temporary: Path, **environ
     return [(printed[f"processors of {index}"], printed[f"state of {index}"]) for index in range(count)]
 
 
+@pytest.mark.long
 def test_workers_of_a_host_are_bound_to_its_nodes_evenly(tmp_path: Path) -> None:
     bound = workers(4, nodes(tmp_path, *HALVES, ""), tmp_path)
 

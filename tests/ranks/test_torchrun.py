@@ -19,6 +19,7 @@ def restarting(endpoint: str) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_torchrun_restarts_ranks_of_which_one_was_killed_and_nothing_is_trained_twice(
     tmp_path: Path, alone: Path, rank: int
 ) -> None:

@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import pytest
 import torch
-from tests.cells import cells
 from tests.resumption.damaged_files import DAMAGE, damaged_copies, one_bit
 from tests.resumption.small_run import BEFORE, STEPS, trained
 from tests.tiny_model import TinyModel
@@ -47,7 +46,8 @@ def weights(folder: Path) -> Weights:
     return trained(whole, STEPS)
 
 
-@pytest.mark.parametrize("kind", cells(DAMAGE, run=["one bit"]))
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.long
 def test_a_run_with_a_damaged_file_ends_with_the_same_weights_or_an_error_that_names_the_file(
     folder: Path, weights: Weights, kind: str, tmp_path: Path
 ) -> None:

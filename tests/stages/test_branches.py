@@ -151,15 +151,8 @@ def moved(groups: Sequence[TrajectoryGroup], aggregation: Any) -> dict[str, Tens
     return trainer.weights()
 
 
-@pytest.mark.parametrize(
-    "aggregation",
-    [
-        pytest.param("token-mean", marks=pytest.mark.long),
-        "seq-mean-token-mean",
-        pytest.param("seq-mean-token-sum", marks=pytest.mark.long),
-        pytest.param("prompt-mean", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "prompt-mean"])
 async def test_branches_change_no_gradient(aggregation: str) -> None:
     for seed in range(3):
         whole, branched = [await drive(AdvantageNormalizer("grpo"), groups) for groups in trees(seed)]

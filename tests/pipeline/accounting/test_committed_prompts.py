@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import GroupId
@@ -57,6 +57,7 @@ def test_trained_prompts_are_known_exactly_also_after_a_checkpoint(
     assert committed == expected
 
 
+@settings(max_examples=40)
 @given(
     st.integers(0, 2 * BLOCK), st.integers(1, 3 * BLOCK), st.sets(st.integers(0, 5 * BLOCK), max_size=20), st.randoms()
 )
