@@ -25,6 +25,7 @@ from ..._pipeline.errors import (
     ProtocolMismatch,
 )
 from ..._pipeline.graph.context import current
+from ..._schemas.errors import UNREADABLE
 from .bounded_response import LONGEST_ANSWER, RequestFailed, beginning_of, bounded, parsed, refuse_redirect
 from .retry import Backoff, RetryDecision, retry
 
@@ -125,7 +126,7 @@ class ServerClient:
         received = await self.body(method, path, body, longest=longest)
         try:
             response = await parsed(received or b"{}", msgspec.json.decode)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise ProtocolMismatch(f"expected JSON from {self.url}{path}, got {received[:200]!r}: {error}") from None
         return response if isinstance(response, dict) else {}
 
@@ -186,7 +187,7 @@ def _message(received: bytes) -> str:
     """Return the error message of a response, in any of the forms that servers use, in one line."""
     try:
         error: Any = msgspec.json.decode(received)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         error = received.decode(errors="replace")
     if isinstance(error, dict):
         error = error.get("error") or error.get("message") or error.get("detail")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -9,24 +10,25 @@ from typing import Any
 
 import pytest
 from tests.cells import cells
-from tests.commands.wrong_server import WrongServer, model_folder, served_format
+from tests.commands.wrong_server import LISTED, TOLD, WrongServer, model_folder, served_format
 from tests.tiny_model import TinyModel
 from typer.testing import CliRunner
 
 from penstock import SourceEnv
 from penstock._cli.app import commands
-from penstock._cli.endpoint_checks import examined
+from penstock._cli.endpoint_checks import examined, root_of
 from penstock._cli.endpoint_programs import PROGRAMS, conclusion
 from penstock._cli.findings import Finding
 from penstock.agents import AgentClient
 from penstock.chat import ChatFormat
-from penstock.errors import EngineRefused, NobodyListens
+from penstock.errors import EngineFailed, EngineRefused, InvalidConfig, NobodyListens, ProtocolMismatch
 from penstock.policies import SamplingParams
 from penstock.testing import drive_source
 from penstock.torch import TorchPolicy
 
 EXACT = "this server is token-exact: agents can train through it"
 NO_IDS = "the answers have no token ids: text would be tokenized again, into other tokens than were sampled"
+UNREADABLE = "no answer that can be read: "
 ALL_MESSAGES = [*PROGRAMS][1:8]
 
 
@@ -84,7 +86,7 @@ WRONG: Mapping[str, tuple[list[str], str]] = {
     "refuses tools": (ALL_MESSAGES[4:], "tools are refused (400: auto tool choice requires a parser)"),
     "fails at malformed calls": (["malformed tool call"], "the server fails (500: JSONDecodeError), so that an agent"),
     "no ids": ([*PROGRAMS][:-1], NO_IDS),
-    "answers in another form": ([*PROGRAMS][:-1], "no answer that can be read: "),
+    "answers in another form": ([*PROGRAMS][:-1], UNREADABLE),
     "fewer log-probabilities than tokens": (
         ["ids of an answer", "log-probabilities"],
         "expected a log-probability for each token, got 7 for 8 tokens",
@@ -125,6 +127,22 @@ WRONG: Mapping[str, tuple[list[str], str]] = {
         ["too long prompt"],
         "a prompt that is too long is answered by 500: the context is exceeded",
     ),
+    "redirects malformed calls": (["malformed tool call"], "the server fails (307: expected an answer, got a redirect"),
+    "wants a key for wrong values": (["refused parameters"], "temperature=-1 is answered by 401: temperature is"),
+    "answers wrong values by a list": (["refused parameters"], UNREADABLE + "ValidationError: Expected `object`"),
+    "answers nest": ([*PROGRAMS][:-1], UNREADABLE + "RecursionError"),
+    "ids beyond any vocabulary": ([*PROGRAMS][:-1], UNREADABLE + "ValidationError: Expected `int` <= 2147483647"),
+    "log-probabilities are a list": ([*PROGRAMS][:-1], UNREADABLE + "ValidationError: Expected `object"),
+    "a message is text": ([*PROGRAMS][:-1], UNREADABLE + "ValidationError: Expected `object"),
+    "a text is a number": ([*PROGRAMS][:-1], UNREADABLE + "ValidationError: Expected `str"),
+    "streams what is no JSON": (["stream"], UNREADABLE + "DecodeError"),
+    "streams lists": (["stream"], UNREADABLE + "ValidationError: Expected `object`"),
+    "streams more than 4 MiB": (["stream"], "expected a response of at most 4,194,304 bytes, got more"),
+    "generates more than 4 MiB": (["tokens in and out"], "expected a response of at most 4,194,304 bytes, got more"),
+    "log-probabilities of a part of the prompt": (
+        ["temperature of a call", "log-probabilities"],
+        UNREADABLE + "ProtocolMismatch: expected log-probabilities of ",
+    ),
 }
 """The programs that differ for a server that is wrong in one way, and the cause that one of them tells."""
 
@@ -157,6 +175,56 @@ async def test_a_server_that_wants_a_key_is_given_it(chat: ChatFormat) -> None:
         findings = await examined(url, chat, "secret")
 
     assert conclusion(findings) == EXACT
+
+
+async def test_the_first_program_says_that_a_server_wants_a_key(chat: ChatFormat) -> None:
+    with pytest.raises(EngineRefused, match="401: expected a key: set --key, or OPENAI_API_KEY, to a key"):
+        await findings_of(chat, "wants a key for completions")
+
+
+async def test_a_server_that_does_not_answer_in_time_is_asked_no_more(chat: ChatFormat) -> None:
+    told: list[str] = []
+
+    async with WrongServer(chat, "never answers").serving() as url:
+        (finding,) = await examined(url, chat, tell=told.append, timeout_s=0.2)
+
+    assert told == ["list of models", "tokenizer"]
+    assert (finding.name, finding.verdict, finding.found) == ("tokenizer", "differs", "no answer within 0.2 s")
+    assert conclusion([finding]) == "the server stopped answering: 19 of 20 programs were not asked"
+
+
+@pytest.mark.parametrize("wrong", cells(LISTED, run=["lists a text", "lists without end"]))
+async def test_a_list_of_models_that_cannot_be_read_is_told_in_one_line(wrong: str, chat: ChatFormat) -> None:
+    with pytest.raises(
+        ProtocolMismatch, match=r"expected a list of models from http://.*/v1/models, got .*: ."
+    ) as told:
+        await findings_of(chat, wrong)
+
+    assert "\n" not in str(told.value)
+
+
+async def test_an_error_that_nests_is_repeated_as_its_text(chat: ChatFormat) -> None:
+    with pytest.raises(EngineFailed, match=r"500: \[\[\["):
+        await findings_of(chat, "fails by an error that nests")
+
+
+@pytest.mark.parametrize("wrong", cells(TOLD, run=["tells the bound of transformers"]))
+async def test_a_bound_that_no_prompt_exceeds_is_left_untried(wrong: str, chat: ChatFormat) -> None:
+    findings = await findings_of(chat, wrong)
+
+    assert verdicts(findings)["too long prompt"] == "unknown"
+    assert findings[-1].found == f"the server tells a bound of {TOLD[wrong]:g} tokens, more than are sent here"
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/v1/models", "/v1/completions", "/v1/chat/completions"])
+def test_a_url_may_have_the_paths_that_clients_append(path: str) -> None:
+    assert root_of(f"http://127.0.0.1:8000/r/run{path}") == "http://127.0.0.1:8000/r/run"
+
+
+@pytest.mark.parametrize("url", ["foo", "host:8000", "http://", "http://host:99999", "http://host/v1?x=1", "http://["])
+def test_what_is_no_url_of_a_server_is_told(url: str) -> None:
+    with pytest.raises(InvalidConfig, match=re.escape(f"--endpoint: expected http://host:port, got {url}")):
+        root_of(url)
 
 
 async def test_an_address_without_a_server_is_told(chat: ChatFormat) -> None:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 from aiohttp import web
 from tests.models_hf.chat_templates import QWEN, tokenizer_folder
@@ -22,6 +23,36 @@ from penstock.policies import PretrainedTokenizer
 
 LONGEST = 600
 LETTERS = "ans"
+
+NESTED = "[" * 10_000
+
+LISTED: Mapping[str, str] = {
+    "lists a text": '{"data": "abc"}',
+    "lists numbers": '{"data": [1]}',
+    "lists an object": '{"data": {"id": "letters"}}',
+    "lists no model": '{"data": []}',
+    "lists a list": "[1, 2]",
+    "lists without end": NESTED,
+    "lists a page": "<html>",
+}
+"""Answers of /v1/models."""
+
+TOLD: Mapping[str, float] = {"tells 10**12 tokens": 10**12, "tells the bound of transformers": int(1e30)}
+
+CHANGED: Mapping[str, Mapping[str, Any]] = {
+    "ids beyond any vocabulary": {"token_ids": [2**40]},
+    "log-probabilities are a list": {"logprobs": [1]},
+    "a message is text": {"message": "x"},
+    "a text is a number": {"text": 5},
+}
+"""Changes of a choice."""
+
+EVENTS: Mapping[str, bytes] = {
+    "streams what is no JSON": b"data: {not json}\n\n",
+    "streams lists": b"data: [1]\n\n",
+    "streams more than 4 MiB": b'data: {"choices": [{"token_ids": [1]}]}\n\n' * 120_000,
+}
+
 Logprobs = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -49,7 +80,7 @@ class WrongServer:
             app.router.add_post(f"/v1/{path}", answer)
         if self._wrong != "no /inference/v1/generate":
             app.router.add_post("/inference/v1/generate", self._generated)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         try:
             site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -61,7 +92,11 @@ class WrongServer:
     async def _models(self, request: web.Request) -> web.Response:
         if self._wrong == "needs a key" and request.headers.get("Authorization") != "Bearer secret":
             return refused(401, "expected a key")
-        return web.json_response({"data": [{"id": "letters", "max_model_len": LONGEST}]})
+        if self._wrong == "fails by an error that nests":
+            return web.Response(status=500, text=NESTED)
+        if self._wrong in LISTED:
+            return web.Response(text=LISTED[self._wrong])
+        return web.json_response({"data": [{"id": "letters", "max_model_len": TOLD.get(self._wrong, LONGEST)}]})
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -148,7 +183,9 @@ class WrongServer:
         ranges = {"temperature": (0, 2), "top_p": (0, 1), "n": (1, 64), "max_tokens": (1, LONGEST)}
         for name, (least, most) in ranges.items():
             if not least <= asked.get(name, least) <= most and self._wrong != "ignores wrong values":
-                return refused(400, f"{name} is out of range")
+                if self._wrong == "answers wrong values by a list":
+                    return web.json_response([])
+                return refused(401 if self._wrong == "wants a key for wrong values" else 400, f"{name} is out of range")
         if asked.get("logit_bias") and not self._wrong:
             return refused(400, "logit_bias is not supported")
         if len(prompt) >= LONGEST and self._wrong != "cuts long prompts":
@@ -166,6 +203,8 @@ class WrongServer:
         calls = [call["function"] for each in asked["messages"] for call in each.get("tool_calls", ())]
         if self._wrong == "fails at malformed calls" and not all(call["arguments"].endswith("}") for call in calls):
             return refused(500, "JSONDecodeError")
+        if self._wrong == "redirects malformed calls" and not all(call["arguments"].endswith("}") for call in calls):
+            return refused(307, "")
         if (no := self._refusal(prompt, asked)) is not None:
             return no
         choices = self._choices(prompt, asked)
@@ -180,6 +219,7 @@ class WrongServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         (choice,) = choices
+        await response.write(EVENTS.get(self._wrong, b""))
         for place, token in enumerate(choice["tokens"]):
             if self._wrong == "streams lose a token" and place == 3:
                 continue
@@ -192,6 +232,10 @@ class WrongServer:
     async def _completed(self, request: web.Request) -> web.Response:
         asked = await request.json()
         prompt = asked["prompt"]
+        if self._wrong == "never answers":
+            await anyio.sleep_forever()
+        if self._wrong == "wants a key for completions":
+            return refused(401, "expected a key")
         if isinstance(prompt, str):
             text = prompt.replace("é", "e") if self._wrong == "another tokenizer" else prompt
             prompt = self._chat.tokenizer.encode(text)
@@ -204,6 +248,8 @@ class WrongServer:
             read = [self._logprobs(prompt[:place], 1, {})[token] for place, token in enumerate(prompt)]
             named = [{str(token): {"logprob": value}} for token, value in zip(prompt, read, strict=True)]
             choices[0]["prompt_logprobs"] = [None, *named[1:]]
+            if self._wrong == "log-probabilities of a part of the prompt":
+                choices[0]["prompt_logprobs"].pop()
         return self._answer(prompt, choices)
 
     async def _generated(self, request: web.Request) -> web.Response:
@@ -211,6 +257,8 @@ class WrongServer:
         tokens = self._sample(asked["token_ids"], asked["sampling_params"], 0)["tokens"]
         if self._wrong == "generates other tokens":
             tokens = tokens[::-1]
+        if self._wrong == "generates more than 4 MiB":
+            return web.Response(text=" " * 5 * 2**20)
         return web.json_response({"choices": [{"token_ids": tokens}]})
 
     def _choice(self, number: int, sampled: Mapping[str, Any], *, chat: bool = False) -> dict[str, Any]:
@@ -220,11 +268,14 @@ class WrongServer:
         logprobs = {"content": [{"logprob": value} for value in values]} if chat else {"token_logprobs": values}
         said = {"message": sampled["message"]} if chat else {"text": sampled["text"]}
         ids = {} if self._wrong == "no ids" else {"token_ids": sampled["tokens"]}
-        return {"index": number, "finish_reason": sampled["finish"], "logprobs": logprobs, **said, **ids}
+        changed = CHANGED.get(self._wrong, {})
+        return {"index": number, "finish_reason": sampled["finish"], "logprobs": logprobs, **said, **ids, **changed}
 
     def _answer(self, prompt: Sequence[int], choices: list[dict[str, Any]]) -> web.Response:
         if self._wrong == "answers in another form":
             return web.json_response({"choices": []})
+        if self._wrong == "answers nest":
+            return web.Response(text=f'{{"error": {NESTED}')
         return web.json_response({"prompt_token_ids": list(prompt), "choices": choices})
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from .._stages.http.bounded_response import RequestFailed, bytes_of
-from .._stages.http.completion_stream import Events
+from .._pipeline.errors import ProtocolMismatch
+from .._schemas.errors import UNREADABLE
+from .._stages.http.bounded_response import LONGEST_ANSWER, RequestFailed
+from .._stages.http.completion_stream import Events, Logprob, TokenId
 from .._stages.http.server_client import ServerClient
 
-CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+MODELS, CHAT, TEXT = "/v1/models", "/v1/chat/completions", "/v1/completions"
+TOKENS = "/inference/v1/generate"
 
 ABSENT = {HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED}
 """vLLM answers 403 at paths that were not enabled when it was started."""
 
-LONGEST = bytes_of(2**18)
+T = TypeVar("T")
 
 
 class Differs(Exception):
@@ -36,6 +39,46 @@ NO_IDS = Differs(
     "the answers have no token ids: text would be tokenized again, into other tokens than were sampled",
     "use a server with return_token_ids, such as vLLM 0.10.2 or later, or the endpoint of penstock",
 )
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: float | None = None
+
+
+class _Models(msgspec.Struct):
+    data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
+
+
+class _Read(msgspec.Struct):
+    logprob: Logprob
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[Logprob] | None = None
+    content: list[_Read] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    prompt_logprobs: list[dict[str, _Read] | None] | None = None
+    logprobs: _Logprobs | None = None
+    text: str | None = None
+    message: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class _Part(msgspec.Struct):
+    """An event of a stream."""
+
+    choices: list[_Choice] = []
+
+
+class _Answer(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    prompt_token_ids: list[TokenId] | None = None
 
 
 class ChoiceInIds(NamedTuple):
@@ -74,70 +117,87 @@ class AskedServer:
         """Ask a server for its first model.
 
         Raises:
-            PenstockError: it does not answer, or refuses.
+            PenstockError: it does not answer, refuses, or answers with something else.
         """
-        response = await client.retry("/v1/models", lambda: client.request_json("GET", "/v1/models"))
-        listed = response.get("data") or [{}]
-        return cls(client, str(listed[0].get("id")), listed[0].get("max_model_len"))
+        received = await client.retry(MODELS, lambda: client.body("GET", MODELS))
+        try:
+            model = msgspec.json.decode(received, type=_Models).data[0]
+        except UNREADABLE as error:
+            raise ProtocolMismatch(
+                f"expected a list of models from {client.url}{MODELS}, got {received[:200]!r}: {error}"
+            ) from None
+        longest = model.max_model_len
+        return cls(client, model.id, int(longest) if longest is not None and longest >= 1 else None)
 
-    async def post(self, path: str, **fields: Any) -> dict[str, Any]:
-        """Return the JSON of an answer."""
+    async def post(self, path: str, **fields: Any) -> None:
+        """Send a request, and check that its answer is an object."""
+        await self._asked(path, dict[str, Any], fields)
+
+    async def _asked(self, path: str, kind: type[T], fields: Mapping[str, Any]) -> T:
         body = msgspec.json.encode({"model": self._model, **fields})
-        return await self._client.request_json("POST", path, body, longest=LONGEST)
+        return msgspec.json.decode(await self._client.body("POST", path, body), type=kind)
 
     async def chat(self, messages: Sequence[Any], **fields: Any) -> AnswerInIds:
         """Return turns after `messages`."""
-        return _answer(await self.post(CHAT, messages=messages, return_token_ids=True, **fields))
+        return _answer(await self._asked(CHAT, _Answer, {"messages": messages, "return_token_ids": True, **fields}))
 
     async def complete(self, prompt: str | Sequence[int], **fields: Any) -> AnswerInIds:
         """Return what follows a text, or tokens."""
-        return _answer(await self.post(TEXT, prompt=prompt, return_token_ids=True, **fields))
+        return _answer(await self._asked(TEXT, _Answer, {"prompt": prompt, "return_token_ids": True, **fields}))
 
     async def generate(self, tokens: Sequence[int], **sampling: Any) -> list[int] | None:
         """Return the tokens that follow tokens; None if the server has no such path."""
         try:
-            answer = await self.post(TOKENS, token_ids=tokens, sampling_params=sampling)
+            answer = await self._asked(TOKENS, _Answer, {"token_ids": tokens, "sampling_params": sampling})
         except RequestFailed as error:
             if error.status in ABSENT:
                 return None
             raise
-        return list(answer["choices"][0]["token_ids"])
+        if answer.choices[0].token_ids is None:
+            raise NO_IDS
+        return answer.choices[0].token_ids
 
     async def streamed(self, messages: Sequence[Any], **fields: Any) -> list[int]:
         """Return the tokens of a turn that is streamed."""
         given = {"model": self._model, "messages": messages, "return_token_ids": True, "stream": True, **fields}
-        events, found = Events(), []
-        async with self._client.stream(CHAT, msgspec.json.encode(given), longest=LONGEST) as chunks:
+        events = Events()
+        tokens: list[int] = []
+        async with self._client.stream(CHAT, msgspec.json.encode(given), longest=LONGEST_ANSWER) as chunks:
             async for chunk in chunks:
-                found += [msgspec.json.decode(data) for data in events.feed(chunk) if data != b"[DONE]"]
-        choices = [choice for each in found for choice in each.get("choices", ())]
-        return [token for choice in choices for token in choice.get("token_ids") or ()]
+                parts = [msgspec.json.decode(data, type=_Part) for data in events.feed(chunk) if data != b"[DONE]"]
+                tokens += [token for part in parts for choice in part.choices for token in choice.token_ids or ()]
+        return tokens
 
     async def raw_logprobs(self, tokens: Sequence[int]) -> list[float] | None:
         """Return the model's log-probability of each token but the first, at temperature 1; None if it has none."""
         try:
-            answer = await self.post(TEXT, prompt=tokens, max_tokens=1, temperature=0, prompt_logprobs=0)
+            asked = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+            answer = await self._asked(TEXT, _Answer, asked)
         except RequestFailed:
             return None
-        found = answer["choices"][0].get("prompt_logprobs")
+        found = answer.choices[0].prompt_logprobs
         if not found:
             return None
-        return [each[str(token)]["logprob"] for token, each in zip(tokens[1:], found[1:], strict=True)]
+        if len(found) != len(tokens):
+            raise ProtocolMismatch(f"expected log-probabilities of {len(tokens)} tokens of a prompt, got {len(found)}")
+        return [(each or {})[str(token)].logprob for token, each in zip(tokens[1:], found[1:], strict=True)]
 
 
-def _answer(found: Mapping[str, Any]) -> AnswerInIds:
-    choices = sorted(found["choices"], key=lambda choice: choice["index"])
-    prompt = found.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
-    if prompt is None or any(choice.get("token_ids") is None for choice in choices):
+def _answer(found: _Answer) -> AnswerInIds:
+    choices = sorted(found.choices, key=lambda choice: choice.index)
+    prompt = found.prompt_token_ids or choices[0].prompt_token_ids
+    if prompt is None:
         raise NO_IDS
-    return AnswerInIds(list(prompt), [_sampled(choice) for choice in choices])
+    return AnswerInIds(prompt, [_sampled(choice) for choice in choices])
 
 
-def _sampled(choice: Mapping[str, Any]) -> ChoiceInIds:
-    logprobs = choice.get("logprobs") or {}
-    values = logprobs.get("token_logprobs")
-    if values is None and logprobs.get("content") is not None:
-        values = [each["logprob"] for each in logprobs["content"]]
-    message = choice.get("message") or {}
-    text = choice.get("text", message.get("content")) or ""
-    return ChoiceInIds(list(choice["token_ids"]), values, text, choice.get("finish_reason"), message)
+def _sampled(choice: _Choice) -> ChoiceInIds:
+    if choice.token_ids is None:
+        raise NO_IDS
+    logprobs = choice.logprobs or _Logprobs()
+    values = logprobs.token_logprobs
+    if values is None and logprobs.content is not None:
+        values = [each.logprob for each in logprobs.content]
+    message = choice.message or {}
+    text = choice.text or str(message.get("content") or "")
+    return ChoiceInIds(choice.token_ids, values, text, choice.finish_reason, message)

@@ -45,10 +45,13 @@ def doctor(
     if bool(endpoint) != bool(model):
         raise typer.BadParameter("expected --endpoint and --model, or neither")
     if endpoint:
+        from rich.console import Console  # noqa: PLC0415 (as below)
+
         from .endpoint_checks import endpoint_checks  # noqa: PLC0415 (the other commands need none of these)
         from .endpoint_programs import conclusion  # noqa: PLC0415 (as above)
 
-        findings = endpoint_checks(endpoint, model, key)
+        with Console().status("") as line:  # shown on a terminal alone
+            findings = endpoint_checks(endpoint, model, key, line.update)
         _report(findings, conclusion(findings))
         return
     from .machine_checks import machine_checks  # noqa: PLC0415 (as above)

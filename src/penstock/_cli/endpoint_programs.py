@@ -5,15 +5,12 @@ Each asks the server, and compares its token ids with those of the model's folde
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
-import aiohttp
-
-from .._pipeline.errors import InvalidConfig, InvalidData, ProtocolMismatch
+from .._pipeline.errors import EngineRefused, InvalidConfig, InvalidData
 from .._stages.http.bounded_response import RequestFailed
 from .._stages.tokenizers.chat_format import ChatFormat
 from .._stages.tokenizers.start_tokens import prompt_ids
@@ -30,8 +27,13 @@ ASKED = [{"role": "user", "content": "Name a colour."}]
 
 AGAIN = {"role": "user", "content": "Another one?"}
 
-LONG = 2**17
-"""Tokens of a prompt that is too long, if the server does not tell its bound."""
+LONG, LONGEST = 2**17, 2**20
+"""Tokens of a prompt that is too long, if the server does not tell its bound; the largest bound that is tried."""
+
+REFUSALS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
+"""Statuses that say that a value of the request cannot be served."""
+
+LOCKED = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
 
 NOISE = 0.05
 """Nats between two computations of a log-probability in bfloat16; a wrong temperature or token moves it further."""
@@ -47,6 +49,9 @@ SEND_TOKENS = "put penstock's endpoint in front (docs/agents.md): it samples her
 UNREADABLE = "\ufffd"
 """Text of bytes that are no character."""
 
+LONGEST_CAUSE = 400
+"""Characters of a cause that repeats what the server sent."""
+
 SHOWN = 24
 """Characters of a text around the first difference."""
 
@@ -57,6 +62,8 @@ class Examined:
 
     server: AskedServer
     chat: ChatFormat
+    timeout_s: float
+    """Bound on each answer."""
 
     async def same_prompt(self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Compare the prompt that the server makes of messages with that of the folder."""
@@ -68,7 +75,7 @@ class Examined:
         try:
             answer = await self.server.chat(messages, max_tokens=1, **({"tools": tools} if tools else {}))
         except RequestFailed as error:
-            if own is None and error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            if own is None and error.status in REFUSALS:
                 return "the template refuses it, here and there"
             if tools and "tool" in str(error):
                 raise Differs(
@@ -134,7 +141,7 @@ async def _one_turn(of: Examined) -> str:
 
 async def _system(of: Examined) -> str:
     said = [*ASKED, {"role": "assistant", "content": "Blue."}, AGAIN]
-    return await of.same_prompt([{"role": "system", "content": "AnswerInIds in one word."}, *said])
+    return await of.same_prompt([{"role": "system", "content": "Answer in one word."}, *said])
 
 
 async def _thinking(of: Examined) -> str:
@@ -184,7 +191,7 @@ async def _malformed_call(of: Examined) -> str:
     try:
         return await of.same_prompt(said, [ADD])
     except RequestFailed as error:
-        if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if error.status not in REFUSALS:
             raise Differs(
                 f"the server fails ({error}), so that an agent cannot send back what the policy wrote",
                 SEND_AS_TEXT,
@@ -371,7 +378,9 @@ async def _refused(of: Examined) -> str:
     biased = of.prompt[0]
     try:
         said = await of.server.chat(ASKED, temperature=0, max_tokens=1, logit_bias={str(biased): 100})
-    except RequestFailed:
+    except RequestFailed as error:
+        if error.status not in REFUSALS:
+            raise
         return "values out of range, and logit_bias"
     if said.first.tokens != [biased]:
         raise Differs("logit_bias is accepted and ignored", "send no field that changes the sampling unseen")
@@ -382,7 +391,7 @@ async def _expect_refusal(of: Examined, what: str, path: str, **fields: Any) -> 
     try:
         await of.server.post(path, **fields)
     except RequestFailed as error:
-        if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if error.status not in REFUSALS:
             raise Differs(
                 f"{what} is answered by {error}", "agents repeat such requests: put penstock's endpoint in front"
             ) from None
@@ -391,10 +400,11 @@ async def _expect_refusal(of: Examined, what: str, path: str, **fields: Any) -> 
 
 
 async def _long_prompt(of: Examined) -> str:
-    token = of.prompt[-1]
-    said = await _expect_refusal(
-        of, "a prompt that is too long", TEXT, prompt=[token] * ((of.server.longest or LONG) + 1), max_tokens=1
-    )
+    bound = of.server.longest or LONG
+    if bound > LONGEST:
+        raise NotAsked(f"the server tells a bound of {bound:g} tokens, more than are sent here")
+    prompt = of.prompt[-1:] * (bound + 1)
+    said = await _expect_refusal(of, "a prompt that is too long", TEXT, prompt=prompt, max_tokens=1)
     return f"refused: {said[:60]}…"
 
 
@@ -427,36 +437,46 @@ BY_TOKENS = ("tokens in and out", "end by length", "stop string", "log-probabili
 """Those on which `HttpPolicy` relies."""
 
 
-async def examine(of: Examined, programs: Mapping[str, Program] = PROGRAMS) -> list[Finding]:
-    """Run the programs, and return their findings."""
-    return [await _tried(name, program, of) for name, program in programs.items()]
+async def examine(of: Examined, tell: Callable[[str], None]) -> list[Finding]:
+    """Run the programs, and return their findings; the first that is not answered in time is the last.
+
+    Args:
+        of: examined.
+        tell: called with the name of each program before it runs.
+
+    Raises:
+        EngineRefused: the server wants a key.
+    """
+    findings: list[Finding] = []
+    for name, program in PROGRAMS.items():
+        tell(name)
+        try:
+            findings.append(Finding(name, await program(of), "exact"))
+        except NotAsked as error:
+            findings.append(Finding(name, str(error), "unknown"))
+        except Differs as error:
+            findings.append(_differs(name, str(error), error.remedy))
+        except TimeoutError:
+            return [*findings, _differs(name, f"no answer within {of.timeout_s:g} s", "see the server's log")]
+        except RequestFailed as error:
+            if not findings and error.status in LOCKED:
+                raise EngineRefused(f"{error}: set --key, or OPENAI_API_KEY, to a key of the server") from None
+            remedy = "let the server do it, or have agents do without"
+            findings.append(_differs(name, f"the server answers with {error}", remedy))
+        except Exception as error:  # noqa: BLE001 (an answer may be wrong in any way; the other programs still run)
+            cause = f"no answer that can be read: {type(error).__name__}: {' '.join(str(error).split())}"
+            findings.append(_differs(name, cause[:LONGEST_CAUSE], "see the server's log"))
+    return findings
 
 
-async def _tried(name: str, program: Program, of: Examined) -> Finding:
-    try:
-        return Finding(name, await program(of), "exact")
-    except NotAsked as error:
-        return Finding(name, str(error), "unknown")
-    except Differs as error:
-        return Finding(name, str(error), "differs", str(error), error.remedy)
-    except RequestFailed as error:
-        cause = f"the server refuses it with {error}"
-        return Finding(name, cause, "differs", cause, "let the server do it, or have agents do without")
-    except (
-        aiohttp.ClientError,
-        OSError,
-        ProtocolMismatch,
-        KeyError,
-        IndexError,
-        TypeError,
-        json.JSONDecodeError,
-    ) as error:
-        cause = f"no answer that can be read: {type(error).__name__}: {error}"
-        return Finding(name, cause, "differs", cause, "see the server's log")
+def _differs(name: str, cause: str, remedy: str) -> Finding:
+    return Finding(name, cause, "differs", cause, remedy)
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
     """Return the answer to the question whether agents can train through this server."""
+    if unasked := len(PROGRAMS) - len(findings):
+        return f"the server stopped answering: {unasked} of {len(PROGRAMS)} programs were not asked"
     differ = [each.name for each in findings if each.verdict == "differs"]
     if not differ:
         return "this server is token-exact: agents can train through it"
