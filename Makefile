@@ -3,7 +3,7 @@
 #   make test            the suite, four files at a time
 #   make test-all        its long tests and every cell of its tables too, of which make test runs some; with coverage
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
-#   make test-agents     the clients and frameworks of agents themselves, on a CPU; installs them first (0.7 GB)
+#   make test-agents     the clients and frameworks of agents themselves, on a CPU; installs them first (0.8 GB)
 #   make test-trackers   TensorBoard and W&B themselves, offline; installs them first (0.2 GB)
 #   make test-prime-rl PRIME_RL=../prime-rl   prime-rl's loader and loss, whose checkout is there; installs 0.2 GB first
 #   make test-roll ROLL=../roll   ROLL's pipeline on a CPU, whose checkout is there; installs 0.3 GB first
@@ -37,6 +37,7 @@ VLLM := $(VENV)/vllm
 WITH_ATROPOS := $(VENV)/atropos
 AGENTS := $(VENV)/agents
 VERIFIERS := $(VENV)/verifiers
+OPENENV := $(VENV)/openenv
 TRACKERS := $(VENV)/trackers
 TRL := $(VENV)/trl
 WITH_SKYRL := $(VENV)/skyrl
@@ -86,10 +87,12 @@ test-vllm: $(VLLM)/ready $(AGENTS)/ready
 test-trackers: $(TRACKERS)/ready
 	PYTHONPATH=$(TRACKERS) $(BIN)/python -m pytest tests/trackers_real/against_trackers.py
 
-# Warnings of these packages are no errors. verifiers excludes the newest clients; its harnesses find uv on the path.
-test-agents: $(AGENTS)/ready $(VERIFIERS)/ready
+# Warnings of these packages are no errors. verifiers, openenv and the newest clients exclude one another; the harnesses of
+# verifiers find uv on the path.
+test-agents: $(AGENTS)/ready $(VERIFIERS)/ready $(OPENENV)/ready
 	PYTHONPATH=$(CURDIR)/$(AGENTS):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/agents_real/against_*.py
 	PATH="$(CURDIR)/$(VERIFIERS)/bin:$$PATH" PYTHONPATH=$(CURDIR)/$(VERIFIERS):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/verifiers_real/against_*.py
+	PYTHONPATH=$(CURDIR)/$(OPENENV):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/openenv_real/against_*.py
 
 # Ray's warnings are no errors. Its processes begin as Python starts them, without the paths of pytest.
 test-ray: private WARNINGS := -W default
@@ -157,7 +160,7 @@ test-atropos-skyrl: $(READY)
 # Packages beside those of .venv, in a folder that only the tests with them have on their path. Some wheels have folders
 # that are not their own. gem, for ROLL, refuses Python 3.12.1 and later by its metadata alone.
 $(WITH_ROLL)/ready: private OPTIONS := --ignore-requires-python
-$(AGENTS)/ready $(VERIFIERS)/ready $(TRACKERS)/ready $(TRL)/ready $(RAY)/ready $(VERL)/ready $(WITH_PRIME_RL)/ready $(WITH_ROLL)/ready: $(VENV)/%/ready: scripts/%/requirements.txt | $(READY)
+$(AGENTS)/ready $(VERIFIERS)/ready $(OPENENV)/ready $(TRACKERS)/ready $(TRL)/ready $(RAY)/ready $(VERL)/ready $(WITH_PRIME_RL)/ready $(WITH_ROLL)/ready: $(VENV)/%/ready: scripts/%/requirements.txt | $(READY)
 	rm -rf $(@D)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps $(OPTIONS) --target $(@D) --requirement $<
 	rm -rf $(addprefix $(@D)/,tests scripts recipe tutorial)

@@ -92,6 +92,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "Limits": PUBLIC.Limits,
     "LoRA": PUBLIC.LoRA,
     "OutsideServer": partial(PUBLIC.OutsideServer, command=["true"], ready=http_ready("http://127.0.0.1:1")),
+    "OpenEnvEnvironment": partial(PUBLIC.OpenEnvEnvironment, "http://127.0.0.1:1", "text", "text"),
     "Packer": PUBLIC.Packer,
     "PromptDataset": partial(PUBLIC.PromptDataset, [{"prompt": "?"}]),
     "ReferenceUpdates": PUBLIC.ReferenceUpdates,

@@ -75,6 +75,7 @@ GIVEN: dict[str, Any] = {
     "url": "http://127.0.0.1:1",
     "model": "name",
     "prompt": "{completion}",
+    **dict.fromkeys(("action", "observation"), "text"),
     "total": PPOClip(),
     "aggregation": "token-mean",
     "optimizer": partial(adamw, lr=0.5),

@@ -17,6 +17,7 @@ from ._stages.agents.agent_commands import CommandFailed, CommandResult
 from ._stages.agents.agent_env import AgentCommand, AgentEnv
 from ._stages.agents.blocking_client import BlockingAgentClient
 from ._stages.agents.mcp_tools import MCPTools
+from ._stages.agents.openenv_environment import OpenEnvEnvironment
 from ._stages.agents.verifiers_environment import VerifiersEnvironment
 from ._stages.contracts.policies import Call
 
@@ -34,6 +35,7 @@ __all__ = [
     "DrivingEnvironment",
     "EndpointAddress",
     "MCPTools",
+    "OpenEnvEnvironment",
     "Outcome",
     "RolloutDeadline",
     "RolloutEnded",

@@ -14,7 +14,7 @@ from tests.stages.agents.says import Says
 from tests.stages.agents.served import chat_format
 
 from penstock import RewardBridge, SourceEnv, TrajectoryGroup
-from penstock.agents import AgentClient, AgentCommand, AgentEnv, MCPTools, VerifiersEnvironment
+from penstock.agents import AgentClient, AgentCommand, AgentEnv, MCPTools, OpenEnvEnvironment, VerifiersEnvironment
 from penstock.chat import ChatFormat
 from penstock.data import PromptDataset
 from penstock.errors import InvalidConfig, MissingExtra
@@ -230,6 +230,28 @@ def test_tasksets_of_verifiers_need_an_extra(monkeypatch: pytest.MonkeyPatch) ->
         MissingExtra, match=r"VerifiersEnvironment needs verifiers, which is not installed: .*\[verifiers\]"
     ):
         VerifiersEnvironment("gsm8k-v1")()
+
+
+def test_environments_of_openenv_need_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "websockets", None)
+
+    with pytest.raises(
+        MissingExtra, match=r"OpenEnvEnvironment needs websockets, which is not installed: .*\[openenv\]"
+    ):
+        OpenEnvEnvironment("http://127.0.0.1:1", action="message", observation="text")()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"url": "127.0.0.1:8000"}, r"OpenEnvEnvironment\.url: expected http://… or https://…"),
+        ({"action": ""}, r"OpenEnvEnvironment\.action: expected the name of a field or a function"),
+        ({"observation": 3}, r"OpenEnvEnvironment\.observation: expected the name of a field or a function"),
+    ],
+)
+def test_an_environment_of_openenv_has_an_address_and_names_its_fields(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        OpenEnvEnvironment(**{"url": "http://127.0.0.1:1", "action": "message", "observation": "text", **fields})
 
 
 @pytest.mark.parametrize("server", [{}, {"command": ["a"], "url": "b"}, {"command": "a b"}])
