@@ -174,6 +174,7 @@ class AgentClient(Protocol):
 
         Raises:
             CommandFailed: it could not be started, or ended with another status while `check` is true.
+            RolloutEnded, RolloutDeadline: the rollout has ended; nothing is started.
         """
         ...
 

@@ -135,6 +135,7 @@ class RolloutClient:
         check: bool = True,
     ) -> CommandResult:
         """See `AgentClient.run`."""
+        self._rollout.check_running()
         environment = {} if self.address is None else self.address.env
         return await run_command(command, environment, folder, stdin=stdin, check=check)
 
@@ -213,7 +214,7 @@ class AgentRollout:
         Raises:
             RolloutEnded, RolloutDeadline: the rollout has ended.
         """
-        self._check_running()
+        self.check_running()
         client = RolloutClient(self)
         if self.serve_client is not None:
             self.serve_client(client)
@@ -224,7 +225,7 @@ class AgentRollout:
     ) -> Call:
         """Return the completion of a client's call; see `AgentClient.generate`."""
         await checkpoint()  # an agent that retries what is refused must not block the loop
-        self._check_running()
+        self.check_running()
         prompt = as_ids(prompt, least=1)
         number = self._begun
         if number == self._max_calls:
@@ -246,7 +247,7 @@ class AgentRollout:
                 self._in_flight.discard(scope)
         if completion is not None and self._ended:
             current().metrics.total("rollout/dropped_tokens/cancelled", len(completion.tokens))
-        self._check_running()
+        self.check_running()
         if completion is None:
             raise ContextTooLong(
                 f"expected a prompt that leaves a token for a completion, got {len(prompt)} tokens: shorten the "
@@ -285,12 +286,13 @@ class AgentRollout:
 
     def add_reward(self, value: float, earner: str | RolloutClient) -> None:
         """Add to the reward of a call by its id, or of a client; see `AgentClient.reward`."""
-        self._check_running()
+        self.check_running()
         if isinstance(earner, str) and earner not in self._sampled:
             raise ValueError(f"call: expected the id of a call of this rollout, got {earner!r}")
         self._rewards[earner] = finite(self._rewards.get(earner, 0.0) + number_of(value, "reward"))
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
+        """Raise RolloutEnded or RolloutDeadline if it has ended."""
         if self._ended and anyio.current_time() >= self.deadline_s:
             raise RolloutDeadline(f"rollout {self.repetition} was given up at its deadline, rollout_timeout_s")
         if self._ended:

@@ -38,6 +38,7 @@ from .environment_calls import EnvironmentFailed, called, failed, unchanged
 
 if TYPE_CHECKING:
     from ..agents.endpoint.agent_endpoint import AgentEndpoint
+    from ..agents.endpoint.served_rollout import ServedRollout
 
 CALLEE = Callee(agent_process.__name__, "an agent", "penstock.agents", starts_others=True)
 
@@ -182,11 +183,12 @@ class _DrivingTasks:
         if self._endpoint is None:
             yield
             return
-        endpoint, clients = self._endpoint, []
+        endpoint = self._endpoint
+        clients: list[ServedRollout] = []
         with ExitStack() as stack:
 
             def serve(client: RolloutClient) -> None:
-                served = stack.enter_context(endpoint.serve(client))
+                served = stack.enter_context(endpoint.serve(client, clients[0].shared if clients else None))
                 clients.append(served)
                 client.address = EndpointAddress(served.base_url, served.key)
                 client.chat_by = partial(endpoint.chat, served)

@@ -22,7 +22,7 @@ from .application import Application, ServedRollouts
 from .chat_completions import CHAT_COMPLETIONS
 from .refusals import RequestRefused, decoded, openai_error_body
 from .routes import ROUTES
-from .served_rollout import SamplesCalls, ServedRollout
+from .served_rollout import SamplesCalls, ServedRollout, SharedState
 
 REQUEST_BYTES = 32 * 2**20
 
@@ -78,9 +78,12 @@ class AgentEndpoint:
         await self._stack.__aexit__(kind, error, traceback)
 
     @contextmanager
-    def serve(self, rollout: SamplesCalls) -> Iterator[ServedRollout]:
-        """Answer calls of `rollout`, with a key of its own, within the body; later ones are refused as ended."""
-        served = ServedRollout(rollout, self._chat, url=self.url)
+    def serve(self, client: SamplesCalls, shared: SharedState | None = None) -> Iterator[ServedRollout]:
+        """Answer calls of `client`, with a key of its own, within the body; later ones are refused as ended.
+
+        `shared` is the state of its rollout, for a rollout of several clients.
+        """
+        served = ServedRollout(client, self._chat, url=self.url, shared=shared)
         self._rollouts.add(served)
         try:
             yield served
@@ -99,7 +102,7 @@ class AgentEndpoint:
         try:
             given = decoded(CHAT_COMPLETIONS.decoder, msgspec.json.encode(request))
             sample = CHAT_COMPLETIONS.ask(served, given)
-            async with served.calls:
+            async with served.shared.calls:
                 answer = await sample()
         except RequestRefused as error:
             raise InvalidConfig(f"chat: {error}") from None

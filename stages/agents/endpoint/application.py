@@ -102,7 +102,7 @@ class Application:
                 given = None if route.decoder is None else decoded(route.decoder, body)
                 await _json(HTTPStatus.OK, await route.body(served, given))(scope, receive, send)
             else:
-                async with served.calls:
+                async with served.shared.calls:
                     await _Call(served, route, request, await self._body(request), send).answer()
         except ClientDisconnect:
             pass
@@ -226,8 +226,8 @@ def _key_of(headers: Headers) -> str:
 
 def _promised(served: ServedRollout | None, refused: RequestRefused) -> RequestRefused:
     """Return a refusal; the first one of a rollout whose engine failed asks for a repetition."""
-    if refused.code == "engine_failed" and served is not None and not served.failed:
-        served.failed = True
+    if refused.code == "engine_failed" and served is not None and not served.shared.failed:
+        served.shared.failed = True
         refused.headers = {"Retry-After": RETRY_AFTER_S}
     return refused
 

@@ -157,6 +157,16 @@ def _no_calls(_: str) -> tuple[()]:
     return ()
 
 
+@dataclass(slots=True, eq=False)
+class SharedState:
+    """The state of a rollout that its clients share."""
+
+    calls: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_CALLS))
+    """Entered by each request for completions before its body is read: those of a flood wait unread."""
+    failed: bool = False
+    """True once a client was told that the engine failed, and to repeat its request."""
+
+
 class ServedRollout:
     """The calls of one client of a rollout."""
 
@@ -166,6 +176,7 @@ class ServedRollout:
         chat: ChatFormat,
         *,
         url: str,
+        shared: SharedState | None = None,
     ) -> None:
         self.key: str = secrets.token_urlsafe(24)
         """The secret of the client."""
@@ -175,8 +186,8 @@ class ServedRollout:
         """Calls of tools that could not be read, and are text."""
         self.chat = chat
         self._rollout = rollout
-        self.calls: anyio.CapacityLimiter = anyio.CapacityLimiter(MAX_CALLS)
-        """Entered by each request for completions before its body is read: those of a flood wait unread."""
+        self.shared: SharedState = shared or SharedState()
+        """With the other clients of the rollout."""
         self._thread = anyio.CapacityLimiter(1)
         """Of long texts."""
         self._parser = chat.tool_calls or chat.tool_call_format or "hermes"
@@ -185,8 +196,6 @@ class ServedRollout:
         """Messages that were read, by their JSON."""
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self._named_calls = 0
-        self.failed = False
-        """True once a client was told that the engine failed, and to repeat its request."""
 
     @property
     def branched(self) -> Mapping[BranchReason, int]:

@@ -13,6 +13,7 @@ import aiohttp
 import anyio
 import msgspec
 import pytest
+from tests.fake_policy import FakePolicy
 from tests.loop_clock import LoopClock
 from tests.stages.agents.served import (
     Rollout,
@@ -24,11 +25,13 @@ from tests.stages.agents.served import (
     serving,
 )
 
-from penstock._stages.agents.agent_client import CallsUsedUp, ContextTooLong, RolloutDeadline, RolloutEnded
+from penstock import SourceEnv
+from penstock._stages.agents.agent_client import AgentClient, CallsUsedUp, ContextTooLong, RolloutDeadline, RolloutEnded
 from penstock._stages.agents.endpoint import served_rollout
 from penstock._stages.agents.endpoint.application import COMMENT_S
 from penstock.chat import ChatFormat
 from penstock.policies import Engine, PretrainedTokenizer
+from penstock.testing import drive_source
 
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "one?"}]
 MORE: dict[str, Any] = {"role": "user", "content": "more"}
@@ -371,11 +374,13 @@ async def test_used_up_calls_end_the_agent_by_a_message_without_calls(chat: Chat
     assert not client.served.branched
 
 
-async def test_a_failed_engine_asks_for_one_repetition(chat: ChatFormat) -> None:
+async def test_a_failed_engine_asks_one_client_of_a_rollout_for_one_repetition(chat: ChatFormat) -> None:
     answers = []
-    async with serving(chat, of_script(chat, OSError("gone"), OSError("gone"))) as client:
-        for _ in range(2):
-            async with client.session.post(client.served.base_url + PATH, json={"messages": ASK}) as came:
+    failing = of_script(chat, OSError("gone"), OSError("gone"))
+    async with serving(chat, failing) as client:
+        with client.endpoint.serve(failing, client.served.shared) as other:
+            for served in (client.served, other):
+                came = await client.session.post(served.base_url + PATH, json={"messages": ASK})
                 answers.append((came.status, came.headers.get("Retry-After"), came.headers.get("x-should-retry")))
 
     assert answers == [(503, "1", None), (503, None, "false")]
@@ -616,6 +621,29 @@ async def test_a_flood_of_calls_waits_unread_and_delays_no_other_rollout(
         policy.go.set()
 
     assert len(flooding.calls) == 50
+
+
+async def test_the_clients_of_a_rollout_share_its_bound_of_calls_at_once(
+    chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_rollout, "MAX_CALLS", 1)
+    at_once = []
+
+    class Counts:
+        async def drive(self, _: int, first: AgentClient) -> float:
+            async with anyio.create_task_group() as tasks:
+                for client in (first, first.another()):
+                    tasks.start_soon(client.chat, ASK)
+            return 1.0
+
+    async def wait() -> None:
+        at_once.append(1)
+        await anyio.wait_all_tasks_blocked()
+        at_once.append(-1)
+
+    await drive_source(SourceEnv(Counts, FakePolicy(wait=wait), chat=chat, group_size=1, groups=1))
+
+    assert at_once == [1, -1] * 2
 
 
 async def test_a_prompt_that_is_too_long_is_told_in_the_words_by_which_clients_know_it(chat: ChatFormat) -> None:

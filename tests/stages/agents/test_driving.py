@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -429,6 +430,21 @@ async def test_a_call_after_the_rollout_is_refused() -> None:
         await kept[0].generate(ids("q"))
     with pytest.raises(RolloutEnded):
         await kept[0].reward(1.0)
+
+
+async def test_a_command_after_the_rollout_is_not_started(tmp_path: Path) -> None:
+    kept: list[AgentClient] = []
+
+    async def drive(_: int, client: AgentClient) -> float:
+        await client.generate(ids("q"))
+        kept.append(client)
+        return 1.0
+
+    await driven(drive)
+
+    with pytest.raises(RolloutEnded):
+        await kept[0].run(["touch", tmp_path / "started"])
+    assert not await anyio.Path(tmp_path / "started").exists()
 
 
 async def test_a_call_that_is_being_sampled_when_the_rollout_ends_is_ended() -> None:
