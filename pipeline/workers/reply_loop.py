@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -24,7 +25,8 @@ def reply_to(parent: str, prepare: Callable[[], object], reply: Callable[[bytes]
         die_with(int(parent))
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent ends this process
-    with os.fdopen(os.dup(1), "wb", buffering=0) as replies:
+    # Nobody reads the reply of a parent that is gone.
+    with os.fdopen(os.dup(1), "wb", buffering=0) as replies, suppress(BrokenPipeError):
         os.dup2(2, 1)  # for whatever a library prints
         prepare()
         replies.write(b"{}\n")

@@ -1,7 +1,8 @@
-"""What the suites of frameworks count as a worker of penstock, in a clone that is called penstock too."""
+"""The processes of penstock by their commands, and their end where the parent is gone."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,3 +26,16 @@ def test_only_what_runs_a_worker_counts_as_one(tmp_path: Path) -> None:
             assert worker_processes() == [worker.pid]
             worker.communicate(b"\n")
         other.communicate(b"\n")
+
+
+def test_a_process_whose_reply_nobody_reads_ends_silently() -> None:
+    command = interpreter_command("penstock._stages.rewards.pattern_process", str(os.getpid()))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as answers:
+        assert answers.stdout is not None
+        answers.stdout.readline()
+        answers.stdout.close()
+        answers.stdout = None
+        _, printed = answers.communicate(b'["x", "x"]\n')
+
+    assert (answers.returncode, printed) == (0, b"")
