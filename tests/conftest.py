@@ -11,7 +11,6 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import structlog
@@ -23,7 +22,6 @@ from tests.forks import Forks, forking
 from tests.installation import Installed, build_distributions, install_editable
 from tests.processes.children import children_of
 from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
-from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 from penstock._pipeline.channels.zmq_context import zmq_context
 
@@ -55,25 +53,6 @@ settings.register_profile("search", database=None, deadline=None, suppress_healt
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)
 settings.load_profile("same")
 """The same examples every time, however slow the machine is; `pytest --hypothesis-profile=search` looks for others."""
-
-
-class Together(LoadFileScheduling):  # type: ignore[misc]
-    """Runs each folder of `FORKED_WITH_TORCH` in one process: another would start one that forks with torch too."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        return next((folder for folder in file.split("/") if folder in FORKED_WITH_TORCH), file)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """Have `make test` run files, and some folders, beside each other."""
-    return Together(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the folder that takes longest, so that no process is left with it at the end."""
-    items.sort(key=lambda item: "models_hf" not in item.path.parts)
 
 
 def pytest_collection_finish() -> None:
