@@ -1,4 +1,4 @@
-"""OpenEnv: an environment at its server, as steps: `make test-agents` runs this file."""
+"""OpenEnv: an environment at its server as steps, and its capture proxy: `make test-agents` runs this file."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.agents_real.calculator import USER, run
+from tests.agents_real.against_openai import Chats
+from tests.agents_real.calculator import USER, Ran, run
 from tests.ports import free_port
 
-from penstock import StopReason
-from penstock.agents import OpenEnvEnvironment
+from penstock import StopReason, Trajectory
+from penstock.agents import AgentClient, OpenEnvEnvironment
 from penstock.chat import ChatFormat
 from penstock.errors import PenstockError
 
+openai: Any = import_module("openai")
+httpx: Any = import_module("httpx")
+capture: Any = import_module("openenv.core.harness.capture.server")
+export: Any = import_module("openenv.core.harness.capture.export")
+
+MANY = 100
 SESSIONS = 8
 """Of the server."""
 
@@ -119,3 +129,67 @@ def test_a_server_that_cannot_be_reached_is_told_when_it_is_opened() -> None:
 
     with pytest.raises(PenstockError, match=f"{url}: expected a server of OpenEnv: .*refused"):
         sums_at(url)()
+
+
+def test_a_step_never_reaches_a_session_without_the_episode() -> None:
+    with serving() as url:
+        session = sums_at(url)()
+        session.reset(seed=1)
+    with serving(int(url.rpartition(":")[2])):
+        with pytest.raises(PenstockError, match=f"{url}: the server ended the session before it answered step"):
+            session.step("It is 5.")
+        first, _ = session.reset(seed=1)
+        session.close()
+
+    assert re.fullmatch(r"\d+\+\d+", first)
+
+
+def test_more_sessions_than_the_server_has_are_refused_with_the_remedy(url: str) -> None:
+    sessions = [sums_at(url)() for _ in range(SESSIONS + 1)]
+
+    with pytest.raises(PenstockError, match=f"{url} refuses reset: .* larger max_concurrent_envs"):
+        [session.reset(seed=0) for session in sessions]
+    for session in sessions:
+        session.close()
+
+
+@dataclass
+class Captured:
+    """Has OpenEnv's capture proxy in front of the rollout, and keeps what it has recorded of each."""
+
+    recorded: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def __call__(self) -> Captured:
+        return self
+
+    async def drive(self, _: int, client: AgentClient) -> float:
+        proxy = capture.create_app(llm_url=client.base_url, model="policy", api_key=client.api_key)
+        session = proxy.state.registry.create()
+        transport = httpx.ASGITransport(proxy)
+        async with (
+            httpx.AsyncClient(transport=transport) as http,
+            openai.AsyncOpenAI(base_url="http://proxy/v1", api_key=session.session_id, http_client=http) as api,
+        ):
+            reward = await Chats().converse(api)
+        await proxy.state.inference.aclose()
+        self.recorded[client.repetition] = export.export_session(session)["sequences"]
+        return reward
+
+    def pairs(self, ran: Ran) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
+        """Return the sequences that train, each with that of the proxy of the same tokens."""
+        assert len(ran.group) == sum(map(len, self.recorded.values()))
+        for row, rollout in zip(ran.group, ran.group.rollout_ids.tolist(), strict=True):
+            (found,) = [each for each in self.recorded[rollout] if each["input_ids"] == row.tokens.tolist()]
+            yield row, found
+
+
+async def test_ids_masks_and_log_probabilities_are_those_of_the_capture_proxy(chat: ChatFormat) -> None:
+    env = Captured()
+
+    ran = await run(env, chat, group_size=MANY)
+
+    ran.trains_once()
+    for row, recorded in env.pairs(ran):
+        assert row.loss_mask.tolist() == [mask == 1 for mask in recorded["loss_mask"]]
+        assert row.behavior_logprobs is not None
+        np.testing.assert_allclose(np.where(row.loss_mask, row.behavior_logprobs, 0), recorded["logprobs"], atol=1e-6)
