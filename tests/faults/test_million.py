@@ -14,7 +14,7 @@ from tests.faults.zygote import ROOT, environment
 from penstock import TrajectoryGroup
 
 
-@pytest.mark.parametrize("trajectories", [30_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("trajectories", [32_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_trajectories_of_four_producers_arrive_once_in_order_and_bit_for_bit(trajectories: int) -> None:
     command = [sys.executable, "-m", "tests.faults.million", str(trajectories)]
     ran = subprocess.run(command, env=environment(), cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)

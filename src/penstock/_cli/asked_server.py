@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 
 from .._pipeline.errors import ProtocolMismatch
+from .._schemas.conversion import decode_json
 from .._schemas.errors import UNREADABLE
 from .._stages.http.bounded_response import LONGEST_ANSWER, RequestFailed
 from .._stages.http.completion_stream import Events, Logprob, TokenId
@@ -121,7 +122,7 @@ class AskedServer:
         """
         received = await client.retry(MODELS, lambda: client.body("GET", MODELS))
         try:
-            model = msgspec.json.decode(received, type=_Models).data[0]
+            model = decode_json(received, _Models).data[0]
         except UNREADABLE as error:
             raise ProtocolMismatch(
                 f"expected a list of models from {client.url}{MODELS}, got {received[:200]!r}: {error}"
@@ -135,7 +136,7 @@ class AskedServer:
 
     async def _asked(self, path: str, kind: type[T], fields: Mapping[str, Any]) -> T:
         body = msgspec.json.encode({"model": self._model, **fields})
-        return msgspec.json.decode(await self._client.body("POST", path, body), type=kind)
+        return decode_json(await self._client.body("POST", path, body), kind)
 
     async def chat(self, messages: Sequence[Any], **fields: Any) -> AnswerInIds:
         """Return turns after `messages`."""
@@ -164,7 +165,7 @@ class AskedServer:
         tokens: list[int] = []
         async with self._client.stream(CHAT, msgspec.json.encode(given), longest=LONGEST_ANSWER) as chunks:
             async for chunk in chunks:
-                parts = [msgspec.json.decode(data, type=_Part) for data in events.feed(chunk) if data != b"[DONE]"]
+                parts = [decode_json(data, _Part) for data in events.feed(chunk) if data != b"[DONE]"]
                 tokens += [token for part in parts for choice in part.choices for token in choice.token_ids or ()]
         return tokens
 
