@@ -350,7 +350,8 @@ class AgentRollout:
         calls = [call for branch in branches for call in _calls(branch)]
         if not calls:
             return {}
-        last_of = {self._tree.client_of(call): call.id for call in calls}
+        clients = self._tree.clients
+        last_of = {clients[call.id]: call.id for call in calls}
         last = calls[-1].id
         rewards = {last: returned}
         for earner, value in self._rewards.items():

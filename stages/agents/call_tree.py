@@ -38,8 +38,6 @@ class CallTree:
 
     def __init__(self) -> None:
         self._recorded: list[_Recorded] = []
-        self._clients: dict[str, Hashable] = {}
-        """Of each call, by its id."""
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -48,11 +46,11 @@ class CallTree:
         """Record the completion of `prompt`, which a client asked for."""
         tokens = np.concatenate([prompt, call.tokens])
         self._recorded.append(_Recorded(tokens, call, client, self._continued(prompt, client)))
-        self._clients[call.id] = client
 
-    def client_of(self, call: Call) -> Hashable:
-        """Return the client that asked for a recorded call."""
-        return self._clients[call.id]
+    @property
+    def clients(self) -> dict[str, Hashable]:
+        """Return the client of each recorded call, by the call's id."""
+        return {each.call.id: each.client for each in self._recorded}
 
     def _continued(self, prompt: NDArray[np.int32], client: Hashable) -> _Recorded | None:
         """Return the recorded call that `prompt` continues, the longest one; of equal ones the last."""

@@ -29,6 +29,9 @@ LARGEST_NUMBER = float(np.finfo(np.float32).max)
 ROLLOUT_TIMEOUT_S = 300.0
 """Bound on the time of a rollout, where none is given."""
 
+BRANCHES = 8
+"""Sequences of the greatest length whose tokens a rollout may have in all: batches have room for them."""
+
 
 class RolloutFiltered(PenstockError):
     """An environment gives a rollout no reward, because it is not to be trained; it is counted as filtered."""
@@ -77,10 +80,6 @@ class RolloutResult(Branch, frozen=True, kw_only=True, eq=False):
     def sequences(self) -> list[Branch]:
         """Return all sequences."""
         return [self, *self.branches]
-
-
-BRANCHES = 8
-"""Sequences of the greatest length whose tokens a rollout may have in all: batches have room for them."""
 
 
 class RolloutSampler(Protocol):
