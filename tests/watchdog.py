@@ -24,8 +24,8 @@ from tests.processes.children import children_of
 
 __all__ = ["pytest_timeout_set_timer", "tell_when_asked", "waits"]
 
-TELLING_S = 0.5
-"""Seconds for scripts to print what they wait for; they do not report the end of it."""
+TELLING_S = 60.0
+"""Bound on the time in which scripts print what they wait for, for one that does not come to it."""
 
 TELLING = ("Pipeline", "MemorySender", "MemoryReceiver", "RemoteSender", "RemoteReceiver")
 """Classes of penstock whose `statistics()` contain waits."""
@@ -65,18 +65,25 @@ def _awaited(awaitable: Any) -> Iterator[str]:
 
 
 def tell_when_asked() -> None:
-    """Install a signal handler in a script that prints its waits when the test misses its deadline."""
-    signal.signal(signal.SIGUSR1, lambda *_: sys.stderr.write(f"process {os.getpid()}, {waits()}\n"))
+    """Have a script print its waits when the test misses its deadline, once: then it ignores the signal."""
+
+    def tell(*_: object) -> None:
+        sys.stderr.write(f"process {os.getpid()}, {waits()}\n")
+        sys.stderr.flush()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    signal.signal(signal.SIGUSR1, tell)
 
 
 def _ask_scripts() -> None:
-    """Ask the scripts below this process to print their waits."""
+    """Have the scripts below this process print their waits."""
     asked = [pid for pid in _below(os.getpid()) if _heeds_sigusr1(pid)]
     for pid in asked:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-    if asked:
-        time.sleep(TELLING_S)
+    bound = time.monotonic() + TELLING_S
+    while any(_heeds_sigusr1(pid) for pid in asked) and time.monotonic() < bound:
+        time.sleep(0.01)
 
 
 def _below(pid: int) -> Iterator[int]:
@@ -86,7 +93,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _heeds_sigusr1(pid: int) -> bool:
-    """Return whether a process has a handler; the signal would kill one without."""
+    """Return whether a process has a handler; the signal kills one without, and one that has told ignores it."""
     with suppress(FileNotFoundError, ProcessLookupError):
         status = Path(f"/proc/{pid}/status").read_text()
         return bool(int(status.partition("SigCgt:\t")[2].split()[0], 16) >> signal.SIGUSR1 - 1 & 1)
