@@ -47,34 +47,35 @@ def problems(nodes: Sequence[StageNode]) -> list[str]:
     ]
 
 
-def interpreter_problems(nodes: Sequence[StageNode]) -> list[str]:
-    """Return the problems of workers in other interpreters, which are started to see what they have. Blocks."""
-    found: list[str] = []
+def in_other_interpreters(nodes: Sequence[StageNode]) -> list[tuple[StageNode, Processes]]:
+    """Return the stages whose workers run in other interpreters, those within fragments included."""
+    found: list[tuple[StageNode, Processes]] = []
     for node in nodes:
-        found += interpreter_problems(info_of(node.stage).nodes)
-        found += [f"{node.name}: python: {problem}" for problem in _of_interpreter(node)]
+        found += in_other_interpreters(info_of(node.stage).nodes)
+        if isinstance(node.on, Processes) and node.on.python is not None:
+            found.append((node, node.on))
     return found
 
 
-def has_other_interpreters(nodes: Sequence[StageNode]) -> bool:
-    """Return whether workers run in other interpreters."""
-    return any(
-        (isinstance(node.on, Processes) and node.on.python) or has_other_interpreters(info_of(node.stage).nodes)
-        for node in nodes
-    )
+def interpreter_problems(nodes: Sequence[tuple[StageNode, Processes]]) -> list[str]:
+    """Return the problems of workers in other interpreters, which are started to see what they have. Blocks."""
+    return [
+        f"{node.name}: python: {problem}"
+        for node, on in nodes
+        if on.python is not None
+        for problem in _of_interpreter(node.stage, on.python, on.start_timeout_s)
+    ]
 
 
-def _of_interpreter(node: StageNode) -> Iterator[str]:
-    if not isinstance(node.on, Processes) or not node.on.python:
-        return
-    if needs_main(pickled(node.stage)):
+def _of_interpreter(stage: object, python: str, timeout_s: float) -> Iterator[str]:
+    if needs_main(pickled(stage)):
         yield "expected functions and classes of modules, got some of the script, which it does not import"
     try:
-        check_interpreter(node.on.python, node.on.start_timeout_s, needs="gateway")
+        check_interpreter(python, timeout_s, needs="gateway")
     except (InvalidConfig, MissingExtra) as error:
         yield str(error).removeprefix("python: ")
     except TimeoutError:
-        yield f"expected {node.on.python} to answer within {node.on.start_timeout_s:g} s, got no answer"
+        yield f"expected {python} to answer within {timeout_s:g} s, got no answer"
 
 
 def _of_chain(nodes: Sequence[StageNode]) -> Iterator[str]:

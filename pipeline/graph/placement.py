@@ -48,7 +48,7 @@ class Processes:
     the trainer. It needs this version of penstock, and what the stage imports; modules of the current folder are found.
 
     >>> processes(4, restarts=2)
-    Processes(count=4, restarts=2, stop_timeout_s=3.0, start_timeout_s=60.0, python='')
+    Processes(count=4, restarts=2, stop_timeout_s=3.0, start_timeout_s=60.0, python=None)
 
     Raises:
         InvalidConfig: fewer than one process, restarts that are no whole number or negative, seconds that are not
@@ -64,7 +64,7 @@ class Processes:
     """Seconds between SIGTERM and SIGKILL when a worker is stopped."""
     start_timeout_s: float = START_TIMEOUT_S
     """Seconds from the start of a worker's process until its stage begins; one that takes longer is killed."""
-    python: str = ""
+    python: str | None = None
     """Interpreter of the workers; by default that of this process. `PYTHONPATH` is not passed to another one."""
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Processes:
         normalize_counts(self, "restarts", least=0)
         normalize_numbers(self, "stop_timeout_s", zero=True)
         normalize_numbers(self, "start_timeout_s")
-        if not isinstance(self.python, str):
+        if self.python is not None and not (isinstance(self.python, str) and self.python):
             raise InvalidConfig(f"Processes.python: expected the path of an interpreter, got {self.python!r}")
 
     def __str__(self) -> str:

@@ -20,7 +20,7 @@ from ..channels.channel import SendChannel
 from ..durability.resumption import ResumePoint, resumed, with_checkpoints
 from ..durability.run_changes import StageFacts, facts_of
 from ..errors import InvalidPipeline
-from ..graph.check import has_other_interpreters, interpreter_problems, problems
+from ..graph.check import in_other_interpreters, interpreter_problems, problems
 from ..graph.context import Context, current
 from ..graph.describe import drawn
 from ..graph.misplaced import ends_in_a_sink, refuse_misplaced_stage, refuse_unknown_placement
@@ -157,7 +157,7 @@ class Pipeline:
         Raises:
             InvalidPipeline: with every problem, and its remedy.
         """
-        _refuse(problems(self.nodes) or interpreter_problems(self.nodes))
+        _refuse(problems(self.nodes) or interpreter_problems(in_other_interpreters(self.nodes)))
 
     def describe(self) -> str:
         """Return the pipeline as text: each stage with its placement, each edge with its capacity."""
@@ -223,8 +223,8 @@ class Pipeline:
         require_trackers(trackers)
         refuse_while_importing_main()
         _refuse(call_user(problems, self.nodes))
-        if has_other_interpreters(self.nodes):
-            _refuse(await in_thread(interpreter_problems, self.nodes))
+        if others := in_other_interpreters(self.nodes):
+            _refuse(await in_thread(interpreter_problems, others))
         if self._running:
             raise RuntimeError("expected one run at a time, got a second one while the first is running")
         with stop_request(stop_timeout_s) as stop, checked_in_thread("the pipeline's process") as watch:

@@ -142,10 +142,10 @@ class ProcessSpawner:
     It has a thread of its own: the kernel kills a child when the thread that started it ends, so that thread must stay.
     """
 
-    def __init__(self, stage: object, python: str = "") -> None:
+    def __init__(self, stage: object, python: str | None = None) -> None:
         self._stage = stage
         self._python = python
-        """The interpreter of the children; empty for this one."""
+        """The interpreter of the children; `None` for this one."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock starter")
         self._payload = -1
 
