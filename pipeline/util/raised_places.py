@@ -1,8 +1,9 @@
-"""The place in a user's code where an exception was raised, for messages of one line."""
+"""Places in a user's code for messages of one line: of an exception, and of a function."""
 
 from __future__ import annotations
 
 import traceback
+from functools import partial
 from pathlib import Path
 
 from .user_code import raised_text
@@ -28,6 +29,21 @@ def located_text(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_user(frame.filename)]
     near = [frame for frame in frames if _is_near(frame.filename)] or frames
     return f"{text} ({_shown(near[-1].filename)}, line {near[-1].lineno})" if near else text
+
+
+def name_and_place(function: object) -> str:
+    """Return the name of a function, a class or an object that is called, and the place of its definition.
+
+    >>> from textwrap import shorten
+    >>> name_and_place(shorten).rpartition("/")[2].partition(",")[0]
+    'textwrap.py'
+    """
+    while isinstance(function, partial):
+        function = function.func
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    code = getattr(kind, "__code__", None) or getattr(getattr(kind, "__call__", None), "__code__", None)  # noqa: B004 (its code)
+    name = str(getattr(kind, "__qualname__"))  # noqa: B009 (of any callable)
+    return name if code is None else f"{name} ({_shown(code.co_filename)}, line {code.co_firstlineno})"
 
 
 def _is_of_user(filename: str) -> bool:

@@ -51,6 +51,12 @@ PATIENCE_S = 5.0
 SILENT_LIMIT = 20
 """Rollouts of an agent that has never made a call, which end the run: it does not find the policy."""
 
+CALLING = (
+    "call client.generate, or give client.base_url to its client of OpenAI, or OPENAI_BASE_URL of client.env to its "
+    "command"
+)
+"""To do for an agent that makes no call."""
+
 log = get_logger("penstock.agents")
 
 Drive: TypeAlias = Callable[[int, RolloutClient], Coroutine[Any, Any, Any]]
@@ -173,8 +179,7 @@ class _DrivingTasks:
         if self._silent == SILENT_LIMIT:
             raise NothingTrained(
                 f"expected the agent {_name_of(self._env)} to call the policy, got no call in its first {SILENT_LIMIT} "
-                f"rollouts: call client.generate, or give client.base_url to its client of OpenAI, or OPENAI_BASE_URL "
-                f"of client.env to its command"
+                f"rollouts: {CALLING}"
             )
 
     @contextmanager

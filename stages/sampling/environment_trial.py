@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from ..._pipeline.errors import InvalidConfig, PenstockError
 from ..._pipeline.graph.context import Context, entered
-from ..._pipeline.util.raised_places import located_text
+from ..._pipeline.util.raised_places import located_text, name_and_place
 from ..._schemas import StopReason
 from ..contracts.policies import Completion, Tokenizer
 from ..contracts.rollouts import RolloutResult, tokens_of
 from ..contracts.sampling_params import SamplingParams
 from ..rewards.reward_trial import COMPLETIONS
+from .driving_environments import CALLING
 from .environment_calls import EnvironmentFailed
 from .environment_mixture import EnvironmentMixture
 from .environments import Environment, PromptRejected, checked, open_tasks
@@ -124,5 +125,15 @@ async def _tried(source: SourceEnv, name: str, make_env: Callable[[], Any]) -> R
     except Exception as error:
         raise InvalidConfig(f"{expected}, got {await anyio.to_thread.run_sync(located_text, error)}") from error
     if not sampled_anything(result):
-        raise InvalidConfig(f"{expected}, got one without a call of the model")
+        silent = await anyio.to_thread.run_sync(_silent, make_env)
+        raise InvalidConfig(f"{expected}, got one without a call of the model{silent}")
     return result
+
+
+def _silent(make_env: Callable[[], Any]) -> str:
+    """Return the agent that calls no model, with its place and what to do; empty if it is of another kind."""
+    agent = getattr(make_env, "agent", None) or getattr(make_env, "drive", None)
+    if agent is None:
+        return ""
+    named = getattr(agent, "command", None) or name_and_place(agent)
+    return f" by {named}: {CALLING}"

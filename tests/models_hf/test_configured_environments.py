@@ -122,7 +122,10 @@ def test_reward_functions_reward_an_agent_that_returns_nothing(questions: Questi
             {"agent": "some_agents:raises"},
             r"environment: expected a rollout .* got KeyError: .* \(some_agents.py, line 36",
         ),
-        ({"agent": "some_agents:silent"}, "got one without a call of the model"),
+        (
+            {"agent": "some_agents:silent"},
+            "got one without a call of the model by silent .some_agents.py, line 23.: call client.generate, or give",
+        ),
         ({"agent": "some_agents:asks"}, "drive: expected a reward"),
         ({"agent": "some_agents:sole"}, "config: environment.agent: expected a name in some_agents, got 'sole'"),
         ({"make": "some_agents:NUMBER"}, "config: environment.make: expected a function, got some_agents:NUMBER"),
