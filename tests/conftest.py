@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import zmq
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 from tests.failsafe import FAILSAFE_S
-from tests.forks import Forks, forking
+from tests.forks import Forks, forking, own_forks
 from tests.installation import Installed, build_distributions, install_editable
 from tests.processes.children import children_of
 from tests.watchdog import pytest_timeout_set_timer as pytest_timeout_set_timer  # noqa: PLC0414 (a hook)
@@ -35,8 +35,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Torch, also in processes that tests start, has one thread: a second one spins beside other tests, and gains nothing
 with tensors as small as theirs."""
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def _hear_signals() -> None:
+    """Handle the signals that a process ignores which a shell started in the background, or `nohup`.
+
+    What a test starts inherits what is ignored. A handler in Python is not inherited: the tests themselves go on after
+    SIGHUP, as `nohup` wants it. So do the processes that they are divided among, which end with the one that divides.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or OWN_FORKS is not None:
+        signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+OWN_FORKS = own_forks()
+"""The forking process with torch of a process that is one of several for the tests, see `pytest_sessionstart`."""
+
+_hear_signals()
 
 STARTED = {"test_machine_limits.py", "typing", "test_conftest.py", "test_names.py", "test_packaging.py"}
 """Folders, and files, whose tests start interpreters as Python does: they are about the start, or bound the memory."""
@@ -53,6 +68,15 @@ settings.register_profile("search", database=None, deadline=None, suppress_healt
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)
 settings.load_profile("same")
 """The same examples every time, however slow the machine is; `pytest --hypothesis-profile=search` looks for others."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
+    """Fork the processes that the tests are divided among: torch is imported once, and not in each and its forks."""
+    if not session.config.getoption("numprocesses", None):
+        return (yield)
+    with forking(*TRAINING, nested=True) as forks, forks.in_place_of_interpreters():
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
@@ -85,19 +109,6 @@ def _the_key_of_this_user_is_not_touched(tmp_path_factory: pytest.TempPathFactor
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _signals_are_heard() -> None:
-    """Handle the signals that a process ignores which a shell started in the background, or `nohup`.
-
-    What a test starts inherits what is ignored. A handler in Python is not inherited: the tests themselves go on after
-    SIGHUP, as `nohup` wants it.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)
-
-
 @pytest.fixture(autouse=True)
 def _logging_is_as_a_script_finds_it() -> Iterator[None]:
     """Reset structlog, which counts as configured after `capture_logs`, so that caplog would receive nothing."""
@@ -115,6 +126,9 @@ def forks() -> Iterator[Forks]:
 @pytest.fixture(scope="session")
 def forks_with_torch() -> Iterator[Forks]:
     """Start one that has imported what trains a model, and whose forks start forks too."""
+    if OWN_FORKS is not None:
+        yield OWN_FORKS
+        return
     with forking(*TRAINING, nested=True) as forks:
         yield forks
 

@@ -33,9 +33,15 @@ from typing import Any, NoReturn
 
 import msgspec
 
-__all__ = ["Forks", "forking"]
+__all__ = ["Forks", "forking", "own_forks"]
 
 EXECUTABLE = sys.executable
+
+EXECUTE_CHILD = vars(subprocess.Popen)["_execute_child"]
+"""Starts a process for `subprocess.Popen`."""
+
+_own: list[Forks] = []
+"""In a nested fork: the interface to its copy of the forking process."""
 
 ROOT = Path(__file__).parents[1]
 
@@ -166,6 +172,15 @@ def _forking_process(modules: Iterable[str], variables: dict[str, str]) -> Itera
         yield ours
 
 
+def own_forks() -> Forks | None:
+    """Return the interface to the copy of the forking process that this nested fork has; None in another process.
+
+    From now on the copy forks in place of interpreters where it is asked to, and not everywhere.
+    """
+    setattr(subprocess.Popen, "_execute_child", EXECUTE_CHILD)  # noqa: B010 (private)
+    return Forks(lambda: _own[0].requests, nested=True) if _own else None
+
+
 def _is_python(command: Any) -> bool:
     """Return whether this interpreter shall run code, a module or a script, with no flag that a fork cannot obey."""
     if not isinstance(command, list | tuple) or str(command[0]) != EXECUTABLE or "tests.forks" in command:
@@ -190,6 +205,7 @@ def main() -> Callable[[], object]:
     """Import, and fork for every request; return in each fork what it runs."""
     for module in sys.argv[1:-1]:
         importlib.import_module(module)
+    sys.modules["tests.forks"] = sys.modules["__main__"]  # one module in its forks, which import it by its name
     requests = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as null:  # noqa: PTH123 (a device)
         os.dup2(null.fileno(), 0)
@@ -253,7 +269,8 @@ def _begun(descriptors: list[int], parent: int) -> Callable[[], object]:
     os.environ.update(program.variables)
     _show_command([sys.executable, *program.arguments])
     if requests is not None:
-        Forks(lambda: requests, nested=True).replace_interpreters()
+        _own[:] = [Forks(lambda: requests, nested=True)]
+        _own[0].replace_interpreters()
     if "-I" in program.arguments:
         setattr(os, "execvp", _executing(os.execvp))  # noqa: B010 (of another type)
     installed = [entry for entry in sys.path if entry not in ON_PATH]
