@@ -56,8 +56,15 @@ _hear_signals()
 STARTED = {"test_machine_limits.py", "typing", "test_conftest.py", "test_names.py", "test_packaging.py"}
 """Folders, and files, whose tests start interpreters as Python does: they are about the start, or bound the memory."""
 
-FORKED_WITH_TORCH = {"examples", "models_hf", "ranks", "resumption"}
-"""Folders whose tests start interpreters that train a model, which start such interpreters in their turn."""
+FORKED_WITH_TORCH = {
+    "examples",
+    "models_hf",
+    "ranks",
+    "resumption",
+    "test_architecture.py",
+    "test_seeded_prompts.py",
+}
+"""Folders, and files, whose tests start interpreters with a model, which start such interpreters in their turn."""
 
 TRAINING = ("torch._dynamo", "transformers.models.auto.modeling_auto")
 """Imported by what trains a model."""
