@@ -1,6 +1,6 @@
 # One command each; every one of them makes .venv first if it has to.
 #   make demo [SEED=3]   train on arithmetic and watch the reward rise
-#   make test            the suite, four files at a time
+#   make test            the suite, five files at a time
 #   make test-all        its long tests and every cell of its tables too, of which make test runs some; with coverage
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make test-agents     the clients and frameworks of agents themselves, on a CPU; installs them first (0.8 GB)
@@ -56,8 +56,8 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
 
-# Four files at a time, in their order: the long ones are not the last. More than the cores, for many tests wait.
-BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
+# Five files at a time, in their order: the long ones are not the last. More than the cores, for many tests wait.
+BESIDE := -n 5 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
 	$(BIN)/python -m pytest $(BESIDE)

@@ -22,9 +22,9 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 README_LINES = 100
 
 LONG_FROM_A_WHEEL = ("README.md", "docs/training.md")
-"""They train, in processes that import torch: `make test` runs them on forks, with the checkout."""
+"""They train, in processes that import torch: `make test` runs them, and scripts, on forks, with the checkout."""
 
-FROM_A_WHEEL = ("docs/coming-from.md", "docs/data.md", "docs/rewards.md")
+FROM_A_WHEEL = ("docs/coming-from.md", "docs/rewards.md")
 """A process for each of the others would take minutes."""
 
 ELSEWHERE = ("docs/bring-your-agent.md", "docs/trl.md", "docs/ray.md", "docs/several-hosts.md")
@@ -50,10 +50,10 @@ def test_the_code_of_a_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    if name in LONG_FROM_A_WHEEL:
+    if name in LONG_FROM_A_WHEEL or (is_script(name) and name not in FROM_A_WHEEL):
         with request.getfixturevalue("forks_with_torch").in_place_of_interpreters():
             run_outside_the_checkout(command_of(name), ROOT / "src")
-    elif name in FROM_A_WHEEL or is_script(name):
+    elif name in FROM_A_WHEEL:
         run_outside_the_checkout(command_of(name), request.getfixturevalue("wheel"))
     else:
         run_page(ROOT / name)

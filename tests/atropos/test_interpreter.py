@@ -67,7 +67,7 @@ def test_a_process_that_is_killed_is_followed_by_one_of_the_same_interpreter(env
 def test_what_is_no_interpreter_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="python: expected a Python interpreter, got 'no/python': No such file"):
         AtroposEnvironment("environment.py:Env", python="no/python")()
-    with pytest.raises(InvalidConfig, match=r"of version 3\.11 or later that imports penstock, got '/bin/false': exit status 1"):
+    with pytest.raises(InvalidConfig, match=r"that imports penstock, got '/bin/false': exit status 1"):
         AtroposEnvironment("environment.py:Env", python="/bin/false")()
 
 

@@ -35,7 +35,7 @@ MOMENTS = [
     ("half saved", 3),
     pytest.param("saved", 1, marks=pytest.mark.long),  # in a checkpoint that was not announced
     pytest.param("saved", 4, marks=pytest.mark.long),
-    ("deleting", 1),  # in a checkpoint, and still in the journal
+    pytest.param("deleting", 1, marks=pytest.mark.long),  # in a checkpoint, and still in the journal
     pytest.param("deleted", 2, marks=pytest.mark.long),
 ]
 """The moment at which a run kills itself: an action, and how often it was done before."""

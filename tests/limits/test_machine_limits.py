@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.cells import cells
 from tests.namespaces import small_disk
 
 RUN = """
@@ -80,7 +81,7 @@ def test_without_memfd_and_dev_shm_a_channel_is_an_error() -> None:
     assert "allow memfd_create in this sandbox, or mount a tmpfs there" in printed
 
 
-@pytest.mark.parametrize("before", ["", NO_MEMFD], ids=["memfd", "no memfd"])
+@pytest.mark.parametrize("before", cells(["", NO_MEMFD], run=[""]), ids=["memfd", "no memfd"])
 def test_memory_that_cannot_be_had_is_an_error_before_anything_is_sent(before: str) -> None:
     printed = run(before=before, within=NO_ROOM_ON_DISK)
     assert printed.startswith("OutOfSharedMemory expected 4")

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 BOUND = 24
 
-families = pytest.mark.parametrize("name", cells(FAMILIES, run=list(FAMILIES)[:3]))
+families = pytest.mark.parametrize("name", cells(FAMILIES, run=list(FAMILIES)[:2]))
 
 
 @pytest.fixture(scope="module")

@@ -155,6 +155,7 @@ async def all_trained(receiver: Program, sender: Program) -> None:
     assert trained(receiver) == [f"trained a {number}" for number in range(8)]
 
 
+@pytest.mark.long
 async def test_of_a_cut_for_seconds_nothing_is_lost_and_nothing_is_said(net: Network, tmp_path: Path) -> None:
     far, receiver, sender = await cut_off(net, tmp_path)
 

@@ -141,7 +141,7 @@ def test_sigterm_finishes_the_step_writes_a_checkpoint_and_ends_the_script_witho
     ("how", "number"),
     [
         ("in_body_of_task_group", signal.SIGTERM),
-        ("run_until_complete", signal.SIGINT),
+        pytest.param("run_until_complete", signal.SIGINT, marks=pytest.mark.long),
         pytest.param("run", signal.SIGHUP, marks=pytest.mark.long),
         *(pytest.param(how, signal.SIGTERM, marks=pytest.mark.long) for how in OTHER_WAYS),
         pytest.param("run", signal.SIGINT, marks=pytest.mark.long),
@@ -212,6 +212,7 @@ def test_a_terminal_that_is_closed_stops_the_run_and_what_it_prints_goes_nowhere
     assert checkpoints_in(tmp_path) == ["step-00000020"]
 
 
+@pytest.mark.long
 def test_another_hangup_changes_nothing(tmp_path: Path) -> None:
     with script("run", "in step 3", tmp_path) as running:
         read_until(running.stdout, "in step 3")

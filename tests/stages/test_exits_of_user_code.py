@@ -502,7 +502,7 @@ ordinary: dict[str, tuple[Any, ...]] = {}
 """The outcome of an ordinary exception, by place."""
 
 
-ALL_EXITS = {"env.step, async", "reward, async", "stage.run", "trainer.step"}
+ALL_EXITS = {"env.step, async", "reward, async"}
 """Places in which `make test` tries every exception; in the others it tries one."""
 
 

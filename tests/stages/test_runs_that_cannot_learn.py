@@ -83,7 +83,10 @@ def balance_of(pipeline: Pipeline) -> Any:
 
 @pytest.mark.parametrize(
     ("make_env", "reason", "on"),
-    [(environments.all_equal, "zero advantages", HERE), (environments.all_cut, "nothing to train", processes(2))],
+    [
+        (environments.all_equal, "zero advantages", HERE),
+        pytest.param(environments.all_cut, "nothing to train", processes(2), marks=pytest.mark.long),
+    ],
     ids=["equal rewards", "all cut, in processes"],
 )
 async def test_a_run_whose_groups_are_all_filtered_warns_and_ends(
