@@ -50,6 +50,7 @@ def test_it_runs_with_the_packages_of_its_interpreter_alone(environment: Atropos
     assert (prefix, path) == (str(tmp_path / "of-atropos"), "None")
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_is_followed_by_one_of_the_same_interpreter(environment: AtroposEnvironment) -> None:
     env = environment.blocking()
     first, _ = env.reset(seed=0)

@@ -7,6 +7,7 @@ from typing import Any
 import anyio
 import pytest
 from structlog.testing import capture_logs
+from tests.cells import cells
 from tests.failsafe import FAILSAFE_S
 
 from penstock import TrajectoryGroup
@@ -69,7 +70,7 @@ async def provoke(event: str, forger: RemoteSender[TrajectoryGroup]) -> None:
         forger.send_close()
 
 
-@pytest.mark.parametrize("url", URLS, ids=["shm", "tcp"])
+@pytest.mark.parametrize("url", cells(URLS, run=["shm://"]), ids=["shm", "tcp"])
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("event", ["received", "observed", "closed"])
 async def test_an_exception_of_a_listener_costs_the_peer_its_connection_and_no_other(

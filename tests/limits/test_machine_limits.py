@@ -75,6 +75,7 @@ def test_without_memfd_records_travel_through_a_file_that_has_no_name() -> None:
     assert "arrived 20" in run(before=NO_MEMFD)
 
 
+@pytest.mark.long
 def test_without_memfd_and_dev_shm_a_channel_is_an_error() -> None:
     printed = run(before=NO_MEMFD, within=NO_DEV_SHM)
     assert printed.startswith("OutOfSharedMemory expected a memfd or a file in /dev/shm, got neither")
@@ -107,6 +108,7 @@ def test_a_dev_shm_of_1_mib_is_an_error_for_a_larger_segment_and_enough_for_a_sm
     assert "arrived 20" in run(before=NO_MEMFD, prefix=small_shm, capacity_bytes=2**18)
 
 
+@pytest.mark.long
 def test_memfds_need_nothing_of_dev_shm(small_shm: Sequence[str]) -> None:
     assert "arrived 20" in run(prefix=small_shm)
 

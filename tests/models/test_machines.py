@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.cells import cells
 from tests.models.accounting_machine import AssignedMachine, RelayMachine, SourceMachine
 from tests.models.group_buffer_machine import AssemblyMachine
 from tests.models.ledger_machine import LedgerMachine
@@ -12,19 +13,19 @@ from tests.models.slot_machine import SlotMachine
 from tests.models.waiting_machine import WaitingMachine
 
 MACHINES: dict[str, tuple[Machine, int]] = {
-    "slot_table": (SlotMachine, 10),
-    "waiters": (WaitingMachine, 10),
-    "memory_channel": (MemoryMachine, 10),
-    "assembly": (AssemblyMachine, 5),
-    "ledger": (LedgerMachine, 8),
-    "books_of_sources": (SourceMachine, 8),
-    "books_of_middle_stages": (RelayMachine, 8),
-    "books_of_assigned_prompts": (AssignedMachine, 8),
+    "slot_table": (SlotMachine, 5),
+    "waiters": (WaitingMachine, 5),
+    "memory_channel": (MemoryMachine, 5),
+    "assembly": (AssemblyMachine, 3),
+    "ledger": (LedgerMachine, 4),
+    "books_of_sources": (SourceMachine, 4),
+    "books_of_middle_stages": (RelayMachine, 4),
+    "books_of_assigned_prompts": (AssignedMachine, 4),
 }
 """The machines, each with its number of runs in `make test`."""
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", cells([1, 16], run=[1]))
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_core_agrees_with_its_naive_model(name: str, times: int) -> None:
     machine, runs = MACHINES[name]

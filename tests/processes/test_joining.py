@@ -569,7 +569,7 @@ async def test_a_worker_that_was_suspended_joins_again(
     ("function", "said"),
     [
         ("forging", "violated the protocol and was disconnected"),
-        ("cut_off", "this host does not reach what its stage needs"),
+        pytest.param("cut_off", "this host does not reach what its stage needs", marks=pytest.mark.long),
         pytest.param("limited", "expected 17 more file descriptors, got 3", marks=pytest.mark.long),
     ],
 )

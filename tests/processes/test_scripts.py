@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.cells import cells
 from tests.failsafe import FAILSAFE_S
 from tests.processes.children import children_of
 
@@ -63,7 +64,7 @@ def test_stages_that_live_in_the_script_reach_their_workers() -> None:
     assert out.count("imported") == 3  # here, and in each of two workers, which need its stages
 
 
-@pytest.mark.parametrize("how", ["standard input", pytest.param("an argument", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", cells(["standard input", "an argument"], run=["an argument"]))
 def test_stages_of_a_script_that_is_in_no_file_reach_their_workers(how: str) -> None:
     text = SCRIPT.read_text()
     arguments, given = (["-"], text) if how == "standard input" else (["-c", text], None)

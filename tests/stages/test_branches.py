@@ -10,6 +10,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from tests.cells import cells
 from tests.tiny_model import TinyModel
 from torch import Tensor
 
@@ -127,7 +128,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cells(MODES, run=["grpo", "rloo", "reinforce++", "gae"]))
 async def test_branches_change_no_advantage(mode: Any) -> None:
     for seed in range(3):
         whole, branched = trees(seed)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import structlog
+from tests.cells import cells
 
 from penstock import GroupId, TrajectoryId
 from penstock._pipeline.accounting.end_states import OTHER_REASONS, EndState
@@ -165,7 +166,7 @@ STEP_GROUPS = [(size, groups) for size in (1, 8, 20) for groups in (1, 2, 6)] + 
 """Sizes of groups up to 20 with any step, and larger ones with steps of five groups."""
 
 
-@pytest.mark.parametrize(("size", "groups"), STEP_GROUPS)
+@pytest.mark.parametrize(("size", "groups"), cells(STEP_GROUPS, run=[(1, 1), (8, 2), (64, 5)]))
 def test_one_trained_group_of_500_goes_on(size: int, groups: int) -> None:
     run = Rollouts(size, per_step=size * groups)
 
