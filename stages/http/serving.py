@@ -185,6 +185,39 @@ class _Connections:
         self._by_address += Counter()  # drops addresses without connections
 
 
+class _JoinedWrites:
+    """A transport that sends the headers of an answer with its body, if that is written in the same turn of the loop.
+
+    uvicorn writes them apart. A body is written at once, so that the transport says when it has enough.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._headers = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send what was held back and `data`; hold back `data` if headers begin with it."""
+        if data.startswith(b"HTTP/") and not self._headers:
+            self._headers = data
+            self._loop.call_soon(self._send)
+        else:
+            self._send(data)
+
+    def close(self) -> None:
+        """Send what was held back, and close the connection."""
+        self._send()
+        self._transport.close()
+
+    def _send(self, data: bytes = b"") -> None:
+        if joined := self._headers + data:
+            self._headers = b""
+            self._transport.write(joined)
+
+
 class _BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     """One connection. While no request is being answered, a timer runs: uvicorn's between requests, ours within one."""
 
@@ -202,7 +235,7 @@ class _BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection, and wait for a request."""
-        super().connection_made(transport)
+        super().connection_made(cast("asyncio.Transport", _JoinedWrites(transport, self.loop)))
         address = self.client[0] if self.client else ""
         if reason := self._connections.open(address):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too_many_connections", reason)
