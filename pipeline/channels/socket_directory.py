@@ -71,11 +71,12 @@ def shared_directory(name: str) -> Iterator[tuple[Path, bool]]:
 def _claimed(path: Path) -> LockFile | None:
     """Make the directory if it does not exist, and return its lock; None if another process has it."""
     while True:
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-            raise PermissionError(errno.EACCES, f"{path} belongs to another user, or others may write to it")
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
         with suppress(FileNotFoundError):  # it was removed meanwhile
+            found = path.lstat()
+            if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+                raise PermissionError(errno.EACCES, f"{path} belongs to another user, or others may write to it")
             return _locked(path, LockFile(path / LOCK, mode=0o600))
 
 
