@@ -178,7 +178,7 @@ def own_forks() -> Forks | None:
     From now on the copy forks in place of interpreters where it is asked to, and not everywhere.
     """
     setattr(subprocess.Popen, "_execute_child", EXECUTE_CHILD)  # noqa: B010 (private)
-    return Forks(lambda: _own[0].requests, nested=True) if _own else None
+    return _own[0] if _own else None
 
 
 def _is_python(command: Any) -> bool:
