@@ -285,6 +285,7 @@ def _executing(execvp: Callable[..., NoReturn]) -> Callable[[str, list[str]], No
         if not _is_python(command):
             execvp(file, command)
         setattr(os, "execvp", execvp)  # noqa: B010 (as above)
+        setattr(subprocess.Popen, "_execute_child", EXECUTE_CHILD)  # noqa: B010 (the copy is the subreaper's)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -308,7 +309,8 @@ def _end(requests: socket.socket, copy: int, pid: int) -> None:
     """Wait for the copy of the forking process, in the fork itself and in none that it makes by `os.fork`."""
     if os.getpid() == pid:
         requests.close()
-        os.waitpid(copy, 0)
+        with contextlib.suppress(ChildProcessError):  # a subreaper reaps all
+            os.waitpid(copy, 0)
 
 
 def _place(descriptors: list[int], places: list[int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -47,23 +48,31 @@ def problems(nodes: Sequence[StageNode]) -> list[str]:
     ]
 
 
-def in_other_interpreters(nodes: Sequence[StageNode]) -> list[tuple[StageNode, Processes]]:
+@dataclass(frozen=True, slots=True)
+class InOtherInterpreter:
+    """A stage whose workers run in another interpreter."""
+
+    node: StageNode
+    python: str
+    start_timeout_s: float
+
+
+def in_other_interpreters(nodes: Sequence[StageNode]) -> list[InOtherInterpreter]:
     """Return the stages whose workers run in other interpreters, those within fragments included."""
-    found: list[tuple[StageNode, Processes]] = []
+    found: list[InOtherInterpreter] = []
     for node in nodes:
         found += in_other_interpreters(info_of(node.stage).nodes)
         if isinstance(node.on, Processes) and node.on.python is not None:
-            found.append((node, node.on))
+            found.append(InOtherInterpreter(node, node.on.python, node.on.start_timeout_s))
     return found
 
 
-def interpreter_problems(nodes: Sequence[tuple[StageNode, Processes]]) -> list[str]:
+def interpreter_problems(stages: Sequence[InOtherInterpreter]) -> list[str]:
     """Return the problems of workers in other interpreters, which are started to see what they have. Blocks."""
     return [
-        f"{node.name}: python: {problem}"
-        for node, on in nodes
-        if on.python is not None
-        for problem in _of_interpreter(node.stage, on.python, on.start_timeout_s)
+        f"{each.node.name}: python: {problem}"
+        for each in stages
+        for problem in _of_interpreter(each.node.stage, each.python, each.start_timeout_s)
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
@@ -20,13 +20,10 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from ..errors import CallProcessDied
 from ..servers.subreaper_process import subreaper_command
-from .worker_payload import interpreter_command
+from .worker_payload import child_program
 
 START_TIMEOUT_S = 60.0
 """Bound on the start of a process: its imports take seconds on a busy machine."""
-
-LONGEST_REPLY = 65_536
-"""Bytes; a reply has about 20, or the message of an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +38,10 @@ class Callee:
     """The module that it imports first."""
     starts_others: bool = False
     """True if its calls may start processes: these end with it."""
+    python: str | None = None
+    """Path of another interpreter; None for this one."""
+    longest_reply: int = 65_536
+    """Bytes."""
 
 
 class CallProcesses:
@@ -91,9 +92,10 @@ class CallProcess:
         """
         stop = -1
         if callee.starts_others:
-            process, stop = await _below_subreaper(interpreter_command(callee.module, ""))
+            process, stop = await _below_subreaper(*child_program(callee.python, callee.module, ""))
         else:
-            process = await anyio.open_process(interpreter_command(callee.module, str(os.getpid())), stderr=None)
+            command, environment = child_program(callee.python, callee.module, str(os.getpid()))
+            process = await anyio.open_process(command, env=environment, stderr=None)
         assert process.stdin is not None  # noqa: S101 (pipes by default)
         assert process.stdout is not None  # noqa: S101 (as above)
         started = cls(callee, process, process.stdin, process.stdout, stop)
@@ -108,9 +110,10 @@ class CallProcess:
         with anyio.move_on_after(START_TIMEOUT_S):
             await self._reply()
             return
+        python = self._callee.python or sys.executable
         raise CallProcessDied(
             f"expected the process of {self._callee.name} to be ready within {START_TIMEOUT_S:g} s, got no answer, and "
-            f"killed it: see whether `{sys.executable} -c 'import {self._callee.imports}'` returns"
+            f"killed it: see whether `{python} -c 'import {self._callee.imports}'` returns"
         )
 
     @property
@@ -128,7 +131,7 @@ class CallProcess:
 
     async def _reply(self) -> bytes:
         try:
-            return await self._replies.receive_until(b"\n", LONGEST_REPLY)
+            return await self._replies.receive_until(b"\n", self._callee.longest_reply)
         except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError):
             raise await self._died() from None
 
@@ -152,12 +155,15 @@ class CallProcess:
             await self._process.aclose()
 
 
-async def _below_subreaper(command: Sequence[str]) -> tuple[Process, int]:
+async def _below_subreaper(command: Sequence[str], environment: Mapping[str, str] | None) -> tuple[Process, int]:
     """Start a command below a subreaper, and return that, and the descriptor whose end ends both at once."""
     (stop_read, stop), status = os.pipe2(os.O_CLOEXEC), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     try:
         process = await anyio.open_process(
-            subreaper_command(command, 0.0, stop_read, status), stderr=None, pass_fds=(stop_read, status)
+            subreaper_command(command, 0.0, stop_read, status),
+            env=environment,
+            stderr=None,
+            pass_fds=(stop_read, status),
         )
     except BaseException:
         os.close(stop)

@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 from ..channels.shared_memory import scratch
+from ..util.interpreter import command_of, environment_of
 from ..util.pickling import needs_main, pickled
 
 
@@ -39,6 +40,19 @@ def open_payload(payload: int) -> io.BytesIO:
     file = io.BytesIO(os.pread(payload, size, 0))  # siblings share the descriptor's position
     os.close(payload)
     return file
+
+
+def child_program(python: str | None, module: str, argument: str) -> tuple[list[str], dict[str, str] | None]:
+    """Return the command that calls `main(argument)` of `module`, and its variables, None for those of this process.
+
+    Args:
+        python: path of another interpreter; None for this one.
+        module: the main module of the child.
+        argument: its only one.
+    """
+    if python is None:
+        return interpreter_command(module, argument), None
+    return command_of(python, module, argument), environment_of()
 
 
 def interpreter_command(module: str, argument: str) -> list[str]:

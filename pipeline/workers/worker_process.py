@@ -24,10 +24,9 @@ from ..accounting.telemetry import get_logger
 from ..channels.shared_memory import scratch
 from ..channels.socket_directory import sweep
 from ..servers.subreaper_process import describe_exit
-from ..util.interpreter import command_of, environment_of
 from .loop_watch import loop_over_limit, note_phase, phase_in
 from .worker_messages import ProcessConfig, StageConfig
-from .worker_payload import interpreter_command, write_payload
+from .worker_payload import child_program, write_payload
 from .worker_progress import WorkerProgress
 
 log = get_logger("penstock.pipeline")
@@ -181,10 +180,12 @@ class ProcessSpawner:
                 payload=self._payload,
                 watched=watched,
             )
-            command = partial(command_of, self._python) if self._python else interpreter_command
+            command, environment = child_program(
+                self._python, "penstock._pipeline.workers.worker", msgspec.json.encode(process).decode()
+            )
             popen = subprocess.Popen(  # noqa: S603 (this very interpreter, or the user's)
-                command("penstock._pipeline.workers.worker", msgspec.json.encode(process).decode()),
-                env=environment_of() if self._python else None,
+                command,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(process.payload, process.watched),
                 process_group=0,

@@ -100,7 +100,7 @@ async def test_a_column_that_the_data_lacks_ends_the_run() -> None:
 
 async def test_a_process_that_is_not_ready_in_time_is_killed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_process, "START_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(call_process, "interpreter_command", lambda *_: ["sleep", "600"])
+    monkeypatch.setattr(call_process, "child_program", lambda *_: (["sleep", "600"], None))
 
     with pytest.raises(CallProcessDied, match=r"ready within 0.1 s, got no answer, and killed it"):
         async with MathVerify().open():

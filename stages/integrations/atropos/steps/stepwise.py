@@ -25,8 +25,8 @@ import msgspec
 
 from ....._pipeline.errors import InvalidConfig, MissingExtra, PenstockError
 from ....._pipeline.servers.subreaper_process import SubreaperProcess, describe_end, start_subreaper
-from ....._pipeline.util.interpreter import check_interpreter, command_of, environment_of
-from ....._pipeline.workers.worker_payload import interpreter_command, write_payload
+from ....._pipeline.util.interpreter import check_interpreter
+from ....._pipeline.workers.worker_payload import child_program, write_payload
 from ....._schemas import StopReason
 from ....._schemas.numbers import finite_number, whole_number
 from .messages import (
@@ -360,9 +360,9 @@ class EnvProcess:
             check_interpreter(python, self._config.setup_timeout_s)
         payload = write_payload(self._config, prepared=python is None)
         ours, theirs = socket.socketpair()
-        command = interpreter_command if python is None else partial(command_of, python)
-        child = command("penstock._stages.integrations.atropos.steps.child", f"{payload} {theirs.fileno()}")
-        environment = None if python is None else environment_of()
+        child, environment = child_program(
+            python, "penstock._stages.integrations.atropos.steps.child", f"{payload} {theirs.fileno()}"
+        )
         inherited = (payload, theirs.fileno())
         try:
             return ours, start_subreaper(child, KILL_AFTER_S, pass_fds=inherited, environment=environment)
