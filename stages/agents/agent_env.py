@@ -17,9 +17,9 @@ import msgspec
 
 from ..._pipeline.errors import InvalidConfig
 from ..._schemas.numbers import normalize_counts
-from ..contracts.prompts import Prompt, PromptSource, identity_of
-from ..data.mixture import Mixture
-from ..data.prompt_dataset import PromptDataset
+from ..contracts.prompts import Prompt, identity_of
+from ..data.mixture import MixedPrompts, Mixture
+from ..data.prompt_dataset import PromptDataset, PromptSet
 from .agent_client import AgentClient, DrivingEnvironment
 
 
@@ -104,7 +104,7 @@ def _is_async(agent: Any) -> bool:
 class _Agent:
     """An `AgentEnv` with its rows open."""
 
-    def __init__(self, env: AgentEnv, rows: PromptSource) -> None:
+    def __init__(self, env: AgentEnv, rows: PromptSet | MixedPrompts) -> None:
         self.agent = env.agent
         self._rows = rows
         self.scored: bool = env.scored
@@ -120,8 +120,8 @@ class _Agent:
         return self._rows.prompt(number)
 
     def row(self, number: int) -> dict[str, Any]:
-        """Return the row of a prompt. Blocks."""
-        return dict(self.prompt(number).meta["row"])
+        """Return the row of a prompt, for each of its rollouts. Blocks."""
+        return self._rows.row_of(number)
 
 
 class _AsyncAgent(_Agent):

@@ -86,3 +86,8 @@ class MixedPrompts:
         """Return prompt `number`. Raises the errors of `PromptSet.prompt`."""
         which, own = self._places.at(number)
         return self._sets[which].prompt(own)
+
+    def row_of(self, number: int) -> dict[str, Any]:
+        """Return the row of prompt `number`. Raises the errors of `PromptSet.row_of`."""
+        which, own = self._places.at(number)
+        return self._sets[which].row_of(own)

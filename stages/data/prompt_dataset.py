@@ -151,8 +151,16 @@ class PromptSet:
         Raises:
             InvalidData: the row cannot be read, or its prompt is neither text nor messages.
         """
-        place = number % len(self) if self._order is None else self._order.place(number)
+        place = self._place(number)
         return self._prompt_of(self.row(place), self._index(place))
+
+    def row_of(self, number: int) -> dict[str, Any]:
+        """Return the row of prompt `number`, without its text.
+
+        Raises:
+            InvalidData: it cannot be read.
+        """
+        return self.row(self._place(number))
 
     def row(self, place: int) -> dict[str, Any]:
         """Return a row of the split by its place in the source's order, as the reward reads it.
@@ -161,6 +169,9 @@ class PromptSet:
             InvalidData: it cannot be read.
         """
         return dict(self._rows[self._index(place)])
+
+    def _place(self, number: int) -> int:
+        return number % len(self) if self._order is None else self._order.place(number)
 
     def _index(self, place: int) -> int:
         """Return the number of a row of the split in the source."""
