@@ -19,7 +19,7 @@ from penstock.chat import ChatFormat
 from penstock.errors import InvalidConfig
 
 ROLLOUTS = int(os.environ.get("ROLLOUTS", "4"))
-"""Each starts an interpreter."""
+"""Each starts two interpreters, so that four are done at once."""
 
 HERE = {"type": "subprocess"}
 
@@ -69,7 +69,7 @@ async def test_three_turns_with_tools_train_as_the_trace_has_them(
 ) -> None:
     env = environment(harness, type="train", renderer_model_name=str(folder), renderer={"name": "qwen3"})
 
-    ran = await run(env, chat, add_one_by_one, thinks=False, group_size=ROLLOUTS)
+    ran = await run(env, chat, add_one_by_one, thinks=False, group_size=ROLLOUTS, concurrency=4)
 
     ran.trains_once()
     compare(ran, traces)
