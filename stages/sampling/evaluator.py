@@ -96,7 +96,7 @@ class Evaluator:
             Exception: raised by a set's `make_env`.
         """
         for name, make_env in self._evaluation.sets.items():
-            self._prompts[name] = await anyio.to_thread.run_sync(call_user, _length, name, make_env)
+            self._prompts[name] = await anyio.to_thread.run_sync(call_user, length_of, name, make_env)
         worker, step = self._context.worker, self._context.ledger.step
         first = self._evaluation.newest_due(step) if worker.restart else step
         self._next = self._evaluation.next_due(max(first, worker.evaluates_from))
@@ -248,16 +248,17 @@ def _warn(ledger: Ledger, **fields: object) -> None:
     log.warning("evaluation_incomplete", **fields, reasons=first_reasons(reasons))
 
 
-def _length(name: str, make_env: Callable[[], Any]) -> int:
+def length_of(name: str, make_env: Callable[[], Any]) -> int:
     """Return the number of prompts of a set.
 
     Raises:
         InvalidConfig: it has no length.
     """
     env = make_env()
-    if not hasattr(env, "__len__"):
+    try:
+        return len(env)
+    except TypeError as error:
         raise InvalidConfig(
             f"Evaluation.sets[{name!r}]: expected an environment with a length, which says how many prompts are "
-            f"evaluated, got {type(env).__name__}: give it a method __len__"
-        )
-    return len(env)
+            f"evaluated, got {type(env).__name__}: {error}: give it a method __len__"
+        ) from error

@@ -56,5 +56,7 @@ def _functions(config: RunConfig) -> Iterator[str]:
     if (environment := config.environment) is not None:
         parts = [name for each in environment.parts for name in (each.make, each.agent)]
         yield from (name for name in (*parts, environment.tools, environment.tool_calls) if name and ":" in name)
-    named = (config.algorithm.loss, config.prepare, config.evaluation and config.evaluation.answer, *config.trackers)
+    if (evaluation := config.evaluation) is not None:
+        yield from (name for name in (evaluation.answer, *(each.make for each in evaluation.environments)) if name)
+    named = (config.algorithm.loss, config.prepare, *config.trackers)
     yield from (name for name in named if name and ":" in name)

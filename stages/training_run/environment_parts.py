@@ -15,7 +15,7 @@ from ..data.prompt_dataset import PromptDataset
 from ..sampling.environment_mixture import EnvironmentMixture
 from ..sampling.environments import Environment
 from ..tokenizers.chat_format import ChatFormat
-from .run_config import EnvironmentPart, MixedEnvironmentConfig, RunConfig
+from .run_config import EnvironmentPart, MixedEnvironmentConfig, RunConfig, TaskEnvironmentConfig
 
 MakeEnv: TypeAlias = Callable[[], Environment]
 
@@ -55,7 +55,9 @@ def environment_of(config: RunConfig, prompts: Callable[[], PromptDataset | Mixt
     environment = config.environment
     if environment is None:
         return prompts()
-    made = [_made(config, each, root, prompts) for root, each in _rooted(config)]
+    made = [
+        _agent(config, each, root, prompts()) if each.is_agent else _made(each, root) for root, each in _rooted(config)
+    ]
     if not environment.mix:
         return made[0]
     names = [each.known_as for each in environment.mix]
@@ -68,12 +70,12 @@ def environment_of(config: RunConfig, prompts: Callable[[], PromptDataset | Mixt
         raise InvalidConfig(f"config: environment.mix: {error}") from None
 
 
-def _made(
-    config: RunConfig, part: EnvironmentPart, root: str, prompts: Callable[[], PromptDataset | Mixture]
-) -> MakeEnv:
+def _made(part: TaskEnvironmentConfig, root: str) -> MakeEnv:
     if (named := part.verifiers) is not None:
         return VerifiersEnvironment(named.taskset, named.config, named.client)
-    return _agent(config, part, root, prompts()) if part.make is None else _function(part.make, f"{root}.make")
+    assert part.make is not None  # noqa: S101 (it has one of them)
+    made: MakeEnv = _function(part.make, f"{root}.make")
+    return made
 
 
 def evaluated_by(config: RunConfig, datasets: Sequence[PromptDataset]) -> list[tuple[str, MakeEnv]]:
@@ -90,6 +92,15 @@ def evaluated_by(config: RunConfig, datasets: Sequence[PromptDataset]) -> list[t
         )
         for root, agent in agents
         for rows in datasets
+    ]
+
+
+def evaluated_environments(config: RunConfig) -> list[tuple[str, MakeEnv]]:
+    """Return the environments that are only evaluated, by name."""
+    environments = () if config.evaluation is None else config.evaluation.environments
+    return [
+        (each.name or each.called, _made(each, f"config: evaluation.environments[{place}]"))
+        for place, each in enumerate(environments)
     ]
 
 

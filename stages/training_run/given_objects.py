@@ -23,6 +23,7 @@ PLACES = (
     "environment.mix.[].agent",
     "algorithm.loss",
     "evaluation.answer",
+    "evaluation.environments.[].make",
     "trackers.[]",
     "prepare",
 )

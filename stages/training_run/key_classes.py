@@ -74,6 +74,7 @@ server.url
 server.model
 server.weights
 placement.samplers
+placement.python
 placement.ray
 placement.ray.address
 placement.ray.num_cpus
@@ -96,6 +97,13 @@ evaluation.sets
 evaluation.sets[].path
 evaluation.sets[].weight
 evaluation.sets[].name
+evaluation.environments
+evaluation.environments[].make
+evaluation.environments[].verifiers
+evaluation.environments[].verifiers.taskset
+evaluation.environments[].verifiers.config
+evaluation.environments[].verifiers.client
+evaluation.environments[].name
 evaluation.best
 samples.every
 samples.count
@@ -166,6 +174,7 @@ environment.tool_calls
 environment.history
 environment.observation_role
 algorithm.advantages
+algorithm.rewards
 algorithm.preset
 algorithm.loss
 algorithm.aggregation

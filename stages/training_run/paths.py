@@ -23,6 +23,9 @@ PATHS = (
 )
 """The keys that are paths; `[]` is any place."""
 
+PROGRAM = "placement.python"
+"""The key that is a path, or the name of a program."""
+
 
 def beside(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the values of a file with its paths: these begin at `folder`, that of the file."""
@@ -51,4 +54,4 @@ def with_paths(values: Mapping[str, Any], change: Callable[[str], str]) -> dict[
     found: Any = values
     for key in PATHS:
         found = changed_at(found, key, changed)
-    return dict(found)
+    return dict(changed_at(found, PROGRAM, lambda value: changed(value) if "/" in str(value) else value))

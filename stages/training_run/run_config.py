@@ -129,17 +129,41 @@ class VerifiersConfig(Config, frozen=True):
     """Fields of its client."""
 
 
-class EnvironmentPart(Config, frozen=True):
-    """An environment: one of `make`, `agent`, `command` and `verifiers`."""
+class TaskEnvironmentConfig(Config, frozen=True):
+    """An environment that brings its prompts: `make` or `verifiers`."""
 
     make: FunctionName | None = None
     """Function or class that returns an environment of any kind, as `SourceEnv.make_env`; it brings its prompts."""
+    verifiers: VerifiersConfig | None = None
+    """A taskset of verifiers, which brings its tasks."""
+
+    def __post_init__(self) -> None:
+        """Check that there is one environment."""
+        kinds = [name for name in ("make", "agent", "command", "verifiers", "mix") if hasattr(self, name)]
+        given = [name for name in kinds if getattr(self, name)]
+        if len(given) != 1:
+            raise InvalidConfig(f"{kinds[0]}: expected one of {', '.join(kinds)}, got {', '.join(given) or 'none'}")
+
+    @property
+    def called(self) -> str:
+        """Return the name of the function or the taskset."""
+        return (self.make or "").partition(":")[2] if self.verifiers is None else self.verifiers.taskset
+
+
+class EvaluatedEnvironmentConfig(TaskEnvironmentConfig, frozen=True):
+    """An environment that is only evaluated: each of its prompts once; it has a length."""
+
+    name: str = ""
+    """Its name in metrics; by default that of the function or the taskset."""
+
+
+class EnvironmentPart(TaskEnvironmentConfig, frozen=True):
+    """An environment: one of `make`, `agent`, `command` and `verifiers`."""
+
     agent: FunctionName | None = None
     """Function of a row of `data` and of a client, as `AgentEnv.agent`."""
     command: tuple[Text, ...] = ()
     """Program of an agent and its arguments, as `AgentCommand.command`; it reads a row of `data`."""
-    verifiers: VerifiersConfig | None = None
-    """A taskset of verifiers, which brings its tasks."""
     max_calls: Count | None = None
     """Bound on the calls of an agent in a rollout."""
     max_tokens: Count | None = None
@@ -147,18 +171,23 @@ class EnvironmentPart(Config, frozen=True):
 
     def __post_init__(self) -> None:
         """Check that there is one environment, and the bounds of an agent alone."""
-        kinds = [name for name in ("make", "agent", "command", "verifiers", "mix") if hasattr(self, name)]
-        given = [name for name in kinds if getattr(self, name)]
-        if len(given) != 1:
-            raise InvalidConfig(f"{kinds[0]}: expected one of {', '.join(kinds)}, got {', '.join(given) or 'none'}")
+        super().__post_init__()
         if not self.is_agent and (self.max_calls or self.max_tokens):
             bound = "max_calls" if self.max_calls else "max_tokens"
-            raise InvalidConfig(f"{bound}: expected it beside agent or command, got {given[0]}")
+            given = next(name for name in ("make", "verifiers", "mix") if getattr(self, name, None))
+            raise InvalidConfig(f"{bound}: expected it beside agent or command, got {given}")
 
     @property
     def is_agent(self) -> bool:
         """Return whether it is an agent over the rows of `data`."""
         return self.agent is not None or bool(self.command)
+
+    @property
+    def called(self) -> str:
+        """Return the name of the function, the program or the taskset."""
+        if not self.is_agent:
+            return super().called
+        return Path(self.command[0]).name if self.agent is None else self.agent.partition(":")[2]
 
 
 class MixedEnvironmentConfig(EnvironmentPart, frozen=True):
@@ -167,14 +196,12 @@ class MixedEnvironmentConfig(EnvironmentPart, frozen=True):
     weight: Positive = 1.0
     """Share of its prompts, relative to the other environments."""
     name: str = ""
-    """Its name in metrics; by default that of the function or the program."""
+    """Its name in metrics; by default that of the function, the program or the taskset."""
 
     @property
     def known_as(self) -> str:
         """Return its name in metrics."""
-        if self.verifiers is not None:
-            return self.name or self.verifiers.taskset
-        return self.name or (self.make or self.agent or "").partition(":")[2] or Path(self.command[0]).name
+        return self.name or self.called
 
 
 class EnvironmentConfig(EnvironmentPart, frozen=True):
@@ -241,6 +268,8 @@ class AlgorithmConfig(Config, frozen=True):
 
     advantages: Mode = "grpo"
     """Mode of the AdvantageNormalizer."""
+    rewards: Literal["sequence", "token"] = "sequence"
+    """`token` compares the rewards of turns, on the last token of each, in place of those of rollouts."""
     preset: Library | None = None
     """Library whose advantages are computed where they differ."""
     loss: Text = "ppo"
@@ -321,6 +350,9 @@ class PlacementConfig(Config, frozen=True):
     restarts: Natural = 1
     """Times that each sampler is restarted after it died, within an hour, before the run ends, with a checkpoint.
     Workers that join are not restarted from here."""
+    python: Text | None = None
+    """Interpreter of the processes that sample, with the packages of an environment that exclude those of the trainer;
+    null for this one. It has penstock, torch and transformers too."""
     device: str = ""
     """Device that trains, `cuda:0`; by default the first GPU, and the processor where there is none."""
     sampler_device: str = ""
@@ -347,6 +379,8 @@ class EvaluationConfig(Config, frozen=True):
     """Their parameters; by default greedy, or those of training for several."""
     sets: tuple[DataSetConfig, ...] = ()
     """Further sets, only evaluated."""
+    environments: tuple[EvaluatedEnvironmentConfig, ...] = ()
+    """Environments that bring their prompts; agents are evaluated over rows."""
     answer: FunctionName | None = None
     """Function from the text of a completion to its answer, for the majority; by default the text."""
     best: str = ""
@@ -396,14 +430,22 @@ class RunConfig(Config, frozen=True):
             wanted = "no server" if self.engine == "torch" else "server: {url: http://host:port}"
             raise InvalidConfig(f"engine: expected {wanted} with engine {self.engine}, got {given}")
         self._check_rows()
-        if self.evaluation is not None and not (self.data.evaluation or self.evaluation.sets):
-            raise InvalidConfig("evaluation: expected rows to evaluate, got no sets and data.evaluation 0: set either")
+        evaluation = self.evaluation
+        if evaluation is not None and not (self.data.evaluation or evaluation.sets or evaluation.environments):
+            raise InvalidConfig(
+                "evaluation: expected rows to evaluate, or environments, got neither: set sets, environments, or "
+                "data.evaluation"
+            )
+        if self.algorithm.rewards != "sequence" and self.environment is None:
+            raise InvalidConfig("algorithm.rewards: expected an environment beside it, whose turns have rewards")
         for name in self.trackers:
             if name not in TRACKERS and ":" not in name:
                 known = f"{', '.join(TRACKERS)} or module:function"
                 raise InvalidConfig(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
         if self.placement.ray is not None and self.placement.joining is not None:
             raise InvalidConfig("placement: expected either ray or joining, got both")
+        if self.placement.python is not None and (self.placement.ray or self.placement.joining):
+            raise InvalidConfig("placement: expected python without ray and joining, whose workers have their own")
 
     def _check_rows(self) -> None:
         """Check that there are rows where they are read, and none where the environment brings its prompts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -60,7 +60,7 @@ from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer
 from ..training.optimizers import ReferenceUpdates, adamw
 from ..training.torch_trainer import TorchTrainer
 from .dtypes import base_dtype, reference_dtype, sampled_dtype
-from .environment_parts import chat_of, environment_of, evaluated_by
+from .environment_parts import chat_of, environment_of, evaluated_by, evaluated_environments
 from .paths import with_paths
 from .run_config import AlgorithmConfig, EvaluationConfig, PlacementConfig, RunConfig
 
@@ -126,19 +126,23 @@ class RunParts:
         """
         return _first_prompt(self._prompts()())
 
-    async def tried(self) -> str:
-        """Do one rollout of each environment with a made-up model, and return them as text.
+    async def tried(self) -> list[str]:
+        """Do one rollout of each environment with a made-up model, and return each as text.
 
         Raises:
             InvalidConfig: it fails, or cannot begin.
         """
-        rollouts = await try_environments(self.source(self.policy(None)))
-        return "\n\n".join(each.described(self.tokenizer) for each in rollouts)
+        source, python = self.source(self.policy(None)), self.config.placement.python
+        return await try_environments(source, python, START_TIMEOUT_S)
 
     @cached_property
     def kept_apart(self) -> dict[str, Callable[[], Environment]]:
-        """Return what is evaluated of the rows that are kept apart, by the names of sets."""
-        return dict(evaluated_by(self.config, self._datasets("evaluation"))) if self.config.data.evaluation else {}
+        """Return what is evaluated of the rows that are kept apart, by the names of sets, and the environments."""
+        rows = self._datasets("evaluation") if self.config.data.evaluation else []
+        found = [*evaluated_by(self.config, rows), *evaluated_environments(self.config)]
+        if len(sets := dict(found)) < len(found):
+            raise _same_names(found)
+        return sets
 
     @cached_property
     def evaluation(self) -> Evaluation | None:
@@ -153,8 +157,7 @@ class RunParts:
         steps = self.config.algorithm.steps
         config = self.config.evaluation or EvaluationConfig(every=steps)
         if len(sets := dict(found)) < len(found):
-            names = ", ".join(name for name, _ in found)
-            raise InvalidConfig(f"config: expected sets of evaluation with names of their own, got {names}: set name")
+            raise _same_names(found)
         return Evaluation(
             sets=sets,
             rewards=self.rewards,
@@ -218,6 +221,7 @@ class RunParts:
             max_length=self._max_length,
             sampling=config.sampling,
             concurrency=max(CONCURRENCY, per_sampler),
+            turn_rewards=algorithm.rewards == "token",
             seed=config.seed,
             evaluation=self.evaluation,
         )
@@ -390,7 +394,9 @@ class RunParts:
                 digest=digest_of(self.config),
                 absence_timeout_s=on.absence_timeout_s,
             )
-        return processes(placement.samplers, restarts=placement.restarts, start_timeout_s=START_TIMEOUT_S)
+        return processes(
+            placement.samplers, restarts=placement.restarts, start_timeout_s=START_TIMEOUT_S, python=placement.python
+        )
 
     def sketch(self) -> tuple[Pipeline, HFModel]:
         """Return the pipeline as it would run, and its model, without weights.
@@ -428,7 +434,9 @@ class RunParts:
             samples=Samples(every=config.samples.every, count=config.samples.count),
         )
         try:
-            normalizer = AdvantageNormalizer(algorithm.advantages, batch_groups=gathered, preset=algorithm.preset)
+            normalizer = AdvantageNormalizer(
+                algorithm.advantages, batch_groups=gathered, rewards=algorithm.rewards, preset=algorithm.preset
+            )
         except InvalidConfig as error:
             raise InvalidConfig(f"config: algorithm.advantages: {error}") from None
         sampled = source(self.source(policy), on=self._samplers(policy), max_lag=algorithm.max_lag)
@@ -436,6 +444,11 @@ class RunParts:
         compared = rewarded.then(normalizer)
         trained = compared.then(TruncationMask()) if algorithm.mask_truncated else compared
         return trained.then(batcher).sink(sink)
+
+
+def _same_names(found: Sequence[tuple[str, object]]) -> InvalidConfig:
+    names = ", ".join(name for name, _ in found)
+    return InvalidConfig(f"config: expected sets of evaluation with names of their own, got {names}: set name")
 
 
 def _first_prompt(prompts: PromptSet | MixedPrompts) -> Prompt:

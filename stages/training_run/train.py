@@ -186,8 +186,8 @@ def sampler_program(config: RunConfig) -> Program:
 def describe_run(config: RunConfig) -> str:
     """Build all parts of a run but the weights; return its pipeline, its model and its first prompt as text. Blocks.
 
-    Every reward function is called once, with the first row and two made-up completions. Of an environment, a rollout
-    with a made-up model is done, and returned in place of the prompt.
+    Every reward function is called once, with the first row and two made-up completions. Of each environment a rollout
+    with a made-up model is done, and returned too.
 
     Raises: see `train`.
     """
@@ -199,14 +199,15 @@ def describe_run(config: RunConfig) -> str:
     pipeline, model = parts.sketch()
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop
         thread.submit(anyio.run, parts.try_rewards).result()
-        first = _first_prompt(parts) if config.environment is None else thread.submit(anyio.run, parts.tried).result()
+        shown = [] if config.environment is not None else [_first_prompt(parts)]
+        shown += thread.submit(anyio.run, parts.tried).result()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return (
-        f"{pipeline.describe()}\n\nmodel: {config.model.path}, {parameters:,} parameters, of which {train:,} train\n"
-        f"a completion ends after {named(parts.tokenizer)}\n\n"
-        f"{first}"
+    described = (
+        f"model: {config.model.path}, {parameters:,} parameters, of which {train:,} train\n"
+        f"a completion ends after {named(parts.tokenizer)}"
     )
+    return "\n\n".join([pipeline.describe(), described, *shown])
 
 
 def _first_prompt(parts: RunParts) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.installation import interpreter
 from tests.models_hf.questions import Questions, write_questions
 
 from penstock.errors import InvalidConfig, WorkerFailed
@@ -53,6 +54,30 @@ async def raises(row, client):
 
 async def asks(row, client):
     await solve(row, client)
+
+
+async def hangs(row, client):
+    while True:
+        pass
+
+
+async def dies(row, client):
+    import os
+
+    os._exit(3)
+
+
+class Counted(Twice):
+    def __len__(self):
+        return 3
+
+
+class Elsewhere(Counted):
+    # it needs a package that another interpreter has alone
+    def step(self, action):
+        import only_there
+
+        return only_there.SAID, *super().step(action)[1:]
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -107,6 +132,34 @@ def test_a_described_run_does_one_rollout_with_a_made_up_model(
     environment: dict[str, Any], said: str, questions: Questions
 ) -> None:
     assert said in described(questions, **environment)
+
+
+HANGING = {
+    "hangs": r"got none within 1 s",
+    "dies": r"got the end of its process: expected a reply from the process of a rollout with a made-up model",
+}
+
+
+@pytest.mark.parametrize("agent", HANGING)
+def test_an_agent_that_hangs_or_dies_ends_with_its_process(
+    agent: str, questions: Questions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that keeps the event loop busy is ended by no deadline on it."""
+    monkeypatch.setattr("penstock._stages.sampling.environment_trial.PATIENCE_S", 0.0)
+    bound = {"timeout_s": 1.0} if agent == "hangs" else {}
+    with pytest.raises(InvalidConfig, match=HANGING[agent]):
+        described(questions, agent=f"some_agents:{agent}", **bound)
+
+
+def test_environments_that_are_evaluated_are_tried_too(questions: Questions) -> None:
+    twice = {"evaluation": {"environments": [{"make": "some_agents:Counted", "name": "games"}]}}
+    with chdir(questions.folder):
+        tried = describe_run(load_run_config(questions.values | twice))
+
+        assert tried.index("first prompt, ") < tried.index("one rollout of evaluation.games with a made-up model")
+        endless = {"evaluation": {"environments": [{"make": "some_agents:Twice"}]}}
+        with pytest.raises(InvalidConfig, match=r"expected an environment with a length, .* got Twice: .* __len__"):
+            describe_run(load_run_config(questions.values | endless))
 
 
 def test_reward_functions_reward_an_agent_that_returns_nothing(questions: Questions) -> None:
@@ -164,6 +217,7 @@ def test_a_mistake_is_told_before_the_run_with_its_key(
         ),
         ({"mix": [{"weight": 2.0}]}, {}, "make: expected one of make, agent, command, verifiers, got none"),
         ({"make": "m:e", "max_calls": 3}, {}, "max_calls: expected it beside agent or command, got make"),
+        ({"verifiers": {"taskset": "t"}, "max_tokens": 3}, {}, "max_tokens: expected it beside agent or command"),
         ({"make": "m:e"}, {"path": "d"}, "data: expected neither path, sets nor evaluation beside an environment"),
         ({"agent": "m:a"}, {}, "data.path: expected either it or sets"),
         ({"agent": "m:a"}, {"path": "d", "system": "s"}, "data: expected chat, and no system, beside an agent"),
@@ -190,6 +244,41 @@ def test_a_run_mixes_environments_and_evaluates_its_agents(questions: Questions)
     assert {"reward/Twice", "reward/solve"} <= step.keys()
     assert step["reward/Twice"] == 1.0
     assert [sorted(line["eval/step"] for line in ran.evaluations())] == [[0, 1]]
+
+
+def test_environments_are_evaluated_whose_turns_are_rewarded_apart(questions: Questions) -> None:
+    """The stages agree on the column: a pipeline that lacks `token_rewards` is refused."""
+    ran = questions.train(
+        "algorithm.steps=1",
+        "algorithm.advantages=reinforce++",
+        "algorithm.preset=skyrl",
+        "algorithm.rewards=token",
+        data={},
+        environment={"make": "some_agents:Twice"},
+        evaluation={"environments": [{"make": "some_agents:Counted"}]},
+        reward={},
+        folder="turns",
+    )
+
+    assert [line["eval/Counted/reward"] for line in ran.evaluations()] == [1.0, 1.0]
+    assert (ran.summary.reward_before, ran.summary.reward_after) == (1.0, 1.0)
+    assert len(ran.steps()) == 1
+
+
+def test_samplers_of_another_interpreter_have_its_packages(questions: Questions, tmp_path: Path) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/only_there.py").write_text("SAID = 'hello'")
+    python = interpreter(tmp_path / "other", str(tmp_path / "packages"), *filter(None, sys.path))
+    values = values_of(questions, make="some_agents:Elsewhere") | {"folder": "elsewhere"}
+
+    with chdir(questions.folder):
+        with pytest.raises(InvalidConfig, match="got ModuleNotFoundError: No module named 'only_there'"):
+            describe_run(load_run_config(values))
+        assert "hello" in describe_run(load_run_config(values, [f"placement.python={python}"]))
+
+    ran = questions.train(f"placement.python={python}", "algorithm.steps=1", **values)
+
+    assert ran.summary.ledger["ended"]["trained"] == 8
 
 
 # -- in the run --------------------------------------------------------------------------------------------------------

@@ -90,7 +90,21 @@ TASKS: dict[str, Any] = {
 
 MIXED_TASKS: dict[str, Any] = {"environment": {"mix": [TASKS["environment"]]}, "data": {}}
 
+EVALUATED: dict[str, Any] = {
+    "evaluation": {"environments": [{"verifiers": {"taskset": "a", "config": {"a": 1}, "client": {"a": 1}}}]}
+}
+
+EVALUATED_GAMES: dict[str, Any] = {"evaluation": {"environments": [{"make": "m:e"}]}}
+
 OTHERS = {
+    **{
+        f"evaluation.environments[0].{key}": EVALUATED
+        for key in ("verifiers", "verifiers.taskset", "verifiers.config", "verifiers.client", "name")
+    },
+    "evaluation.environments": EVALUATED,
+    "evaluation.environments[0].make": EVALUATED_GAMES,
+    "algorithm.rewards": {"environment": {"agent": "m:a"}},
+    "placement.python": {"placement": {"samplers": 2}},
     **{f"environment.verifiers{key}": TASKS for key in ("", ".taskset", ".config", ".client")},
     **{f"environment.mix[0].verifiers{key}": MIXED_TASKS for key in ("", ".taskset", ".config", ".client")},
     "environment.make": GAME,
@@ -180,6 +194,7 @@ CHANGED: dict[str, Any] = {
     "environment.history": "keep",
     "environment.observation_role": "tool",
     "algorithm.advantages": "rloo",
+    "algorithm.rewards": "token",
     "algorithm.preset": None,
     "algorithm.loss": "gspo",
     "algorithm.clip": [0.1, 0.3],
@@ -212,6 +227,7 @@ CHANGED: dict[str, Any] = {
     "server.model": "n",
     "server.weights": "w",
     "placement.samplers": 2,
+    "placement.python": "other",
     "placement.ray": None,
     "placement.ray.address": "local",
     "placement.ray.num_cpus": 2,
@@ -238,6 +254,13 @@ CHANGED: dict[str, Any] = {
     "evaluation.sets[0].weight": 2.0,
     "evaluation.sets[0].prompt": "question",
     "evaluation.sets[0].name": "other",
+    "evaluation.environments": [{"make": "m:e"}],
+    "evaluation.environments[0].make": "m:other",
+    "evaluation.environments[0].verifiers": {"taskset": "b"},
+    "evaluation.environments[0].verifiers.taskset": "b",
+    "evaluation.environments[0].verifiers.config": {"a": 2},
+    "evaluation.environments[0].verifiers.client": {"a": 2},
+    "evaluation.environments[0].name": "other",
     "evaluation.answer": "m:h",
     "evaluation.best": "eval/a/reward",
     "samples.every": 3,
@@ -278,7 +301,7 @@ def within(hint: Any) -> Iterator[Any]:
 
 def values_for(key: str) -> dict[str, Any]:
     """Return a configuration with `key`, as values."""
-    if key.startswith("environment"):
+    if key.startswith("environment") or key in OTHERS:
         return copy.deepcopy(BASE | OTHERS.get(key, MIXED if "mix" in key else AGENT))
     other = JOINED if key.startswith("placement.joining") else ONE_PATH if key in {"data.path", "data.prompt"} else {}
     return copy.deepcopy(BASE | other)
