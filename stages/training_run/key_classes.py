@@ -73,6 +73,7 @@ server
 server.url
 server.model
 server.weights
+placement.trainers
 placement.samplers
 placement.python
 placement.ray

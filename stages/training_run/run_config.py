@@ -340,6 +340,9 @@ class JoiningConfig(JoinedAt, frozen=True, kw_only=True):
 class PlacementConfig(Config, frozen=True):
     """Processes and devices."""
 
+    trainers: Count = 1
+    """Processes that train one model together, each on a GPU of its own: ranks. `penstock run` starts them on this
+    host, and torchrun on several."""
     samplers: Count = 1
     """Processes that sample."""
     ray: RayActors | None = None
@@ -444,6 +447,11 @@ class RunConfig(Config, frozen=True):
                 raise InvalidConfig(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
         if self.placement.ray is not None and self.placement.joining is not None:
             raise InvalidConfig("placement: expected either ray or joining, got both")
+        if self.placement.trainers > 1 and self.placement.device not in {"", "cpu"}:
+            raise InvalidConfig(
+                f"placement.device: expected none, or cpu, beside trainers, each with a GPU of its own, got "
+                f"{self.placement.device}"
+            )
         if self.placement.python is not None and (self.placement.ray or self.placement.joining):
             raise InvalidConfig("placement: expected python without ray and joining, whose workers have their own")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -14,6 +15,7 @@ import anyio.to_thread
 import msgspec
 import torch
 from msgspec import structs
+from torch.nn.parallel import DistributedDataParallel
 
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import InvalidConfig, InvalidData, InvalidPipeline
@@ -47,6 +49,7 @@ from ..losses.policy import CISPO, DPPO, GSPO, SAPO, AdvantageWeighted, PPOClip
 from ..losses.terms import Aggregated, Loss, LossTerm, Term
 from ..models.hf_model import HFModel
 from ..models.lora import insert
+from ..models.torch_sharding import Trainable
 from ..rewards.reward_bridge import RewardBridge
 from ..rewards.reward_trial import try_functions
 from ..sampling.environment_trial import try_environments
@@ -58,6 +61,7 @@ from ..sink.sink_trainer import SinkTrainer, Trainer, WeightSink
 from ..tokenizers.end_tokens import check_end_of_turn
 from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer
 from ..training.optimizers import ReferenceUpdates, adamw
+from ..training.torch_ranked_trainer import RankedTrainer
 from ..training.torch_trainer import TorchTrainer
 from .dtypes import base_dtype, reference_dtype, sampled_dtype
 from .environment_parts import chat_of, environment_of, evaluated_by, evaluated_environments
@@ -345,8 +349,8 @@ class RunParts:
         loaded = HFModel.from_pretrained(self.folder, attention=attention).requires_grad_(requires_grad=False)
         return _frozen(loaded, DTYPES[reference_dtype(self.config, device.type)], device)
 
-    def trainer(self, model: HFModel, reference: CausalModel | None) -> TorchTrainer:
-        """Return the trainer of `model`."""
+    def trainer(self, model: Trainable, reference: CausalModel | None) -> TorchTrainer:
+        """Return the trainer of `model`, or of this rank."""
         config, algorithm, optimizer = self.config, self.config.algorithm, self.config.algorithm.optimizer
         with extra("train", "a training run"):
             from transformers import get_scheduler  # noqa: PLC0415 (describing a run does not need it)
@@ -372,6 +376,12 @@ class RunParts:
             autocast=self._autocast,
             compile=partial(torch.compile, dynamic=True) if config.model.compile else None,
         )
+
+    def ranked_trainer(self, model: HFModel, reference: CausalModel | None) -> RankedTrainer:
+        """Return the trainer of this rank: each has the model whole, and gradients are summed."""
+        device = device_of(self.config)
+        shared = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        return RankedTrainer(self.trainer(shared, reference))
 
     # -- the pipeline --------------------------------------------------------------------------------------------------
 
@@ -534,8 +544,9 @@ def digest_of(config: RunConfig) -> str:
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """Return the device that trains."""
-    return torch.device(config.placement.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    """Return the device that trains: that of this rank, if there are several."""
+    place = os.environ.get("LOCAL_RANK", "0") if config.placement.trainers > 1 else "0"
+    return torch.device(config.placement.device or (f"cuda:{place}" if torch.cuda.is_available() else "cpu"))
 
 
 def _check_device(key: str, name: str) -> None:

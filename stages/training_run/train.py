@@ -36,6 +36,7 @@ from ..._pipeline.errors import PenstockError
 from ..._pipeline.graph.context import Worker
 from ..._pipeline.graph.report import Report
 from ..._pipeline.runtime.stop_signals import stoppable
+from ..._pipeline.util.blocking import enter_in_thread
 from ..._pipeline.util.checkpoint import checkpoint_of
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.host_lock import host_lock
@@ -54,11 +55,14 @@ from ..sink.sink_trainer import WeightSink
 from ..tokenizers.end_tokens import named
 from ..tokenizers.start_tokens import prompt_ids
 from .config_changes import refuse_changes, values_of
+from .own_rank import follows
 from .run_config import PlacementConfig, RunConfig
 
 if TYPE_CHECKING:
     from ..._pipeline.weights.weight_publisher import WeightPublisher
     from ..models.hf_model import HFModel
+    from ..training.torch_ranked_trainer import RankedTrainer
+    from ..training.torch_trainer import TorchTrainer
     from .torch_parts import RunParts
 
 SUMMARY = "summary.json"
@@ -112,6 +116,8 @@ async def train(config: RunConfig, *, view: View | None = "auto") -> Summary:
     SIGTERM, Ctrl-C and SIGHUP stop it at any moment, as they do `Pipeline.run`; before the first step and after the
     last one, they cancel the preparation or the evaluation.
 
+    With `placement.trainers` it is called on every rank; those but rank 0 follow that one, and return an empty summary.
+
     Args:
         config: see `load_run_config`.
         view: see `Pipeline.run`; it also shows the work before the first step. None is silent.
@@ -120,10 +126,13 @@ async def train(config: RunConfig, *, view: View | None = "auto") -> Summary:
         InvalidConfig: a value does not fit the model, the data or the machine, or `view` is unknown.
         RunDiffers: the run in the folder has other values of keys that are refused, and `allow_changes` is false.
         MissingExtra: the extra `train` is not installed.
+        PeerLost: another rank died.
         PenstockError: see `Pipeline.run`.
     """
     if view is not None:
         check_choice("view", view, View)
+    if follows(config):
+        return _followed(config)
     async with stoppable():
         return await _train(config, view)
 
@@ -141,14 +150,13 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
     await parts.try_rewards()
     folder = config.run_folder
     earlier = await anyio.to_thread.run_sync(_begun, config)
-    await say(view, f"loading the model {config.model.path}")
-    model = await anyio.to_thread.run_sync(parts.model)
-    trainer = parts.trainer(model, await anyio.to_thread.run_sync(parts.reference, model))
     metrics = Metrics()
     evaluated = _EvaluatedSummary(metrics.evaluations, parts, earlier)
     metrics.sinks.append(evaluated)
     summary = earlier
-    async with _published(parts, model) as (policy, publisher):
+    async with AsyncExitStack() as stack:
+        model, trainer = await _trained(parts, view, stack)
+        policy, publisher = await stack.enter_async_context(_published(parts, model))
         pipeline = parts.pipeline(policy, trainer, publisher)
         try:
             values = await anyio.to_thread.run_sync(values_of, config)
@@ -169,6 +177,53 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
                     await evaluated.written()
                     summary = await anyio.to_thread.run_sync(_with_best, folder, summary)
     return summary
+
+
+async def _trained(
+    parts: RunParts, view: View | None, stack: AsyncExitStack
+) -> tuple[HFModel, TorchTrainer | RankedTrainer]:
+    """Return the model and its trainer: of this process alone, or of all ranks, which this one leads."""
+    config = parts.config
+    if config.placement.trainers > 1:
+        from .torch_launch import joined  # noqa: PLC0415 (needs torch)
+
+        await say(view, f"waiting for {config.placement.trainers} ranks")
+        await enter_in_thread(stack, joined(config))
+    await say(view, f"loading the model {config.model.path}")
+    model = await anyio.to_thread.run_sync(parts.model)
+    reference = await anyio.to_thread.run_sync(parts.reference, model)
+    if config.placement.trainers == 1:
+        return model, parts.trainer(model, reference)
+    return model, stack.enter_context(await anyio.to_thread.run_sync(parts.ranked_trainer, model, reference))
+
+
+def run_ranks(config: RunConfig, command: Sequence[str]) -> int:
+    """Check the parts of a run, start its ranks on this host, and return their status. Blocks.
+
+    Args:
+        config: see `load_run_config`.
+        command: arguments of this interpreter, by which each rank calls `train`.
+
+    Raises: see `train`, and `start_ranks`.
+    """
+    _prepare(config)
+    parts_of(config).sketch()
+    from .torch_launch import start_ranks  # noqa: PLC0415 (needs torch)
+
+    return start_ranks(config, command)
+
+
+def _followed(config: RunConfig) -> Summary:
+    """Take part in the steps of rank 0 until it ends. Blocks."""
+    _prepare(config)
+    parts = parts_of(config)
+    from .torch_launch import joined  # noqa: PLC0415 (needs torch)
+
+    with joined(config):
+        model = parts.model()
+        with parts.ranked_trainer(model, parts.reference(model)) as trainer:
+            trainer.follow()
+    return Summary(stop_reason="rank 0 has ended")
 
 
 def sampler_program(config: RunConfig) -> Program:

@@ -16,16 +16,26 @@ OVERRIDES = Annotated[
 
 
 def run(config: CONFIG, overrides: OVERRIDES = None) -> None:
-    """Train as a configuration says; a run whose folder has a checkpoint is continued."""
-    print_line(f"reading {config}")
+    """Train as a configuration says; a run whose folder has a checkpoint is continued.
+
+    With placement.trainers it starts the ranks, unless torchrun has started it as one.
+    """
     import anyio  # noqa: PLC0415 (not needed for --help)
 
+    from .._stages.training_run.own_rank import follows, is_rank  # noqa: PLC0415
+    from .._stages.training_run.train import run_ranks  # noqa: PLC0415
     from ..runs import load_run_config, train  # noqa: PLC0415
 
+    if not is_rank():
+        print_line(f"reading {config}")
     loaded = load_run_config(config, overrides or ())
+    if loaded.placement.trainers > 1 and not is_rank():
+        raise typer.Exit(run_ranks(loaded, ["-m", "penstock", "run", str(config), *(overrides or ())]))
 
     async def trained() -> None:
-        typer.echo(await train(loaded))
+        summary = await train(loaded)
+        if not follows(loaded):
+            typer.echo(summary)
 
     anyio.run(trained)
 

@@ -226,6 +226,7 @@ CHANGED: dict[str, Any] = {
     "server.url": "http://there:2",
     "server.model": "n",
     "server.weights": "w",
+    "placement.trainers": 2,
     "placement.samplers": 2,
     "placement.python": "other",
     "placement.ray": None,

@@ -1,0 +1,136 @@
+"""`placement.trainers`: one configuration trains on several ranks, which end together and go on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.command_line import ran
+from tests.configured_run import TRAJECTORIES, write_run
+from tests.failsafe import FAILSAFE_S
+from tests.processes.children import children_of
+
+from penstock.errors import InvalidConfig
+from penstock.runs import load_run_config, train
+
+SYNCHRONOUS = ["algorithm.max_lag=0", "algorithm.steps=1", "placement.samplers=1"]
+
+
+@contextmanager
+def run_on_ranks(config: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """Run `penstock run` with two ranks, and kill it when the body ends."""
+    command = [sys.executable, "-m", "penstock", "run", str(config), "placement.trainers=2", *overrides]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def printed(process: subprocess.Popen[str]) -> str:
+    """Return what a process prints until it ends."""
+    said, _ = process.communicate(timeout=FAILSAFE_S)
+    return said
+
+
+def weights_in(run: Path) -> dict[str, torch.Tensor]:
+    *_, newest = sorted((run / "checkpoints").glob("step-*"))
+    return load_file(newest / "model.safetensors")
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Return the processes of the ranks, which are started in their order."""
+    return [
+        each for each in sorted(children_of(process.pid)) if b"\0run\0" in Path(f"/proc/{each}/cmdline").read_bytes()
+    ]
+
+
+def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    config = write_run(tmp_path, {})
+    status, said = ran("run", config, *SYNCHRONOUS, f"folder={tmp_path / 'alone'}")
+    assert not status, said
+
+    with run_on_ranks(config, *SYNCHRONOUS) as process:
+        said = printed(process)
+
+    assert process.returncode == 0, said
+    assert said.count("1 steps in") == 1
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["ledger"]["ended"]["trained"] == TRAJECTORIES
+    alone, ranked = weights_in(tmp_path / "alone"), weights_in(tmp_path / "run")
+    for name, tensor in alone.items():
+        torch.testing.assert_close(ranked[name], tensor, atol=1e-5, rtol=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_all_and_the_run_goes_on_from_its_checkpoint(rank: int, tmp_path: Path) -> None:
+    config = write_run(tmp_path, {})
+    checkpoints = tmp_path / "run/checkpoints"
+    with run_on_ranks(config, "algorithm.steps=100000", "checkpoint_every=1") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step " in line and "loss" in line:
+                break
+        ranks = ranks_of(process)
+        assert len(ranks) == 2
+        os.kill(ranks[rank], signal.SIGKILL)
+        said = printed(process)
+    assert process.returncode == 1
+    assert f"rank {rank} of 2 was killed by SIGKILL: run the command again" in said
+    assert not any(Path(f"/proc/{each}").exists() for each in ranks)
+
+    done = int(max(each.name for each in checkpoints.glob("step-*")).removeprefix("step-"))
+    with run_on_ranks(config, f"algorithm.steps={done + 1}", "checkpoint_every=1") as process:
+        said = printed(process)
+
+    assert process.returncode == 0, said
+    assert f"{done + 1} steps in" in said
+
+
+MISTAKES: dict[str, tuple[dict[str, str], str]] = {
+    "no torchrun": ({}, "placement.trainers: expected 2 ranks, got one process: start them by `penstock run`, or by"),
+    "a torchrun of four": (
+        {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "RANK": "0"},
+        "placement.trainers: expected 4, as torchrun has ranks, got 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_ranks_that_are_not_those_of_the_configuration_are_refused(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables, message = MISTAKES[mistake]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config: Any = load_run_config(write_run(tmp_path, {"trainers": 2}))
+
+    with pytest.raises(InvalidConfig, match=message):
+        anyio.run(partial(train, config, view=None))
+
+
+def test_a_mistake_is_told_once_before_the_ranks_begin(tmp_path: Path) -> None:
+    config = write_run(tmp_path, {"trainers": 2})
+
+    status, said = ran("run", config, "model.path=elsewhere")
+
+    assert status == 1
+    assert said.count("expected the folder of a model at elsewhere") == 1
+
+
+def test_a_device_beside_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"device: expected none, or cpu, beside trainers, .* got cuda:1"):
+        load_run_config(write_run(tmp_path, {"trainers": 2, "device": "cuda:1"}))
