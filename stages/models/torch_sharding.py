@@ -7,12 +7,12 @@ are collective operations of all ranks. Knows no ranks, and only the sharding of
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..contracts.causal_model import CausalModel
@@ -23,6 +23,16 @@ Trainable: TypeAlias = CausalModel | DistributedDataParallel
 def is_shared(model: Trainable) -> bool:
     """Return whether several ranks train it."""
     return isinstance(model, DistributedDataParallel) or _is_a(model, "torch.distributed.fsdp", "FSDPModule")
+
+
+def shard(model: nn.Module, layers: Iterable[nn.Module], device_type: str) -> None:
+    """Shard `model` over all ranks, each of its `layers` and the rest (FSDP2)."""
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 (it takes a second)
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 (as above)
+
+    mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
+    for each in (*layers, model):
+        fully_shard(each, mesh=mesh)
 
 
 def bare(model: Trainable) -> CausalModel:
@@ -49,6 +59,22 @@ def gathered(value: Any) -> Any:
     if isinstance(value, list):
         return [gathered(each) for each in value]
     return value.full_tensor() if _is_sharded(value) else value
+
+
+def weights_of(model: CausalModel) -> dict[str, Tensor]:
+    """Return the tensors of `model` by name, each whole; names of one tensor, such as tied embeddings, have one."""
+    state: dict[str, Any] = model.state_dict()
+    if not any(map(_is_sharded, state.values())):
+        return state
+    keeping: Any = model
+    shards: dict[str, Tensor] = keeping.state_dict(
+        keep_vars=True
+    )  # the parameters themselves, equal where they are tied
+    whole: dict[int, Tensor] = {}
+    for shard in shards.values():
+        if id(shard) not in whole:
+            whole[id(shard)] = gathered(shard.detach())
+    return {name: whole[id(shard)] for name, shard in shards.items()}
 
 
 def spread(whole: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ from ..losses.scored import Scored
 from ..losses.terms import Loss, LossValue
 from ..models.micro_batches import MicroBatch, Packed, empty_micro_batch, micro_batches
 from ..models.scoring import TEMPERATURE, check_lengths, check_temperature, own_temperatures, read_distributions, reads
-from ..models.torch_sharding import Trainable, accumulating, bare, device_of, gathered, is_shared, spread
+from ..models.torch_sharding import Trainable, accumulating, bare, device_of, gathered, is_shared, spread, weights_of
 from ..models.torch_weights_file import read_weights, write_weights
 from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer, copy_tokenizer
 from .activation_memory import suitable_tokens
@@ -207,8 +207,7 @@ class TorchTrainer:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's tensors by name, for publishing: not copies, except where shards are gathered."""
-        whole: dict[str, Tensor] = gathered(bare(self._model).state_dict())
-        return whole
+        return weights_of(bare(self._model))
 
     # -- training ------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,9 @@ from ..._pipeline.errors import InvalidConfig, PeerLost
 from ..._pipeline.workers.worker import die_with
 from .own_rank import is_rank
 from .run_config import RunConfig
-from .torch_parts import device_of, digest_of
+from .torch_devices import device_of
+from .torch_memory import is_sharded
+from .torch_parts import RunParts, digest_of
 
 TIMEOUT = timedelta(minutes=30)
 """Bound on a collective operation: a rank may compile its model, or measure its memory, while the others wait."""
@@ -67,14 +69,14 @@ def start_ranks(config: RunConfig, command: Sequence[str]) -> int:
 
 
 @contextmanager
-def joined(config: RunConfig) -> Iterator[None]:
-    """Join the other ranks within the body.
+def joined(parts: RunParts) -> Iterator[bool]:
+    """Join the other ranks within the body, and yield whether each has a part of the model.
 
     Raises:
         InvalidConfig: this process is no rank, or there are more or fewer than configured, or fewer GPUs on this host,
             or a rank has another configuration.
     """
-    count = config.placement.trainers
+    config, count = parts.config, parts.config.placement.trainers
     if not is_rank():
         raise InvalidConfig(
             f"config: placement.trainers: expected {count} ranks, got one process: start them by `penstock run`, or by "
@@ -88,7 +90,7 @@ def joined(config: RunConfig) -> Iterator[None]:
     dist.init_process_group(backend, timeout=TIMEOUT)
     try:
         _check_equal(config)
-        yield
+        yield _agreed(is_sharded(config, parts.empty_model()))
     finally:
         dist.destroy_process_group()
 
@@ -108,10 +110,17 @@ def _check_equal(config: RunConfig) -> None:
     """Check that all ranks have the configuration of rank 0; each names the first that differs."""
     own = torch.frombuffer(bytearray.fromhex(digest_of(config)), dtype=torch.uint8)
     all_of = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_of, own, group=dist.new_group(backend="gloo"))
+    dist.all_gather(all_of, own)
     for rank, digest in enumerate(all_of):
         if not torch.equal(digest, all_of[0]):
             raise InvalidConfig(
                 f"config: expected one configuration on all ranks, got another one on rank {rank}: start them with the "
                 f"same file and values"
             )
+
+
+def _agreed(value: bool) -> bool:  # noqa: FBT001 (of one rank)
+    """Return whether `value` is true on any rank."""
+    found = torch.tensor([value], dtype=torch.uint8)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)

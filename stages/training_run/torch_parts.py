@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import InvalidConfig, InvalidData, InvalidPipeline
+from ..._pipeline.graph.context import current
 from ..._pipeline.graph.placement import Remote, joining, processes, ray
 from ..._pipeline.runtime.flow import Pipeline, source
 from ..._pipeline.trackers.tensorboard import TensorBoard
@@ -49,7 +49,7 @@ from ..losses.policy import CISPO, DPPO, GSPO, SAPO, AdvantageWeighted, PPOClip
 from ..losses.terms import Aggregated, Loss, LossTerm, Term
 from ..models.hf_model import HFModel
 from ..models.lora import insert
-from ..models.torch_sharding import Trainable
+from ..models.torch_sharding import Trainable, shard
 from ..rewards.reward_bridge import RewardBridge
 from ..rewards.reward_trial import try_functions
 from ..sampling.environment_trial import try_environments
@@ -67,15 +67,14 @@ from .dtypes import base_dtype, reference_dtype, sampled_dtype
 from .environment_parts import chat_of, environment_of, evaluated_by, evaluated_environments
 from .paths import with_paths
 from .run_config import AlgorithmConfig, EvaluationConfig, PlacementConfig, RunConfig
+from .torch_devices import CONCURRENCY, check_device, device_of, max_length_of, sampler_devices
+from .torch_memory import check_memory
 
 log = get_logger("penstock.models")
 
 AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-CONCURRENCY = 256
-"""Rollouts at once in a sampling process, or more where a step without lag needs them."""
 
 START_TIMEOUT_S = 600.0
 """Bound on the start of a sampling process. It imports torch and transformers: minutes from a cold network disk, or
@@ -93,7 +92,7 @@ class RunParts:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         for key in ("device", "sampler_device"):
-            _check_device(key, getattr(config.placement, key))
+            check_device(key, getattr(config.placement, key))
         self.folder = model_folder(config.model.path)
         """The folder of the model, downloaded first if its path is a name of the hub."""
         self.tokenizer = PretrainedTokenizer(self.folder)
@@ -222,19 +221,13 @@ class RunParts:
             chat=None if config.environment is None else self.chat,
             rollout_timeout_s=ROLLOUT_TIMEOUT_S if config.environment is None else config.environment.timeout_s,
             group_size=algorithm.group_size,
-            max_length=self._max_length,
+            max_length=max_length_of(self.config),
             sampling=config.sampling,
             concurrency=max(CONCURRENCY, per_sampler),
             turn_rewards=algorithm.rewards == "token",
             seed=config.seed,
             evaluation=self.evaluation,
         )
-
-    @property
-    def _max_length(self) -> int:
-        if self.config.environment is not None and self.config.environment.max_length is not None:
-            return self.config.environment.max_length
-        return self.config.data.max_prompt_tokens + self.config.sampling.max_completion_tokens
 
     def policy(self, weights: str | WeightAddress | None) -> Policy:
         """Return the policy: it samples with the weights published at `weights`, or updated by the trainer."""
@@ -377,9 +370,12 @@ class RunParts:
             compile=partial(torch.compile, dynamic=True) if config.model.compile else None,
         )
 
-    def ranked_trainer(self, model: HFModel, reference: CausalModel | None) -> RankedTrainer:
-        """Return the trainer of this rank: each has the model whole, and gradients are summed."""
+    def ranked_trainer(self, model: HFModel, reference: CausalModel | None, *, sharded: bool) -> RankedTrainer:
+        """Return the trainer of this rank, which has a part of the model, or the whole, with gradients summed."""
         device = device_of(self.config)
+        if sharded:
+            shard(model, model.module.get_decoder().layers, device.type)
+            return RankedTrainer(self.trainer(model, reference))
         shared = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         return RankedTrainer(self.trainer(shared, reference))
 
@@ -412,10 +408,12 @@ class RunParts:
         """Return the pipeline as it would run, and its model, without weights.
 
         Raises:
-            InvalidConfig: a stage lacks something, or the model positions for the longest prompt and completion.
+            InvalidConfig: a stage lacks something, or the model positions for the longest prompt and completion, or a
+                device memory.
         """
         model = self.empty_model()
         self._check_lengths(model)
+        check_memory(self.config, model, lambda config: RunParts(config).empty_model())
         pipeline = self.pipeline(
             self.policy(None), self.trainer(model, model if self.config.algorithm.kl else None), None
         )
@@ -431,7 +429,7 @@ class RunParts:
         sequences = algorithm.prompts * algorithm.group_size
         gathered = algorithm.prompts if algorithm.advantages in {*GATHERING, "gae"} else None
         batcher = Batcher(
-            max_tokens=sequences * self._max_length * (1 if config.environment is None else BRANCHES),
+            max_tokens=sequences * max_length_of(self.config) * (1 if config.environment is None else BRANCHES),
             drop_zero_variance=algorithm.drop_zero_variance,
             sequences=sequences,
         )
@@ -543,26 +541,15 @@ def digest_of(config: RunConfig) -> str:
     return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()
 
 
-def device_of(config: RunConfig) -> torch.device:
-    """Return the device that trains: that of this rank, if there are several."""
-    place = os.environ.get("LOCAL_RANK", "0") if config.placement.trainers > 1 else "0"
-    return torch.device(config.placement.device or (f"cuda:{place}" if torch.cuda.is_available() else "cpu"))
-
-
-def _check_device(key: str, name: str) -> None:
-    try:
-        if name:
-            torch.empty(0, device=name)
-    except (AssertionError, RuntimeError) as error:
-        raise InvalidConfig(
-            f"config: placement.{key}: expected a device that torch finds here, cpu or cuda:0, got {name!r}: {error}"
-        ) from None
-
-
 def _sampled_model(config: RunConfig, folder: str, dtype: torch.dtype) -> HFModel:
     """Make the model that samples, in its process: without weights (they are published), or with adapters alone."""
     attention, lora = config.model.attention, config.model.lora
-    device = config.placement.sampler_device or device_of(config)
+    devices = sampler_devices(config)
+    device = (
+        devices[current().worker.index % len(devices)]
+        if devices
+        else config.placement.sampler_device or device_of(config)
+    )
     if lora is None and str(device) == "cpu":
         return HFModel.empty(folder, dtype=dtype, attention=attention)
     loaded = HFModel.from_pretrained(folder, attention=attention, lora=lora)

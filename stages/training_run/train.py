@@ -155,8 +155,16 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
     metrics.sinks.append(evaluated)
     summary = earlier
     async with AsyncExitStack() as stack:
-        model, trainer = await _trained(parts, view, stack)
-        policy, publisher = await stack.enter_async_context(_published(parts, model))
+        sharded: bool | None = None
+        if config.placement.trainers > 1:
+            from .torch_launch import joined  # noqa: PLC0415 (needs torch)
+
+            await say(view, f"waiting for {config.placement.trainers} ranks")
+            sharded = await enter_in_thread(stack, joined(parts))
+        await say(view, f"loading the model {config.model.path}")
+        model = await anyio.to_thread.run_sync(parts.model)
+        policy, publisher = await stack.enter_async_context(_published(parts, model))  # before it is sharded
+        trainer = await _trainer(parts, model, stack, sharded=sharded)
         pipeline = parts.pipeline(policy, trainer, publisher)
         try:
             values = await anyio.to_thread.run_sync(values_of, config)
@@ -179,22 +187,15 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
     return summary
 
 
-async def _trained(
-    parts: RunParts, view: View | None, stack: AsyncExitStack
-) -> tuple[HFModel, TorchTrainer | RankedTrainer]:
-    """Return the model and its trainer: of this process alone, or of all ranks, which this one leads."""
-    config = parts.config
-    if config.placement.trainers > 1:
-        from .torch_launch import joined  # noqa: PLC0415 (needs torch)
-
-        await say(view, f"waiting for {config.placement.trainers} ranks")
-        await enter_in_thread(stack, joined(config))
-    await say(view, f"loading the model {config.model.path}")
-    model = await anyio.to_thread.run_sync(parts.model)
+async def _trainer(
+    parts: RunParts, model: HFModel, stack: AsyncExitStack, *, sharded: bool | None
+) -> TorchTrainer | RankedTrainer:
+    """Return the trainer of the model: in this process alone, or on all ranks, which this one leads."""
     reference = await anyio.to_thread.run_sync(parts.reference, model)
-    if config.placement.trainers == 1:
-        return model, parts.trainer(model, reference)
-    return model, stack.enter_context(await anyio.to_thread.run_sync(parts.ranked_trainer, model, reference))
+    if sharded is None:
+        return parts.trainer(model, reference)
+    make = partial(parts.ranked_trainer, model, reference, sharded=sharded)
+    return stack.enter_context(await anyio.to_thread.run_sync(make))
 
 
 def run_ranks(config: RunConfig, command: Sequence[str]) -> int:
@@ -219,9 +220,9 @@ def _followed(config: RunConfig) -> Summary:
     parts = parts_of(config)
     from .torch_launch import joined  # noqa: PLC0415 (needs torch)
 
-    with joined(config):
+    with joined(parts) as sharded:
         model = parts.model()
-        with parts.ranked_trainer(model, parts.reference(model)) as trainer:
+        with parts.ranked_trainer(model, parts.reference(model), sharded=sharded) as trainer:
             trainer.follow()
     return Summary(stop_reason="rank 0 has ended")
 
@@ -251,6 +252,8 @@ def describe_run(config: RunConfig) -> str:
         if not Path(config.model.path).exists():
             return f"{config.model.path} does not exist yet: {prepare.__module__}:{prepare.__name__} makes it in a run"
     parts = parts_of(config)
+    from .torch_memory import needs_of_run  # noqa: PLC0415 (needs torch)
+
     pipeline, model = parts.sketch()
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop
         thread.submit(anyio.run, parts.try_rewards).result()
@@ -258,9 +261,11 @@ def describe_run(config: RunConfig) -> str:
         shown += thread.submit(anyio.run, parts.tried).result()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    memory = "\n".join(map(str, needs_of_run(config, model)))
     described = (
         f"model: {config.model.path}, {parameters:,} parameters, of which {train:,} train\n"
-        f"a completion ends after {named(parts.tokenizer)}"
+        f"a completion ends after {named(parts.tokenizer)}\n"
+        f"memory of {memory}"
     )
     return "\n\n".join([pipeline.describe(), described, *shown])
 

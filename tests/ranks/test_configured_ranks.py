@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from tests.command_line import ran
 from tests.configured_run import TRAJECTORIES, write_run
@@ -24,6 +25,8 @@ from tests.processes.children import children_of
 
 from penstock.errors import InvalidConfig
 from penstock.runs import load_run_config, train
+
+ROOT = Path(__file__).parent.parent.parent
 
 SYNCHRONOUS = ["algorithm.max_lag=0", "algorithm.steps=1", "placement.samplers=1"]
 
@@ -72,6 +75,29 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     alone, ranked = weights_in(tmp_path / "alone"), weights_in(tmp_path / "run")
     for name, tensor in alone.items():
         torch.testing.assert_close(ranked[name], tensor, atol=1e-5, rtol=0)
+
+
+def test_a_model_that_fits_no_rank_is_sharded_and_trained_as_by_one_process(tmp_path: Path) -> None:
+    """Memory for 28 bytes a parameter: two whole models, with moments and versions, need 40, and two halves 24."""
+    config = write_run(tmp_path, {"trainers": 2, "samplers": 1})
+    values = yaml.safe_load(config.read_text())
+    values["algorithm"] |= {"max_lag": 0, "steps": 1}
+    config.write_text(yaml.safe_dump(values))
+    status, said = ran("run", config, "placement.trainers=1", f"folder={tmp_path / 'alone'}")
+    assert not status, said
+    alone = weights_in(tmp_path / "alone")
+    parameters = sum(tensor.numel() for tensor in alone.values())
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    script = ["tests.ranks.script_of_a_sharded_run", str(config), str(28 * parameters)]
+    sharded = subprocess.run([*torchrun, *script], capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert sharded.returncode == 0, sharded.stderr
+    parts = [int((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
+    assert sum(parts) == parameters
+    assert max(parts) < 0.6 * parameters
+    for name, tensor in weights_in(tmp_path / "run").items():
+        torch.testing.assert_close(tensor, alone[name], atol=1e-5, rtol=0)
 
 
 @pytest.mark.long

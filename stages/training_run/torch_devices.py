@@ -1,0 +1,56 @@
+"""The devices of a configured run on this host, and the bounds of what it samples there."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..._pipeline.errors import InvalidConfig
+from .run_config import RunConfig
+
+CONCURRENCY = 256
+"""Rollouts at once in a sampling process, or more where a step without lag needs them."""
+
+
+def max_length_of(config: RunConfig) -> int:
+    """Return the most tokens of a sequence."""
+    if config.environment is not None and config.environment.max_length is not None:
+        return config.environment.max_length
+    return config.data.max_prompt_tokens + config.sampling.max_completion_tokens
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """Return the device that trains: that of this rank, if there are several."""
+    place = os.environ.get("LOCAL_RANK", "0") if config.placement.trainers > 1 else "0"
+    return torch.device(config.placement.device or (f"cuda:{place}" if torch.cuda.is_available() else "cpu"))
+
+
+def sampler_devices(config: RunConfig) -> list[str]:
+    """Return the device of each process of this host that samples with the torch engine.
+
+    They share the GPUs that do not train, or, where all do, those.
+    """
+    placement, trains = config.placement, device_of(config)
+    if config.engine != "torch" or placement.ray is not None or placement.joining is not None:
+        return []
+    count = torch.cuda.device_count() if trains.type == "cuda" and not placement.sampler_device else 0
+    if not count:
+        return [placement.sampler_device or str(trains)] * placement.samplers
+    free = range(placement.trainers, count) if count > placement.trainers else range(count)
+    return [f"cuda:{free[place % len(free)]}" for place in range(placement.samplers)]
+
+
+def check_device(key: str, name: str) -> None:
+    """Check that torch finds the device that a key of the placement names, if any.
+
+    Raises:
+        InvalidConfig: it does not.
+    """
+    try:
+        if name:
+            torch.empty(0, device=name)
+    except (AssertionError, RuntimeError) as error:
+        raise InvalidConfig(
+            f"config: placement.{key}: expected a device that torch finds here, cpu or cuda:0, got {name!r}: {error}"
+        ) from None
