@@ -5,7 +5,7 @@ Describing it needs no HTTP client; `open` imports the engine and the client.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,10 +23,10 @@ from .inference_servers import SERVERS, KnownServer, Server
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpPolicy:
-    """A picklable description of sampling at an inference server."""
+    """A picklable description of sampling at an inference server, or at several with the same model."""
 
-    url: str
-    """URL of the server, without a path: `http://127.0.0.1:8000`."""
+    url: str | Sequence[str]
+    """URL of the server, without a path: `http://127.0.0.1:8000`. Of several, each worker samples at one, in turn."""
     model: str
     """Name of the model at the server."""
     server: Server = "auto"
@@ -52,13 +52,21 @@ class HttpPolicy:
         Raises:
             InvalidConfig: naming the field.
         """
-        check_url(self.url, "HttpPolicy.url")
+        if not self.urls:
+            raise InvalidConfig("HttpPolicy.url: expected a URL, got none")
+        for url in self.urls:
+            check_url(url, "HttpPolicy.url")
         check_choice("HttpPolicy.server", self.server, ("auto", *SERVERS))
         check_choice("HttpPolicy.versions", self.versions, ("engine", "server"))
         normalize_counts(self, "concurrency")
         normalize_numbers(self, "request_timeout_s")
         if self.server != "auto":
             self.check_versions(self.server)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Return the URL of each server."""
+        return (self.url,) if isinstance(self.url, str) else tuple(self.url)
 
     @asynccontextmanager
     async def open(self, worker: Worker) -> AsyncGenerator[Engine]:
@@ -73,8 +81,9 @@ class HttpPolicy:
         with extra("http", "HttpPolicy"):  # describing a policy does not need aiohttp
             from ..http.server_client import open_client  # noqa: PLC0415
             from .http_engine import HttpEngine, check_model, detected  # noqa: PLC0415
+        url = self.urls[worker.index % len(self.urls)]
         async with open_client(
-            self.url, self.api_key, self.backoff, request_timeout_s=self.request_timeout_s, draw=jitter(worker)
+            url, self.api_key, self.backoff, request_timeout_s=self.request_timeout_s, draw=jitter(worker)
         ) as client:
             await check_model(client, self.model)
             server = await detected(client) if self.server == "auto" else self.server

@@ -76,6 +76,11 @@ server.weights
 placement.trainers
 placement.samplers
 placement.python
+placement.servers
+placement.servers.vllm
+placement.servers.tensor_parallel
+placement.servers.python
+placement.servers.arguments
 placement.ray
 placement.ray.address
 placement.ray.num_cpus

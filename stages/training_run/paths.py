@@ -23,8 +23,8 @@ PATHS = (
 )
 """The keys that are paths; `[]` is any place."""
 
-PROGRAM = "placement.python"
-"""The key that is a path, or the name of a program."""
+PROGRAMS = ("placement.python", "placement.servers.python")
+"""The keys that are paths, or the names of programs."""
 
 
 def beside(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -54,4 +54,6 @@ def with_paths(values: Mapping[str, Any], change: Callable[[str], str]) -> dict[
     found: Any = values
     for key in PATHS:
         found = changed_at(found, key, changed)
-    return dict(changed_at(found, PROGRAM, lambda value: changed(value) if "/" in str(value) else value))
+    for key in PROGRAMS:
+        found = changed_at(found, key, lambda value: changed(value) if "/" in str(value) else value)
+    return dict(found)

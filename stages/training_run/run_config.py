@@ -337,6 +337,19 @@ class JoiningConfig(JoinedAt, frozen=True, kw_only=True):
     """Address that they get the weights from."""
 
 
+class ServersConfig(Config, frozen=True):
+    """Inference servers that the run starts on this host, and ends with it: in place of the torch engine."""
+
+    vllm: Count
+    """Number of servers of vLLM."""
+    tensor_parallel: Count = 1
+    """GPUs of each; they are those that do not train."""
+    python: Text | None = None
+    """Interpreter that has vLLM; null for this one."""
+    arguments: tuple[Text, ...] = ()
+    """Further arguments of its command, `--gpu-memory-utilization=0.8`."""
+
+
 class PlacementConfig(Config, frozen=True):
     """Processes and devices."""
 
@@ -345,6 +358,8 @@ class PlacementConfig(Config, frozen=True):
     host, and torchrun on several."""
     samplers: Count = 1
     """Processes that sample."""
+    servers: ServersConfig | None = None
+    """Samples at servers that the run starts; null for the torch engine, or for `server`."""
     ray: RayActors | None = None
     """Samples in actors of Ray, whose nodes read the model and the data by the same paths; null for processes of this
     host."""
@@ -428,10 +443,7 @@ class RunConfig(Config, frozen=True):
 
     def __post_init__(self) -> None:
         """Check the values that depend on each other."""
-        if (self.engine == "torch") != (self.server is None):
-            given = "none" if self.server is None else self.server.url
-            wanted = "no server" if self.engine == "torch" else "server: {url: http://host:port}"
-            raise InvalidConfig(f"engine: expected {wanted} with engine {self.engine}, got {given}")
+        self._check_engine()
         self._check_rows()
         evaluation = self.evaluation
         if evaluation is not None and not (self.data.evaluation or evaluation.sets or evaluation.environments):
@@ -454,6 +466,27 @@ class RunConfig(Config, frozen=True):
             )
         if self.placement.python is not None and (self.placement.ray or self.placement.joining):
             raise InvalidConfig("placement: expected python without ray and joining, whose workers have their own")
+
+    def _check_engine(self) -> None:
+        """Check that there is one engine, that of servers which the run starts included."""
+        servers = self.placement.servers
+        if servers is not None:
+            if self.server is not None or self.engine not in {"torch", "vllm"}:
+                raise InvalidConfig(
+                    "placement.servers: expected neither server nor another engine beside them, got one"
+                )
+            if self.placement.ray is not None or self.placement.joining is not None:
+                raise InvalidConfig("placement.servers: expected samplers of this host, got ray or joining beside them")
+            if self.placement.samplers < servers.vllm:
+                raise InvalidConfig(
+                    f"placement.samplers: expected at least {servers.vllm}, one for each server, got "
+                    f"{self.placement.samplers}"
+                )
+            msgspec.structs.force_setattr(self, "engine", "vllm")
+        elif (self.engine == "torch") != (self.server is None):
+            given = "none" if self.server is None else self.server.url
+            wanted = "no server" if self.engine == "torch" else "server: {url: http://host:port}"
+            raise InvalidConfig(f"engine: expected {wanted} with engine {self.engine}, got {given}")
 
     def _check_rows(self) -> None:
         """Check that there are rows where they are read, and none where the environment brings its prompts."""

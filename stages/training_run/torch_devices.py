@@ -54,3 +54,35 @@ def check_device(key: str, name: str) -> None:
         raise InvalidConfig(
             f"config: placement.{key}: expected a device that torch finds here, cpu or cuda:0, got {name!r}: {error}"
         ) from None
+
+
+def server_devices(config: RunConfig) -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES of each server that the run starts; empty where there is no GPU.
+
+    They get the GPUs behind those that train.
+    """
+    servers = config.placement.servers
+    if servers is None or not (count := torch.cuda.device_count()):
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    trains = config.placement.trainers if device_of(config).type == "cuda" else 0
+    free = visible[trains:]
+    each = servers.tensor_parallel
+    return [",".join(free[place * each : (place + 1) * each]) for place in range(servers.vllm)]
+
+
+def check_servers(config: RunConfig) -> None:
+    """Check that there are GPUs for the servers that the run starts.
+
+    Raises:
+        InvalidConfig: there are fewer beside those that train.
+    """
+    servers = config.placement.servers
+    if servers is None or not (count := torch.cuda.device_count()):
+        return
+    trains = config.placement.trainers if device_of(config).type == "cuda" else 0
+    if (asked := servers.vllm * servers.tensor_parallel) > count - trains:
+        raise InvalidConfig(
+            f"config: placement.servers: expected at most {count - trains} GPUs, those of this host that do not train, "
+            f"got {servers.vllm} servers of {servers.tensor_parallel}, {asked}"
+        )

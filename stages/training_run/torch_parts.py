@@ -66,8 +66,8 @@ from ..training.torch_trainer import TorchTrainer
 from .dtypes import base_dtype, reference_dtype, sampled_dtype
 from .environment_parts import chat_of, environment_of, evaluated_by, evaluated_environments
 from .paths import with_paths
-from .run_config import AlgorithmConfig, EvaluationConfig, PlacementConfig, RunConfig
-from .torch_devices import CONCURRENCY, check_device, device_of, max_length_of, sampler_devices
+from .run_config import AlgorithmConfig, EvaluationConfig, RunConfig
+from .torch_devices import CONCURRENCY, check_device, check_servers, device_of, max_length_of, sampler_devices
 from .torch_memory import check_memory
 
 log = get_logger("penstock.models")
@@ -75,6 +75,9 @@ log = get_logger("penstock.models")
 AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+UNSTARTED = "http://127.0.0.1:8000"
+"""Stands for the servers of a run that is only looked at."""
 
 START_TIMEOUT_S = 600.0
 """Bound on the start of a sampling process. It imports torch and transformers: minutes from a cold network disk, or
@@ -229,15 +232,21 @@ class RunParts:
             evaluation=self.evaluation,
         )
 
-    def policy(self, weights: str | WeightAddress | None) -> Policy:
-        """Return the policy: it samples with the weights published at `weights`, or updated by the trainer."""
+    def policy(self, weights: str | WeightAddress | None, urls: Sequence[str] = ()) -> Policy:
+        """Return the policy: it samples with the weights published at `weights`, or updated by the trainer.
+
+        Args:
+            weights: where they are published, for the torch engine.
+            urls: the servers that the run has started; before that none.
+        """
         config, server = self.config, self.config.server
-        if server is not None:
+        if config.engine != "torch":
             return HttpPolicy(
-                url=server.url,
-                model=server.model or config.model.path,
-                server=config.engine if config.engine != "torch" else "auto",
+                url=urls or (UNSTARTED if server is None else server.url),
+                model=config.model.path if server is None else server.model or config.model.path,
+                server=config.engine,
                 concurrency=CONCURRENCY,
+                tempered_logprobs=True if server is None else None,
                 versions="server",
             )
         return TorchPolicy(
@@ -413,6 +422,7 @@ class RunParts:
         """
         model = self.empty_model()
         self._check_lengths(model)
+        check_servers(self.config)
         check_memory(self.config, model, lambda config: RunParts(config).empty_model())
         pipeline = self.pipeline(
             self.policy(None), self.trainer(model, model if self.config.algorithm.kl else None), None
@@ -535,9 +545,9 @@ def digest_of(config: RunConfig) -> str:
 
     Of a path the last part counts: each process has its own, by the folder of its file and by its home.
     """
-    free = {"allow_changes": False, "skip_damaged": False}
-    agreed = structs.replace(config, placement=PlacementConfig(), folder="", trackers=(), **free)
-    values = with_paths(msgspec.to_builtins(agreed), lambda text: Path(text).name)
+    own = {"placement", "folder", "trackers", "allow_changes", "skip_damaged"}
+    agreed = {name: value for name, value in msgspec.to_builtins(config).items() if name not in own}
+    values = with_paths(agreed, lambda text: Path(text).name)
     return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()
 
 

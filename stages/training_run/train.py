@@ -163,7 +163,7 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
             sharded = await enter_in_thread(stack, joined(parts))
         await say(view, f"loading the model {config.model.path}")
         model = await anyio.to_thread.run_sync(parts.model)
-        policy, publisher = await stack.enter_async_context(_published(parts, model))  # before it is sharded
+        policy, publisher = await stack.enter_async_context(_published(parts, model, view))  # before it is sharded
         trainer = await _trainer(parts, model, stack, sharded=sharded)
         pipeline = parts.pipeline(policy, trainer, publisher)
         try:
@@ -297,11 +297,11 @@ def parts_of(config: RunConfig) -> RunParts:
 
 
 @asynccontextmanager
-async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Policy, WeightSink]]:
+async def _published(parts: RunParts, model: HFModel, view: View | None) -> AsyncGenerator[tuple[Policy, WeightSink]]:
     """Yield the policy, and the publisher of its weights."""
     config = parts.config
     async with AsyncExitStack() as stack:
-        if config.server is None:
+        if config.engine == "torch":
             from ..._pipeline.weights.weight_publisher import WeightPublisher  # noqa: PLC0415 (needs torch)
 
             publisher = await stack.enter_async_context(WeightPublisher(model, cast=parts.published_as))
@@ -310,12 +310,19 @@ async def _published(parts: RunParts, model: HFModel) -> AsyncGenerator[tuple[Po
         from ..._pipeline.weights.weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)
         from ..models.hf_model import MergedWeights  # noqa: PLC0415 (needs torch)
 
-        policy = parts.policy(None)
+        urls: Sequence[str] = () if config.server is None else [config.server.url]
+        if (servers := config.placement.servers) is not None:
+            from .torch_servers import started  # noqa: PLC0415 (needs torch)
+
+            await say(view, f"starting {servers.vllm} of vLLM, whose output is in {config.run_folder / 'servers'}")
+            urls = await stack.enter_async_context(started(config, servers, parts.folder))
+        policy = parts.policy(None, urls)
         own = await anyio.to_thread.run_sync(config.run_folder.absolute) / "weights"
-        folder = await stack.enter_async_context(WeightFolder(config.server.weights or own, model.merged()))
-        engine = await stack.enter_async_context(policy.open(Worker()))
+        given = "" if config.server is None else config.server.weights
+        folder = await stack.enter_async_context(WeightFolder(given or own, model.merged()))
+        engines = [await stack.enter_async_context(policy.open(Worker(place, len(urls)))) for place in range(len(urls))]
         published = folder if config.model.lora is None else MergedWeights(folder, model)
-        yield policy, EnginePublisher(published, [engine])
+        yield policy, EnginePublisher(published, engines)
 
 
 async def _served(publisher: WeightPublisher, placement: PlacementConfig, stack: AsyncExitStack) -> str | WeightAddress:

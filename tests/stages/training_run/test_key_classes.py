@@ -105,6 +105,14 @@ OTHERS = {
     "evaluation.environments[0].make": EVALUATED_GAMES,
     "algorithm.rewards": {"environment": {"agent": "m:a"}},
     "placement.python": {"placement": {"samplers": 2}},
+    **{
+        f"placement.servers{key}": {
+            "engine": "torch",
+            "server": None,
+            "placement": {"samplers": 2, "servers": {"vllm": 1, "arguments": ["--seed=1"]}},
+        }
+        for key in ("", ".vllm", ".tensor_parallel", ".python", ".arguments")
+    },
     **{f"environment.verifiers{key}": TASKS for key in ("", ".taskset", ".config", ".client")},
     **{f"environment.mix[0].verifiers{key}": MIXED_TASKS for key in ("", ".taskset", ".config", ".client")},
     "environment.make": GAME,
@@ -227,6 +235,11 @@ CHANGED: dict[str, Any] = {
     "server.model": "n",
     "server.weights": "w",
     "placement.trainers": 2,
+    "placement.servers": {"vllm": 2},
+    "placement.servers.vllm": 2,
+    "placement.servers.tensor_parallel": 2,
+    "placement.servers.python": "other",
+    "placement.servers.arguments": [],
     "placement.samplers": 2,
     "placement.python": "other",
     "placement.ray": None,

@@ -1,0 +1,65 @@
+"""The inference servers that a configured run starts on this host, one after the other, and ends with it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from ..._pipeline.servers.outside_server import OutsideServer, http_ready
+from .dtypes import sampled_dtype
+from .run_config import RunConfig, ServersConfig
+from .torch_devices import device_of, max_length_of, server_devices
+
+
+@asynccontextmanager
+async def started(config: RunConfig, servers: ServersConfig, folder: str) -> AsyncGenerator[list[str]]:
+    """Start the servers with the model in `folder`, and yield their URLs; all end with the body, and it with them.
+
+    Raises:
+        ServerFailed: one could not be started, was not ready in time, or ended before the body did, with its cause.
+    """
+    urls: list[str] = []
+    async with AsyncExitStack() as stack:
+        for place in range(servers.vllm):
+            port = _free_port()
+            await stack.enter_async_context(_server(config, servers, folder, place, port).open())
+            urls.append(f"http://127.0.0.1:{port}")
+        yield urls
+
+
+def _server(config: RunConfig, servers: ServersConfig, folder: str, place: int, port: int) -> OutsideServer:
+    devices = server_devices(config)
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # the routes that load weights
+    environment |= {"CUDA_VISIBLE_DEVICES": devices[place]} if devices else {}
+    environment |= {} if servers.python is None else {"PYTHONPATH": ""}  # its packages are its own
+    options = {
+        "model": folder,
+        "served-model-name": config.model.path,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": sampled_dtype(config, device_of(config).type),
+        "max-model-len": max_length_of(config),
+        "tensor-parallel-size": servers.tensor_parallel,
+        "logprobs-mode": "processed_logprobs",  # those of the distribution that is sampled from
+    }
+    return OutsideServer(
+        command=[
+            servers.python or sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            *(f"--{name}={value}" for name, value in options.items()),
+            *servers.arguments,
+        ],
+        ready=http_ready(f"http://127.0.0.1:{port}/health"),
+        name="vllm" if servers.vllm == 1 else f"vllm-{place}",
+        logs=config.run_folder / "servers",
+        environment=environment,
+    )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
