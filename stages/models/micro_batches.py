@@ -12,7 +12,8 @@ Axes: R rows, W tokens of a row, S sequences, T tokens that train, in the order 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, Self, TypeAlias
@@ -116,36 +117,47 @@ def lay_out(lengths: list[int], max_tokens: int | None) -> list[Rows]:
     >>> lay_out([3, 8, 5, 2], max_tokens=None)
     [[[1], [2, 0], [3]]]
     """
+    waiting: dict[int, list[int]] = {}
+    for sequence in reversed(range(len(lengths))):
+        waiting.setdefault(lengths[sequence], []).append(sequence)
+    waiting.pop(0, None)
+    left = sorted(waiting)
     laid: list[Rows] = []
-    waiting = sorted((s for s, length in enumerate(lengths) if length), key=lambda s: -lengths[s])
-    while waiting:
-        rows, waiting = _fill(waiting, lengths, max_tokens)
-        laid.append(rows)
+    while left:
+        laid.append(_filled(waiting, left, max_tokens))
     return laid
 
 
-def _fill(waiting: list[int], lengths: list[int], max_tokens: int | None) -> tuple[Rows, list[int]]:
-    """Return a micro-batch of the longest sequences of `waiting` and those that fit beside them; and the others."""
-    width, shortest = lengths[waiting[0]], lengths[waiting[-1]]
-    most = len(waiting) if max_tokens is None else max(1, max_tokens // width)
+def _filled(waiting: Mapping[int, list[int]], left: list[int], max_tokens: int | None) -> Rows:
+    """Return a micro-batch of the longest sequences that wait and of those that fit beside them; they wait no more.
+
+    Args:
+        waiting: the sequences of each length, the next at the end.
+        left: the lengths that still wait, ascending.
+        max_tokens: see `lay_out`.
+    """
+    width = left[-1]
+    most = math.inf if max_tokens is None else max(1, max_tokens // width)
     rows: Rows = []
     rooms: list[tuple[int, int]] = []  # free tokens and number of each row; the fullest comes first
-    left: list[int] = []
-    for index, sequence in enumerate(waiting):
-        length = lengths[sequence]
+    while left:
+        # 1. The longest begins a row, or fits into one. 2. Once there is no other row: the longest that fits into one.
+        longest = left[-1] if len(rows) < most else rooms[-1][0] if rooms else 0
+        if (place := bisect_right(left, longest) - 1) < 0:
+            break
+        length = left[place]
+        sequence = waiting[length].pop()
+        if not waiting[length]:
+            del left[place]
         if (fitting := bisect_left(rooms, (length, 0))) < len(rooms):
             room, row = rooms.pop(fitting)
             rows[row].append(sequence)
             insort(rooms, (room - length, row))
-        elif len(rows) < most:
+        else:
             if width <= PACKED_WIDTH:
                 insort(rooms, (width - length, len(rows)))
             rows.append([sequence])
-        elif not rooms or rooms[-1][0] < shortest:
-            return rows, left + waiting[index:]
-        else:
-            left.append(sequence)
-    return rows, left
+    return rows
 
 
 def _laid_out(
