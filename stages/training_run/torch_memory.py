@@ -6,6 +6,7 @@ the cache of the torch engine are bounds, which short sequences do not reach. Se
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ..models.hf_model import HFModel
 from ..models.lora_config import LoRA
 from ..training.activation_memory import CHOICES, TOKENS_ON_A_CPU
 from .dtypes import base_dtype, reference_dtype, sampled_dtype
+from .own_rank import is_rank
 from .run_config import RunConfig
 from .torch_devices import CONCURRENCY, device_of, max_length_of, sampler_devices
 
@@ -56,7 +58,7 @@ class DeviceNeeds:
 
     device: str
     has: int
-    """Bytes that are free."""
+    """Bytes of a GPU, or those of the host that are free."""
     exact: dict[str, int]
     """Bytes by what they are for."""
     bounds: dict[str, int]
@@ -70,7 +72,7 @@ class DeviceNeeds:
     def __str__(self) -> str:
         parts = [f"{name} {size(nbytes)}" for name, nbytes in self.exact.items() if nbytes]
         parts += [f"{name} up to {size(nbytes)}" for name, nbytes in self.bounds.items() if nbytes]
-        return f"{self.device}, {size(self.has)} free: {size(self.least)} at least: {', '.join(parts)}"
+        return f"{self.device}, {size(self.has)}: {size(self.least)} at least: {', '.join(parts)}"
 
 
 def needs_of_run(config: RunConfig, model: HFModel) -> list[DeviceNeeds]:
@@ -129,15 +131,15 @@ def numbers_of(model: HFModel) -> Numbers:
     """Return the numbers of a model of transformers, which may be without weights."""
     config: Any = model.module.config
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Numbers(
         parameters=sum(each.numel() for each in model.parameters()),
         trained=sum(each.numel() for each in model.parameters() if each.requires_grad),
         layers=text.num_hidden_layers,
         width=text.hidden_size,
         wide=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        cached=2 * text.num_hidden_layers * width * (getattr(text, "num_key_value_heads", None) or heads),
+        cached=2 * text.num_hidden_layers * width * heads,
     )
 
 
@@ -170,20 +172,23 @@ def _needs(config: RunConfig, numbers: Numbers, *, sharded: bool) -> list[Device
         if device != "cpu" or config.model.lora is not None:  # others map the published weights
             exact[device]["weights of samplers"] += sampled * numbers.parameters
         bounds[device]["cache of samplers"] += sampled * numbers.cached * rows
-    published = FLOAT32 if config.model.lora is not None else sampled
-    exact["cpu"]["published versions"] += VERSIONS * published * numbers.trained
+    if config.engine == "torch":  # others read them from a folder
+        published = FLOAT32 if config.model.lora is not None else sampled
+        exact["cpu"]["published versions"] += VERSIONS * published * numbers.trained
     return [
-        DeviceNeeds(device, _free(device), dict(exact[device]), dict(bounds[device]))
+        DeviceNeeds(device, _bytes_of(device), dict(exact[device]), dict(bounds[device]))
         for device in sorted({*exact, *bounds}, reverse=True)
     ]
 
 
 def _training_devices(config: RunConfig, trains: torch.device) -> list[str]:
-    """Return the device of each rank of this host."""
-    count = config.placement.trainers
+    """Return the device of each rank of this host, or of this rank alone."""
+    count = int(os.environ["LOCAL_WORLD_SIZE"]) if is_rank() else config.placement.trainers
     if trains.type == "cpu":
         return ["cpu"] * count
-    return [f"cuda:{rank}" for rank in range(min(count, torch.cuda.device_count()))] if count > 1 else [str(trains)]
+    if count == 1 or is_rank():  # a rank has no context on the GPUs of others
+        return [str(trains)]
+    return [f"cuda:{rank}" for rank in range(min(count, torch.cuda.device_count()))]
 
 
 def _activations(config: RunConfig, numbers: Numbers, kind: str) -> int:
@@ -192,13 +197,12 @@ def _activations(config: RunConfig, numbers: Numbers, kind: str) -> int:
     if tokens == "auto":
         tokens = CHOICES[0] if kind == "cuda" else TOKENS_ON_A_CPU
     if tokens is None:
-        longest = config.data.max_prompt_tokens + config.sampling.max_completion_tokens
-        tokens = config.algorithm.prompts * config.algorithm.group_size * longest
+        tokens = config.algorithm.prompts * config.algorithm.group_size * max_length_of(config)
     layer = STORED * numbers.width + STORED_WIDE * numbers.wide
     stored = numbers.layers * numbers.width + layer if config.model.gradient_checkpointing else numbers.layers * layer
     return tokens * stored * (FLOAT32 if config.model.precision == "float32" else 2)
 
 
-def _free(device: str) -> int:
-    """Return the bytes of a device that are free."""
-    return available_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+def _bytes_of(device: str) -> int:
+    """Return the bytes of a GPU, of which what is free is known only to a process with a context on it."""
+    return available_bytes() if device == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)

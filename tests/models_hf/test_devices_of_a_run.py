@@ -1,4 +1,4 @@
-"""A configured run is compared with the memory of its devices before a weight is read."""
+"""What a configured run places on the devices of a host: GPUs of its processes, and memory, before a weight is read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from tests.configured_run import write_run
 from tests.models_hf.questions import Questions, write_questions
 
 from penstock._stages.training_run import torch_memory
+from penstock._stages.training_run.torch_devices import check_servers, device_of, sampler_devices, server_devices
 from penstock._stages.training_run.torch_memory import DeviceNeeds, needs_of_run
 from penstock._stages.training_run.torch_parts import RunParts
 from penstock.errors import InvalidConfig
-from penstock.runs import describe_run, load_run_config
+from penstock.runs import RunConfig, describe_run, load_run_config
+
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +107,77 @@ def test_seven_billion_parameters_are_counted_without_a_weight(tmp_path: Path) -
 
     needed = float(str(refused.value).partition("needs ")[2].partition(" ")[0])
     assert needed == pytest.approx(7_615_616_512 * 24 / 2**30, rel=0.01)
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+def placed(**placement: Any) -> RunConfig:
+    return load_run_config({"model": {"path": "m"}, "data": {"path": "d"}, "reward": {}, "placement": placement})
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices"),
+    [
+        ({"trainers": 4, "samplers": 4}, ["cuda:4", "cuda:5", "cuda:6", "cuda:7"]),
+        ({"trainers": 7, "samplers": 2}, ["cuda:7", "cuda:7"]),
+        ({"trainers": 8, "samplers": 2}, ["cuda:0", "cuda:1"]),
+        ({"samplers": 1, "sampler_device": "cuda:5"}, ["cuda:5"]),
+        ({"samplers": 2, "device": "cpu"}, ["cpu", "cpu"]),
+        ({"servers": {"vllm": 1}}, []),
+    ],
+)
+def test_samplers_share_the_gpus_that_do_not_train(
+    placement: dict[str, Any], devices: list[str], eight_gpus: None
+) -> None:
+    del eight_gpus
+    assert sampler_devices(placed(**placement)) == devices
+
+
+def test_a_rank_trains_on_the_gpu_of_its_place(eight_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    del eight_gpus
+    monkeypatch.setenv("LOCAL_RANK", "3")
+
+    assert device_of(placed(trainers=4)) == torch.device("cuda:3")
+    assert device_of(placed()) == torch.device("cuda:0")  # the variable is of another launcher's
+
+
+def test_servers_get_the_gpus_behind_those_that_train(eight_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    del eight_gpus
+    servers = {"vllm": 2, "tensor_parallel": 2}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert server_devices(placed(trainers=4, samplers=2, servers=servers)) == ["4,5", "6,7"]
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
+    assert server_devices(placed(trainers=4, samplers=2, servers=servers)) == ["3,2", "1,0"]
+    assert server_devices(placed(device="cpu", samplers=2, servers=servers)) == ["7,6", "5,4"]
+
+
+def test_servers_for_which_there_are_too_few_gpus_are_refused(eight_gpus: None) -> None:
+    del eight_gpus
+    check_servers(placed(trainers=4, samplers=2, servers={"vllm": 2, "tensor_parallel": 2}))
+
+    with pytest.raises(InvalidConfig, match=r"servers: expected at most 3 GPUs, .* got 2 servers of 2, 4"):
+        check_servers(placed(trainers=5, samplers=2, servers={"vllm": 2, "tensor_parallel": 2}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"engine": "sglang"}, "placement.servers: expected neither server nor another engine"),
+        ({"engine": "vllm", "server": {"url": "http://a:1"}}, "placement.servers: expected neither server nor another"),
+        ({"placement": {"samplers": 1, "servers": {"vllm": 2}}}, "samplers: expected at least 2, one for each server"),
+        ({"placement": {"servers": {"vllm": 1}, "ray": {}}}, "placement.servers: expected samplers of this host"),
+    ],
+)
+def test_servers_beside_another_engine_are_refused(values: dict[str, Any], message: str) -> None:
+    base = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {}, "placement": {"servers": {"vllm": 1}}}
+
+    with pytest.raises(InvalidConfig, match=message):
+        load_run_config(base | values)
