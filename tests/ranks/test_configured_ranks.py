@@ -148,6 +148,27 @@ def test_ranks_that_are_not_those_of_the_configuration_are_refused(
         anyio.run(partial(train, config, view=None))
 
 
+ANOTHER = """
+import os, sys
+from functools import partial
+import anyio
+from penstock.runs import load_run_config, train
+config = load_run_config(sys.argv[1], ["seed=" + os.environ["RANK"]])
+anyio.run(partial(train, config, view=None))
+"""
+
+
+@pytest.mark.long
+def test_ranks_with_other_values_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ANOTHER)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = [str(tmp_path / "script.py"), str(write_run(tmp_path, {"trainers": 2}))]
+
+    refused = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert "expected one configuration on all ranks, got another one on rank 1" in refused.stderr
+
+
 def test_a_mistake_is_told_once_before_the_ranks_begin(tmp_path: Path) -> None:
     config = write_run(tmp_path, {"trainers": 2})
 
