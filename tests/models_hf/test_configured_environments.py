@@ -265,16 +265,26 @@ def test_environments_are_evaluated_whose_turns_are_rewarded_apart(questions: Qu
     assert len(ran.steps()) == 1
 
 
-def test_samplers_of_another_interpreter_have_its_packages(questions: Questions, tmp_path: Path) -> None:
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """Return an interpreter with a module that this one lacks."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages/only_there.py").write_text("SAID = 'hello'")
-    python = interpreter(tmp_path / "other", str(tmp_path / "packages"), *filter(None, sys.path))
-    values = values_of(questions, make="some_agents:Elsewhere") | {"folder": "elsewhere"}
+    return interpreter(tmp_path / "other", str(tmp_path / "packages"), *filter(None, sys.path))
 
+
+def test_the_rollout_before_a_run_has_the_packages_of_the_samplers(questions: Questions, python: str) -> None:
+    values = values_of(questions, make="some_agents:Elsewhere")
     with chdir(questions.folder):
         with pytest.raises(InvalidConfig, match="got ModuleNotFoundError: No module named 'only_there'"):
             describe_run(load_run_config(values))
+
         assert "hello" in describe_run(load_run_config(values, [f"placement.python={python}"]))
+
+
+@pytest.mark.long
+def test_samplers_of_another_interpreter_have_its_packages(questions: Questions, python: str) -> None:
+    values = values_of(questions, make="some_agents:Elsewhere") | {"folder": "elsewhere"}
 
     ran = questions.train(f"placement.python={python}", "algorithm.steps=1", **values)
 

@@ -129,7 +129,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_from_its_checkpoint(rank: in
 MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "no torchrun": ({}, "placement.trainers: expected 2 ranks, got one process: start them by `penstock run`, or by"),
     "a torchrun of four": (
-        {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "RANK": "0"},
+        {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "0"},
         "placement.trainers: expected 4, as torchrun has ranks, got 2",
     ),
 }
