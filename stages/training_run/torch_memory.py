@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from ..._pipeline.channels.machine_memory import available_bytes
+from ..._pipeline.channels.machine_memory import total_bytes
 from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.view.snapshot import size
 from ..models.hf_model import HFModel
@@ -58,7 +58,7 @@ class DeviceNeeds:
 
     device: str
     has: int
-    """Bytes of a GPU, or those of the host that are free."""
+    """Bytes of a GPU, or of the host."""
     exact: dict[str, int]
     """Bytes by what they are for."""
     bounds: dict[str, int]
@@ -204,5 +204,5 @@ def _activations(config: RunConfig, numbers: Numbers, kind: str) -> int:
 
 
 def _bytes_of(device: str) -> int:
-    """Return the bytes of a GPU, of which what is free is known only to a process with a context on it."""
-    return available_bytes() if device == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
+    """Return the bytes of a device: what is free changes, on a GPU only a process with a context on it knows it."""
+    return total_bytes() if device == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)

@@ -81,7 +81,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_is_needed_and_what_fits(
     questions: Questions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = needs_of(parts_with(questions)).least
-    monkeypatch.setattr(torch_memory, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(torch_memory, "total_bytes", lambda: needed - 1)
 
     with pytest.raises(
         InvalidConfig, match=r"fits into cpu, which has .* needs .*: weights .*, gradients .*; what fits: "

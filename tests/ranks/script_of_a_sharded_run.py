@@ -32,7 +32,7 @@ def main(config: str, free: str) -> None:
         of_rank.append(sum(part.to_local().numel() for part in parts))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch_memory, "available_bytes", lambda: int(free))
+        patched.setattr(torch_memory, "total_bytes", lambda: int(free))
         patched.setattr("penstock._stages.training_run.torch_parts.shard", sharded)
         anyio.run(partial(train, load_run_config(Path(config)), view=None))
     (Path(config).parent / f"rank-{os.environ['RANK']}").write_text(str(sum(of_rank)))
