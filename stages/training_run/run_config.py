@@ -374,7 +374,7 @@ class PlacementConfig(Config, frozen=True):
     device: str = ""
     """Device that trains, `cuda:0`; by default the first GPU, and the processor where there is none."""
     sampler_device: str = ""
-    """Device of the torch engine; by default that of training."""
+    """Device of the torch engine; by default the GPUs that do not train, in turn, or else the device of training."""
 
 
 class SamplesConfig(Config, frozen=True):

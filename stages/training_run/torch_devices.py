@@ -26,6 +26,15 @@ def device_of(config: RunConfig) -> torch.device:
     return torch.device(config.placement.device or (f"cuda:{place}" if torch.cuda.is_available() else "cpu"))
 
 
+def _other_gpus(config: RunConfig) -> list[int]:
+    """Return the GPUs of this host that do not train."""
+    count, trains = torch.cuda.device_count(), device_of(config)
+    if trains.type != "cuda":
+        return [*range(count)]
+    own = range(config.placement.trainers) if config.placement.trainers > 1 else [trains.index or 0]
+    return [gpu for gpu in range(count) if gpu not in own]
+
+
 def sampler_devices(config: RunConfig) -> list[str]:
     """Return the device of each process of this host that samples with the torch engine.
 
@@ -34,11 +43,10 @@ def sampler_devices(config: RunConfig) -> list[str]:
     placement, trains = config.placement, device_of(config)
     if config.engine != "torch" or placement.ray is not None or placement.joining is not None:
         return []
-    count = torch.cuda.device_count() if trains.type == "cuda" and not placement.sampler_device else 0
-    if not count:
+    if placement.sampler_device or trains.type != "cuda":
         return [placement.sampler_device or str(trains)] * placement.samplers
-    free = range(placement.trainers, count) if count > placement.trainers else range(count)
-    return [f"cuda:{free[place % len(free)]}" for place in range(placement.samplers)]
+    gpus = _other_gpus(config) or [*range(torch.cuda.device_count())]
+    return [f"cuda:{gpus[place % len(gpus)]}" for place in range(placement.samplers)]
 
 
 def check_device(key: str, name: str) -> None:
@@ -59,30 +67,19 @@ def check_device(key: str, name: str) -> None:
 def server_devices(config: RunConfig) -> list[str]:
     """Return CUDA_VISIBLE_DEVICES of each server that the run starts; empty where there is no GPU.
 
-    They get the GPUs behind those that train.
+    They get the GPUs that do not train.
+
+    Raises:
+        InvalidConfig: there are fewer.
     """
     servers = config.placement.servers
     if servers is None or not (count := torch.cuda.device_count()):
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    trains = config.placement.trainers if device_of(config).type == "cuda" else 0
-    free = visible[trains:]
-    each = servers.tensor_parallel
-    return [",".join(free[place * each : (place + 1) * each]) for place in range(servers.vllm)]
-
-
-def check_servers(config: RunConfig) -> None:
-    """Check that there are GPUs for the servers that the run starts.
-
-    Raises:
-        InvalidConfig: there are fewer beside those that train.
-    """
-    servers = config.placement.servers
-    if servers is None or not (count := torch.cuda.device_count()):
-        return
-    trains = config.placement.trainers if device_of(config).type == "cuda" else 0
-    if (asked := servers.vllm * servers.tensor_parallel) > count - trains:
+    gpus, each = _other_gpus(config), servers.tensor_parallel
+    if (asked := servers.vllm * each) > len(gpus):
         raise InvalidConfig(
-            f"config: placement.servers: expected at most {count - trains} GPUs, those of this host that do not train, "
-            f"got {servers.vllm} servers of {servers.tensor_parallel}, {asked}"
+            f"config: placement.servers: expected at most {len(gpus)} GPUs, those of this host that do not train, "
+            f"got {servers.vllm} servers of {each}, {asked}"
         )
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    return [",".join(names[gpu] for gpu in gpus[place * each : (place + 1) * each]) for place in range(servers.vllm)]

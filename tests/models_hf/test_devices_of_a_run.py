@@ -13,7 +13,7 @@ from tests.configured_run import write_run
 from tests.models_hf.questions import Questions, write_questions
 
 from penstock._stages.training_run import torch_memory
-from penstock._stages.training_run.torch_devices import check_servers, device_of, sampler_devices, server_devices
+from penstock._stages.training_run.torch_devices import device_of, sampler_devices, server_devices
 from penstock._stages.training_run.torch_memory import DeviceNeeds, needs_of_run
 from penstock._stages.training_run.torch_parts import RunParts
 from penstock.errors import InvalidConfig
@@ -130,6 +130,7 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"trainers": 8, "samplers": 2}, ["cuda:0", "cuda:1"]),
         ({"samplers": 1, "sampler_device": "cuda:5"}, ["cuda:5"]),
         ({"samplers": 2, "device": "cpu"}, ["cpu", "cpu"]),
+        ({"samplers": 2, "device": "cuda:1"}, ["cuda:0", "cuda:2"]),
         ({"servers": {"vllm": 1}}, []),
     ],
 )
@@ -161,10 +162,10 @@ def test_servers_get_the_gpus_behind_those_that_train(eight_gpus: None, monkeypa
 
 def test_servers_for_which_there_are_too_few_gpus_are_refused(eight_gpus: None) -> None:
     del eight_gpus
-    check_servers(placed(trainers=4, samplers=2, servers={"vllm": 2, "tensor_parallel": 2}))
+    server_devices(placed(trainers=4, samplers=2, servers={"vllm": 2, "tensor_parallel": 2}))
 
     with pytest.raises(InvalidConfig, match=r"servers: expected at most 3 GPUs, .* got 2 servers of 2, 4"):
-        check_servers(placed(trainers=5, samplers=2, servers={"vllm": 2, "tensor_parallel": 2}))
+        server_devices(placed(trainers=5, samplers=2, servers={"vllm": 2, "tensor_parallel": 2}))
 
 
 @pytest.mark.parametrize(
