@@ -40,10 +40,14 @@ LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
+EXTENSION = "penstock"
+"""Key of the metadata for what safetensors has no field for."""
+
 ALIGNMENT = 64
 """Bytes of a cache line."""
 
-_dtypes = {dtype.code: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype.code: name for name, dtype in DTYPES.items()}
+"""The dtypes that can be published, by their names in a safetensors file."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -89,6 +93,15 @@ def parse_header(header: bytes | memoryview) -> tuple[dict[str, TensorEntry], di
         raise ValueError(str(error)) from None
 
 
+def ties_of(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the name of the tensor in a file, by each other name of it; none in a file of another writer.
+
+    Raises:
+        ValueError: the metadata is not what was written.
+    """
+    return _extension_of(metadata).tied if EXTENSION in metadata else {}
+
+
 class TensorLayout:
     """The tensors of a version, and the position of each among their bytes.
 
@@ -122,10 +135,7 @@ class TensorLayout:
             ValueError: it is not a header of published tensors.
         """
         entries, metadata = parse_header(header)
-        try:
-            extension = decode_json(metadata.get("penstock", "{}"), _Extension)
-        except UNREADABLE as error:
-            raise ValueError(str(error)) from None
+        extension = _extension_of(metadata)
         layout = cls(TensorManifest((*_specs(entries, extension.tied),), extension.tables))
         if layout._entries != entries:
             raise ValueError("expected tensors without gaps, ordered by alignment, got other offsets")
@@ -142,7 +152,7 @@ class TensorLayout:
     def _encoded(self) -> bytes:
         """Return the header, padded so that the tensors' bytes begin on a cache line of the file."""
         extension = msgspec.json.encode(_Extension(self._tied, self.manifest.tables)).decode()
-        metadata = {"__metadata__": {"format": "pt", "penstock": extension}}
+        metadata = {"__metadata__": {"format": "pt", EXTENSION: extension}}
         header = msgspec.json.encode(metadata | self._entries)
         padded = -(-(LENGTH.size + len(header)) // ALIGNMENT) * ALIGNMENT - LENGTH.size
         return LENGTH.pack(padded) + header.ljust(padded)
@@ -194,12 +204,19 @@ def _alignment(spec: TensorSpec) -> int:
     return math.gcd(spec.nbytes, ALIGNMENT)
 
 
+def _extension_of(metadata: Mapping[str, str]) -> _Extension:
+    try:
+        return decode_json(metadata.get(EXTENSION, "{}"), _Extension)
+    except UNREADABLE as error:
+        raise ValueError(str(error)) from None
+
+
 def _specs(entries: Mapping[str, TensorEntry], tied: Mapping[str, str]) -> Iterator[TensorSpec]:
     for name, entry in entries.items():
-        if entry.dtype not in _dtypes or min(entry.shape, default=0) < 0:
-            raise ValueError(f"{name}: expected a shape, and a dtype among {sorted(_dtypes)}, got {entry}")
-        yield TensorSpec(name, _dtypes[entry.dtype], entry.shape)
+        if entry.dtype not in DTYPE_NAMES or min(entry.shape, default=0) < 0:
+            raise ValueError(f"{name}: expected a shape, and a dtype among {sorted(DTYPE_NAMES)}, got {entry}")
+        yield TensorSpec(name, DTYPE_NAMES[entry.dtype], entry.shape)
     for name, first in tied.items():
         if name in entries or first not in entries:
             raise ValueError(f"{name}: expected another name of a tensor, got one of {first}")
-        yield TensorSpec(name, _dtypes[entries[first].dtype], entries[first].shape, first)
+        yield TensorSpec(name, DTYPE_NAMES[entries[first].dtype], entries[first].shape, first)

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -33,9 +33,9 @@ from ..util.lock_file import LockFile
 from ..util.manifest import MANIFEST
 from ..util.os_errors import explaining_os_errors
 from .engine_sync import Syncable, synced
+from .tensor_file import contents_of
 from .tensor_layout import LENGTH, WritePlan
 from .tensor_manifest import manifest_of
-from .weight_memory import bytes_of
 from .weight_specs import FusedTensor, Tensor
 from .weights import NO_VERSION
 
@@ -217,14 +217,9 @@ class WeightFolder:
 
     def _fill(self, into: Path, tensors: Mapping[str, Tensor], version: int) -> None:
         with (into / WEIGHTS).open("wb") as file:
-            for content in self._contents(tensors):
+            for content in contents_of(tensors, self._plan):
                 file.write(content)
         write_json(into / VERSION, Version(version, self._owner.generation))
-
-    def _contents(self, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-        yield self._plan.layout.header
-        for _, tensor, spec in self._plan.pieces(tensors):
-            yield bytes_of(tensor, spec.dtype).data
 
 
 def _ours(path: Path) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -90,6 +90,28 @@ class TensorManifest(NamedTuple):
     """Tables that must be equal in the model of a sampler; None if the publisher was given tensors without a module."""
 
 
+class LazyTensors(Mapping[str, Any]):
+    """Tensors by name, each made whenever it is read: together they may need more memory than there is."""
+
+    def __init__(self, specs: Iterable[TensorSpec], read: Callable[[str], Tensor]) -> None:
+        """Describe the tensors by `specs`; `read` returns the one of a name."""
+        self.specs = tuple(specs)
+        """Their descriptions."""
+        self._names = dict.fromkeys(spec.name for spec in self.specs)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     """Return the descriptions of `tensors`, for example a `state_dict`. Tied tensors are listed under all their names.
 
@@ -99,6 +121,8 @@ def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     Raises:
         InvalidConfig: a value is not a tensor, or has a dtype that cannot be published.
     """
+    if isinstance(tensors, LazyTensors):
+        return tensors.specs
     first: dict[tuple[object, ...], str] = {}
     return tuple(_spec_of(name, tensor, first) for name, tensor in tensors.items())
 

@@ -43,7 +43,7 @@ from .model_files import ADAPTER_CONFIG, check_configurations, check_model_files
 from .model_identity import model_identity
 from .positions import table_positions, trained_positions
 from .torch_sharding import device_of
-from .torch_weights_file import read_weights
+from .torch_weights_file import stored_weights
 from .transformers_import import import_transformers, quiet_transformers
 
 log = get_logger("penstock.models")
@@ -149,7 +149,7 @@ class HFModel(nn.Module):
             _checkpoint_activations(module)
         model = cls(module, path, lora)
         if saved is not None:
-            model.load_state_dict(read_weights(saved))
+            model.load_state_dict(dict(stored_weights(saved)))
         model = (model if device is None else model.to(device)).eval()
         if attention in CHECKED_KERNELS:
             model.check_packing()

@@ -1,13 +1,13 @@
 """Models that ranks share: with DistributedDataParallel each rank has all tensors, with FSDP2 a part of each.
 
-Tensors that leave a trainer are whole (`gathered`); of tensors that enter it, each rank takes its part (`spread`). Both
-are collective operations of all ranks. Knows no ranks, and only the sharding of a model.
+Of tensors that enter a trainer each rank takes its part; `gathering` joins those that leave it. Knows no ranks, and
+only the sharding of a model.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -52,52 +52,20 @@ def device_of(parameter: Tensor) -> torch.device:
     return torch.device(offloaded.device_mesh.device_type) if _is_offloaded(parameter) else parameter.device
 
 
-def gathered(value: Any) -> Any:
-    """Return `value`, a tensor or a tree of dicts and lists, with every tensor whole."""
-    if isinstance(value, dict):
-        return {key: gathered(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [gathered(each) for each in value]
-    return value.full_tensor() if _is_sharded(value) else value
+def load_weights(model: CausalModel, whole: Mapping[str, Tensor]) -> None:
+    """Load the tensors `whole`, named as in `model.state_dict()`; each rank takes its part of one after the other."""
+    state = model.state_dict()
+    if not any(map(is_sharded, state.values())):
+        model.load_state_dict(dict(whole))
+        return
+    with torch.no_grad():
+        for name, tensor in state.items():
+            tensor.copy_(part_of(whole[name], tensor))
 
 
-def weights_of(model: CausalModel) -> dict[str, Tensor]:
-    """Return the tensors of `model` by name, each whole; names of one tensor, such as tied embeddings, have one."""
-    state: dict[str, Any] = model.state_dict()
-    if not any(map(_is_sharded, state.values())):
-        return state
-    keeping: Any = model
-    shards: dict[str, Tensor] = keeping.state_dict(
-        keep_vars=True
-    )  # the parameters themselves, equal where they are tied
-    whole: dict[int, Tensor] = {}
-    for shard in shards.values():
-        if id(shard) not in whole:
-            whole[id(shard)] = gathered(shard.detach())
-    return {name: whole[id(shard)] for name, shard in shards.items()}
-
-
-def spread(whole: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's part of each tensor that is sharded in `like`."""
-    return {name: _part(tensor, like[name]) for name, tensor in whole.items()}
-
-
-def spread_optimizer(state: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """Return this rank's part of an optimizer's state: a tensor of its parameter's shape is sharded like that."""
-    parts = {
-        index: {
-            name: _part(kept, parameters[index])
-            if isinstance(kept, Tensor) and kept.shape == parameters[index].shape
-            else kept
-            for name, kept in of_one.items()
-        }
-        for index, of_one in state["state"].items()
-    }
-    return state | {"state": parts}
-
-
-def _part(whole: Tensor, like: Any) -> Tensor:
-    if not _is_sharded(like):
+def part_of(whole: Tensor, like: Any) -> Tensor:
+    """Return this rank's part of `whole`, in memory of its own, if `like` is sharded; else `whole`."""
+    if not is_sharded(like):
         return whole
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 (it takes a second, and most models are not sharded)
 
@@ -105,10 +73,11 @@ def _part(whole: Tensor, like: Any) -> Tensor:
 
 
 def _is_offloaded(value: Any) -> bool:
-    return _is_sharded(value) and value.device_mesh.device_type != value.device.type
+    return is_sharded(value) and value.device_mesh.device_type != value.device.type
 
 
-def _is_sharded(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
+    """Return whether it is a tensor of which each rank has a part."""
     return isinstance(value, Tensor) and _is_a(value, "torch.distributed.tensor", "DTensor")
 
 

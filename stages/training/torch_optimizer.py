@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..._pipeline.accounting.telemetry import get_logger
-from ..models.torch_sharding import gathered, spread_optimizer
+from ..models.torch_sharding import is_sharded, part_of
 from .optimizers import OptimizerRecipe, ScheduleRecipe
 
 log = get_logger("penstock.torch_trainer")
@@ -39,7 +39,10 @@ class GivenOptimizer:
         """The hyper-parameters of each parameter group, before the schedule changes any."""
         self.name = type(self.optimizer).__name__
         """The class of the optimizer: the meaning of the state depends on it."""
-        self._parameters = parameters
+        self.parameters: list[torch.Tensor] = [
+            each for group in self.optimizer.param_groups for each in group["params"]
+        ]
+        """The parameters in the order of its state."""
         self._recipe = schedule
         self._schedule = self._made_schedule()
 
@@ -54,15 +57,41 @@ class GivenOptimizer:
             self._schedule.step()
 
     def state(self) -> dict[str, Any]:
-        """Return the whole state of the optimizer; a collective operation of ranks that share a model."""
-        whole: dict[str, Any] = gathered(self.optimizer.state_dict())
-        return whole
+        """Return the state without the moments."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        moments = self.moments()
+        rest = {
+            index: {key: value for key, value in of_one.items() if (index, key) not in moments}
+            for index, of_one in state["state"].items()
+        }
+        return state | {"state": rest}
 
-    def resume(self, state: dict[str, Any], given: Sequence[Mapping[str, Any]] | None, steps: int) -> None:
+    def moments(self) -> dict[tuple[int, str], torch.Tensor]:
+        """Return the tensors of the state with the shape of their parameter, by its number among them and their key."""
+        return {
+            (index, key): value
+            for index, of_one in self.optimizer.state_dict()["state"].items()
+            for key, value in of_one.items()
+            if is_sharded(value) or _has_shape(value, self.parameters[index])
+        }
+
+    def moment(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """Return the moment `key` of `parameter`."""
+        found: torch.Tensor = self.optimizer.state[parameter][key]
+        return found
+
+    def resume(
+        self,
+        state: dict[str, Any],
+        moments: Mapping[str, torch.Tensor],
+        given: Sequence[Mapping[str, Any]] | None,
+        steps: int,
+    ) -> None:
         """Restore `state`, apply the hyper-parameters of the recipes, and advance the schedule to step `steps`.
 
         Args:
-            state: that `state()` returned.
+            state: that `state()` returned; of older checkpoints with the moments.
+            moments: those of `moments()`, whole, by `moment_name`; each rank takes its part of one after the other.
             given: the hyper-parameters of its recipe; None if they are unknown, and then those in `state` are kept.
             steps: optimizer steps that were done.
 
@@ -70,13 +99,30 @@ class GivenOptimizer:
             ValueError: the state belongs to other parameter groups.
         """
         before = self.given if given is None else given
-        self.optimizer.load_state_dict(spread_optimizer(state, self._parameters))
+        self.optimizer.load_state_dict(state | {"state": self._with(moments, state["state"])})
         for index, (group, now) in enumerate(zip(self.optimizer.param_groups, self.given, strict=True)):
             _apply(group, before[index], now, index)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 (else torch warns of a schedule that is ahead)
         self._schedule = self._made_schedule()
         for _ in range(steps):
             self.advance()
+
+    def _with(self, moments: Mapping[str, torch.Tensor], state: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
+        """Return `state` with its own moments and those given, this rank's part of each."""
+        parts = {
+            index: {key: self._part(value, index) for key, value in of_one.items()} for index, of_one in state.items()
+        }
+        for name in moments:
+            index, key = name.split(".", 1)
+            parts[int(index)][key] = self._part(moments[name], int(index))
+        return parts
+
+    def _part(self, value: Any, index: int) -> Any:
+        """Return this rank's part of a moment, in memory of its own; another value as it is."""
+        parameter = self.parameters[index]
+        if not _has_shape(value, parameter):
+            return value
+        return part_of(value, parameter) if is_sharded(parameter) else value.to(parameter.device, copy=True)
 
     def _made_schedule(self) -> LRScheduler | None:
         """Return a schedule that begins with the next step; an earlier one is forgotten."""
@@ -85,6 +131,19 @@ class GivenOptimizer:
         for group in self.optimizer.param_groups:
             group.pop(FIRST_RATE, None)
         return self._recipe(self.optimizer)
+
+
+def moment_name(index: int, key: str) -> str:
+    """Return the name of a moment in a checkpoint.
+
+    >>> moment_name(3, "exp_avg")
+    '3.exp_avg'
+    """
+    return f"{index}.{key}"
+
+
+def _has_shape(value: Any, parameter: torch.Tensor) -> bool:
+    return type(value) is torch.Tensor and value.ndim > 0 and value.shape == parameter.shape
 
 
 def _apply(group: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, Any], index: int) -> None:

@@ -14,6 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+from torch import Tensor
+
 from ..._pipeline.durability.resumption import Stateful
 from ..._pipeline.durability.run_changes import StageFacts
 from ..._pipeline.errors import InvalidConfig, PeerLost
@@ -23,10 +26,13 @@ from ..._pipeline.util.signals import STOP_SIGNALS
 from ..._pipeline.util.user_code import call_user
 from ..._schemas import GroupId, TokenizerIdentity, TrainBatch
 from .shares import decode_share, encode_share, shares
+from .torch_saved_tensors import Address
 from .torch_trainer import TorchTrainer
 
-STEP, GATHER, SAVE, RESUME, END, FAILED = range(6)
+STEP, GATHER, RESUME, END, FAILED = range(5)
 """Commands of the leader."""
+
+_decode_address = msgspec.msgpack.Decoder(Address).decode
 
 
 class RankedTrainer:
@@ -114,15 +120,16 @@ class RankedTrainer:
             return self._trainer.step(mine)
 
     def weights(self) -> Mapping[str, Any]:
-        """Return the tensors, sharded ones gathered; see `TorchTrainer.weights`."""
-        with self._ranks.command(GATHER):
-            return self._trainer.weights()
+        """Return the tensors; sharded ones are gathered one by one, as they are read. See `TorchTrainer.weights`."""
+        return self._trainer.weights(self._gather)
 
     def save(self, folder: str | Path, committed: Mapping[GroupId, int]) -> Path:
         """Write a checkpoint; a single process can resume from it too. See `TorchTrainer.save`."""
-        with self._ranks.command(SAVE):
-            tensors = self._trainer.tensors()
-        return self._trainer.write(folder, committed, *tensors)
+        return self._trainer.write(folder, committed, self._gather)
+
+    def _gather(self, address: Address) -> Tensor:
+        with self._ranks.command(GATHER, [msgspec.msgpack.encode(address)] * (self._ranks.count - 1)):
+            return self._trainer.gather(address)
 
     def keep(self, state: Mapping[str, Stateful]) -> None:
         """Include other state in checkpoints, on the leader only; see `TorchTrainer.keep`."""
@@ -166,9 +173,7 @@ class RankedTrainer:
         if command == STEP:
             self._trainer.step(decode_share(payload))
         elif command == GATHER:
-            self._trainer.weights()
-        elif command == SAVE:
-            self._trainer.tensors()
+            self._trainer.gather(_decode_address(payload))
         elif command == RESUME:
             self._trainer.resume_verified(payload.decode())
         else:

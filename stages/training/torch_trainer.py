@@ -48,10 +48,11 @@ from ..losses.metrics import Mean, Metric, check_used, merge
 from ..losses.policy import PPOClip
 from ..losses.scored import Scored
 from ..losses.terms import Loss, LossValue
+from ..models.gathering import gathered
 from ..models.micro_batches import MicroBatch, Packed, empty_micro_batch, micro_batches
 from ..models.scoring import TEMPERATURE, check_lengths, check_temperature, own_temperatures, read_distributions, reads
-from ..models.torch_sharding import Trainable, accumulating, bare, device_of, gathered, is_shared, spread, weights_of
-from ..models.torch_weights_file import read_weights, write_weights
+from ..models.torch_sharding import Trainable, accumulating, bare, device_of, is_shared, load_weights
+from ..models.torch_weights_file import stored_weights, write_weights
 from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer, copy_tokenizer
 from .activation_memory import suitable_tokens
 from .loss_scale import LossScale
@@ -59,11 +60,14 @@ from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .step_clock import StepClock
 from .torch_optimizer import GivenOptimizer
 from .torch_ranks import Ranks
+from .torch_saved_tensors import Address, Gather, SavedTensors
 
 R = TypeVar("R")
 
-OPTIMIZER, STATE = "optimizer.pt", "state.json"
-"""The files of a checkpoint besides weights, the model's own, and the tokenizer's."""
+OPTIMIZER, MOMENTS, STATE = "optimizer.pt", "optimizer.tensors", "state.json"
+"""The files of a checkpoint besides weights, the model's own, and the tokenizer's.
+
+The moments have the format of safetensors, and another name: vLLM takes every file of that for weights of the model."""
 
 SCORED_COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_ids", "teacher_logprobs")
 """Columns of a batch that a loss receives, where present."""
@@ -147,6 +151,7 @@ class TorchTrainer:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         _check_precision(autocast, model)
         self._optimizer = GivenOptimizer(optimizer, self._parameters, schedule)
+        self._tensors = SavedTensors(bare(model), self._optimizer)
         self._reference_updates = reference_updates
         if reference_updates is not None:
             self._check_reference()
@@ -205,9 +210,17 @@ class TorchTrainer:
         }
         return StageFacts(fixed={"optimizer": self._optimizer.name, **identity}, options=options)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the model's tensors by name, for publishing: not copies, except where shards are gathered."""
-        return weights_of(bare(self._model))
+    def weights(self, gather: Gather | None = None) -> Mapping[str, Tensor]:
+        """Return the model's tensors by name, for publishing: not copies.
+
+        Args:
+            gather: returns a tensor that ranks share, which is then made whenever it is read; `gather` by default.
+        """
+        return self._tensors.weights(gather or self.gather)
+
+    def gather(self, address: Address) -> Tensor:
+        """Return a tensor that ranks share, whole on rank 0, and on the meta device on others; all ranks call this."""
+        return self._tensors.gather(address)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -401,35 +414,22 @@ class TorchTrainer:
             ValueError: a `state` contains a number that is not finite.
             DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written; earlier checkpoints are intact.
         """
-        return self.write(folder, committed, *self.tensors())
+        return self.write(folder, committed, self.gather)
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the weights and the optimizer's state, whole: the collective part of `save`."""
-        return self.weights(), self._optimizer.state()
+    def write(self, folder: str | Path, committed: Mapping[GroupId, int], gather: Gather) -> Path:
+        """Write a checkpoint, as `save` does, with the tensors that ranks share from `gather`."""
+        return write_checkpoint(Path(folder), self._steps, lambda into: self._write(into, committed, gather))
 
-    def write(
-        self,
-        folder: str | Path,
-        committed: Mapping[GroupId, int],
-        weights: dict[str, Tensor],
-        optimizer: dict[str, Any],
-    ) -> Path:
-        """Write a checkpoint with the result of `tensors`: the other part of `save`, of one rank."""
-        return write_checkpoint(
-            Path(folder), self._steps, lambda into: self._write(into, committed, weights, optimizer)
-        )
-
-    def _write(
-        self, folder: Path, committed: Mapping[GroupId, int], weights: dict[str, Tensor], optimizer: dict[str, Any]
-    ) -> None:
-        write_weights(weights, folder / self._weights_file)
+    def _write(self, folder: Path, committed: Mapping[GroupId, int], gather: Gather) -> None:
+        write_weights(self.weights(gather), folder / self._weights_file)
+        write_weights(self._tensors.moments(gather), folder / MOMENTS)
         self._write_model_files(folder)
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         with (folder / OPTIMIZER).open("wb") as file:  # with a path, torch hides the reason of a failure
             random_states = {"torch": torch.get_rng_state(), "cuda": cuda}
             reference = None if self._moving_reference is None else self._moving_reference.state_dict()
             kept = {
-                "optimizer": optimizer,
+                "optimizer": self._optimizer.state(),
                 "given": self._optimizer.given,
                 "reference": reference,
                 "loss_scale": self._loss_scale.state(),
@@ -482,21 +482,20 @@ class TorchTrainer:
 
     def resume_verified(self, checkpoint: str | Path) -> None:
         """Resume from a checkpoint that `verify_checkpoint` has accepted; see `resume`."""
-        folder = Path(checkpoint)
-        device = self._parameters[0].device
+        folder, model = Path(checkpoint), bare(self._model)
         kept = decode_json((folder / STATE).read_bytes(), _State)
         committed = CommittedPrompts.of_state(kept.committed)
         leads = self.ranks is None or self.ranks.index == 0
         if leads and kept.state.keys() != self._state.keys():
             raise ValueError(f"expected a checkpoint with state {sorted(self._state)}, got {sorted(kept.state)}")
-        weights = read_weights(folder / self._weights_file, device)
-        check_weights(specs_of(self.weights()), specs_of(weights), f"weights of {folder} do not fit the model")
         tensors = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-        model = bare(self._model)
-        model.load_state_dict(spread(weights, model.state_dict()))
+        weights = stored_weights(folder / self._weights_file)
+        check_weights(specs_of(self.weights()), specs_of(weights), f"weights of {folder} do not fit the model")
+        load_weights(model, weights)
         if isinstance(model, IdentifiedModel):
             model.compare(folder)
-        self._optimizer.resume(tensors["optimizer"], tensors.get("given"), kept.step)
+        moments = stored_weights(folder / MOMENTS) if (folder / MOMENTS).is_file() else {}  # {} in older checkpoints
+        self._optimizer.resume(tensors["optimizer"], moments, tensors.get("given"), kept.step)
         self._loss_scale.load(tensors.get("loss_scale", {}))  # absent in older checkpoints
         if self._moving_reference is not None and tensors["reference"] is not None:  # None if it did not move before
             self._moving_reference.load_state_dict(tensors["reference"])

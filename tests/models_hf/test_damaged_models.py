@@ -21,7 +21,7 @@ from penstock.torch import TorchTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TRAINERS = {"optimizer.pt", "state.json"}
+TRAINERS = {"optimizer.pt", "optimizer.tensors", "state.json"}
 """The files of a checkpoint that a model does not need."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ def test_a_step_makes_no_tensor_of_all_tokens_and_the_vocabulary(
 ) -> None:
     """With a reference, by micro-batches; the gradients are those of one chunk."""
 
-    def stepped() -> tuple[dict[str, float], dict[str, Tensor]]:
+    def stepped() -> tuple[dict[str, float], Mapping[str, Tensor]]:
         torch.manual_seed(0)
         model = HFModel.from_pretrained(model_folder(family), lora=lora)
         reference = HFModel.from_pretrained(model_folder(family)) if lora is None else model.reference()

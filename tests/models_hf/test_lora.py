@@ -209,7 +209,7 @@ def test_adapters_are_exported_apart_on_request(model_folder: ModelFolder, tmp_p
 
     names = {path.name for path in into.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= names
-    assert not names & {"model.safetensors", "optimizer.pt", "state.json"}
+    assert not names & {"model.safetensors", "optimizer.pt", "optimizer.tensors", "state.json"}
 
 
 async def test_a_sampler_has_the_frozen_model_and_receives_the_adapters(model_folder: ModelFolder) -> None:

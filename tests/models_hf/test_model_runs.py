@@ -144,7 +144,7 @@ def test_the_latest_checkpoint_of_a_run_is_exported_without_the_trainer_s_files(
 
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(into)
     assert torch.equal(logits_of(loaded), logits_of(model.module))
-    assert not {"optimizer.pt", "state.json"} & {path.name for path in into.iterdir()}
+    assert not {"optimizer.pt", "optimizer.tensors", "state.json"} & {path.name for path in into.iterdir()}
 
 
 def test_only_a_checkpoint_of_a_model_is_exported_and_only_into_an_empty_folder(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -139,7 +139,7 @@ async def test_branches_change_no_advantage(mode: Any) -> None:
         assert found == pytest.approx(expected, abs=1e-6)
 
 
-def moved(groups: Sequence[TrajectoryGroup], aggregation: Any) -> dict[str, Tensor]:
+def moved(groups: Sequence[TrajectoryGroup], aggregation: Any) -> Mapping[str, Tensor]:
     """Return the weights behind a step of plain gradient descent in float64."""
     trainer = TorchTrainer(
         TinyModel().double(),

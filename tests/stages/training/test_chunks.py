@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,7 @@ def taught(*, own_temperatures: bool = False, vocabulary: int = 11) -> TrainBatc
 
 def stepped(
     model: Callable[[], Any], loss: Loss, given: TrainBatch, **options: Any
-) -> tuple[dict[str, float], dict[str, Tensor]]:
+) -> tuple[dict[str, float], Mapping[str, Tensor]]:
     """Return the metrics of a step without clipping in float64, and the weights behind it."""
     trainer = TorchTrainer(
         model().double(),

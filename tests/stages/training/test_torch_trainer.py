@@ -402,7 +402,7 @@ def test_a_trainer_can_be_published_and_saved() -> None:
 # -- several updates, other policies -----------------------------------------------------------------------------------
 
 
-def moved(updates: int = 1, steps: int = 1, **options: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+def moved(updates: int = 1, steps: int = 1, **options: Any) -> tuple[list[dict[str, float]], Mapping[str, Tensor]]:
     """Train so many steps on one batch of the model's own samples; return the metrics and the weights."""
     model = TinyModel(vocabulary=VOCABULARY)
     sampled = on_policy(model, made())
