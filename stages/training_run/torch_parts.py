@@ -67,8 +67,9 @@ from .dtypes import base_dtype, reference_dtype, sampled_dtype
 from .environment_parts import chat_of, environment_of, evaluated_by, evaluated_environments
 from .paths import with_paths
 from .run_config import AlgorithmConfig, EvaluationConfig, RunConfig
-from .torch_devices import CONCURRENCY, check_device, device_of, max_length_of, sampler_devices, server_devices
+from .torch_devices import CONCURRENCY, check_device, device_of, max_length_of, sampler_devices
 from .torch_memory import check_memory
+from .torch_servers import check_servers
 
 log = get_logger("penstock.models")
 
@@ -422,7 +423,7 @@ class RunParts:
         """
         model = self.empty_model()
         self._check_lengths(model)
-        server_devices(self.config)
+        check_servers(self.config, model)
         check_memory(self.config, model, lambda config: RunParts(config).empty_model())
         pipeline = self.pipeline(
             self.policy(None), self.trainer(model, model if self.config.algorithm.kl else None), None

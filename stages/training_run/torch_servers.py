@@ -6,8 +6,11 @@ import socket
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
+from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.servers.outside_server import OutsideServer, http_ready
+from ..models.hf_model import HFModel
 from .dtypes import sampled_dtype
 from .run_config import RunConfig, ServersConfig
 from .torch_devices import device_of, max_length_of, server_devices
@@ -27,6 +30,26 @@ async def started(config: RunConfig, servers: ServersConfig, folder: str) -> Asy
             await stack.enter_async_context(_server(config, servers, folder, place, port).open())
             urls.append(f"http://127.0.0.1:{port}")
         yield urls
+
+
+def check_servers(config: RunConfig, model: HFModel) -> None:
+    """Check that the servers have GPUs, and that each can divide the model, perhaps without weights, among its own.
+
+    Raises:
+        InvalidConfig: there are fewer GPUs, or a number of them that does not divide the heads of attention.
+    """
+    servers = config.placement.servers
+    if servers is None:
+        return
+    server_devices(config)
+    module: Any = model.module
+    heads, gpus = module.config.get_text_config().num_attention_heads, servers.tensor_parallel
+    if heads % gpus:
+        divide = ", ".join(str(number) for number in range(1, heads + 1) if not heads % number)
+        raise InvalidConfig(
+            f"config: placement.servers.tensor_parallel: expected a number that divides the {heads} heads of attention "
+            f"of {config.model.path}, got {gpus}: give {divide}"
+        )
 
 
 def _server(config: RunConfig, servers: ServersConfig, folder: str, place: int, port: int) -> OutsideServer:

@@ -168,6 +168,15 @@ def test_servers_for_which_there_are_too_few_gpus_are_refused(eight_gpus: None) 
         server_devices(placed(trainers=5, samplers=2, servers={"vllm": 2, "tensor_parallel": 2}))
 
 
+def test_a_model_whose_heads_the_gpus_of_a_server_do_not_divide_is_refused(questions: Questions) -> None:
+    parts_with(questions, "placement.servers={vllm: 1, tensor_parallel: 2}").sketch()
+
+    with pytest.raises(
+        InvalidConfig, match=r"tensor_parallel: expected a number that divides the 4 heads .*, got 3: give 1, 2, 4$"
+    ):
+        parts_with(questions, "placement.servers={vllm: 1, tensor_parallel: 3}").sketch()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
