@@ -180,12 +180,13 @@ RATIOS = {
         "CISPO",
         "DPPO",
         "Distillation",
+        "GMPO",
         "GSPO",
         "GeometricMask",
         "ImportanceWeight",
         "KLReward",
     ),
-    *("OffPolicyMask", "PPOClip", "SAPO", "WorstTokenMask", "adamw"),
+    *("OffPolicyMask", "PPOClip", "ProductMask", "SAPO", "TokenMask", "VESPO", "WorstTokenMask", "adamw"),
 }
 """Names whose numbers have other bounds, tested elsewhere; a loss makes `Aggregated`, and torch checks `adamw`."""
 

@@ -10,18 +10,21 @@ with extra("torch", "penstock.losses"):
     from ._stages.losses.entropy import Entropy
     from ._stages.losses.importance import ImportanceWeight
     from ._stages.losses.kl import KL
+    from ._stages.losses.masks import GeometricMask, Mask, OffPolicyMask, ProductMask, TokenMask, WorstTokenMask
     from ._stages.losses.metrics import EffectiveSamples, Extreme, Mean, Metric, TokensUsed
-    from ._stages.losses.policy import CISPO, DPPO, GSPO, SAPO, AdvantageWeighted, PPOClip
+    from ._stages.losses.policy import CISPO, DPPO, SAPO, AdvantageWeighted, PPOClip
     from ._stages.losses.scored import Scored
-    from ._stages.losses.sequence_masks import GeometricMask, OffPolicyMask, SequenceMask, WorstTokenMask
+    from ._stages.losses.sequence_policy import GMPO, GSPO, VESPO
     from ._stages.losses.terms import Aggregated, Loss, LossValue, PerToken, Term
 
 __all__ = [
     "CISPO",
     "DPPO",
+    "GMPO",
     "GSPO",
     "KL",
     "SAPO",
+    "VESPO",
     "AdaptiveKL",
     "AdvantageWeighted",
     "Aggregated",
@@ -33,15 +36,17 @@ __all__ = [
     "ImportanceWeight",
     "Loss",
     "LossValue",
+    "Mask",
     "Mean",
     "Metric",
     "OffPolicyMask",
     "PPOClip",
     "PerToken",
+    "ProductMask",
     "SampledDistillation",
     "Scored",
-    "SequenceMask",
     "Term",
+    "TokenMask",
     "TokensUsed",
     "WorstTokenMask",
 ]

@@ -11,8 +11,7 @@ from typing import ClassVar
 
 from ..._pipeline.errors import InvalidConfig
 from ..._schemas.numbers import normalize_numbers, whole_number
-from ..contracts.kl_estimate import KLEstimator
-from .kl import KL
+from .kl import KL, TermEstimator
 from .metrics import Mean
 from .scored import Scored
 from .terms import Aggregated, Loss, LossTerm, PerToken, Term
@@ -46,7 +45,7 @@ class AdaptiveKL(Term):
     weight: float
     target: float
     horizon: int = 10_000
-    estimator: KLEstimator = "k3"
+    estimator: TermEstimator = "k3"
     _given: float = field(init=False, repr=False)
     """The weight of the first step."""
 

@@ -20,8 +20,8 @@ from .policy import PolicyTerm
 from .scored import Scored, clamped
 from .terms import PerToken, Term
 
-Level: TypeAlias = Literal["token", "sequence"]
-"""The ratio of a weight: the token's, or the product over the sequence's tokens that train."""
+Level: TypeAlias = Literal["token", "sequence", "geometric"]
+"""The ratio of a weight: the token's, or the product or the geometric mean over the sequence's tokens that train."""
 
 Beyond: TypeAlias = Literal["truncate", "mask"]
 """The rule for a weight beyond its bounds: set it to the bound, or to 0."""
@@ -35,7 +35,8 @@ class ImportanceWeight:
     is truncated importance sampling (Ionides, 2008; Yao et al., "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training", 2025), "mask" with both bounds that of IcePop (Ling team, 2025): a token out of bounds
     has weight 0, and still counts in the denominator of a mean, so that micro-batches add up. The bounds are on w, not
-    on its logarithm. A sequence's w is a product of many ratios: use wide bounds, or few are within.
+    on its logarithm. A sequence's w is a product of many ratios: use wide bounds, or few are within. Its geometric mean
+    does not grow with the length; it is biased.
 
     Raises:
         InvalidConfig: bounds with no 1 between them, or an unknown level or form.
@@ -99,8 +100,10 @@ class Weighted(Term):
         """Return weighted values; see `Term`. `importance/…`: unbounded weights, shares beyond `/low` and `/high`."""
         values, metrics = self.term.per_token(scored)
         log_ratio = self.uncorrected(scored)
-        if self.weight.level == "sequence":
-            log_ratio = scored.spread(scored.sequence_sums(log_ratio))
+        if self.weight.level != "token":
+            of_sequence = scored.sequence_sums(log_ratio)
+            means = self.weight.level == "geometric"
+            log_ratio = scored.spread(of_sequence / scored.lengths.clamp(min=1) if means else of_sequence)
         ratio = clamped(log_ratio).exp()
         low, high = ratio < self.weight.low, ratio > self.weight.high
         weights = ratio.clamp(self.weight.low, self.weight.high)

@@ -20,7 +20,7 @@ from ..._pipeline.errors import InvalidConfig
 from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_numbers, number_or_nan
 from .metrics import Mean, Metric
-from .scored import OldPolicy, Scored, clamped
+from .scored import OldPolicy, Scored
 from .terms import PerToken, Term
 
 Divergence: TypeAlias = Literal["tv", "kl"]
@@ -111,7 +111,7 @@ class PPOClip(RatioTerm):
     old: OldPolicy = "behavior"
 
     def __post_init__(self) -> None:
-        _check_clip(self.clip_low, self.clip_high)
+        check_clip(self.clip_low, self.clip_high)
         check_choice("old", self.old, OldPolicy)
         if self.dual_clip is not None and not number_or_nan(self.dual_clip) > 1:
             raise InvalidConfig(f"expected dual_clip above 1, got {self.dual_clip}")
@@ -119,42 +119,12 @@ class PPOClip(RatioTerm):
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return token values; see `Term`. `pg_clipfrac`: share clipped; by bound `/low`, `/high`, `/dual`."""
         ratio, advantages = scored.ratio(self.old), scored.advantage()
-        values, at = _clipped(ratio, ratio, (1 - self.clip_low, 1 + self.clip_high), scored)
+        values, at = clipped(ratio, ratio, (1 - self.clip_low, 1 + self.clip_high), scored)
         if self.dual_clip is not None:
             bound = -self.dual_clip * advantages
             at["dual"] = (advantages < 0) & (values > bound)
             values = torch.where(at["dual"], bound, values)
-        return PerToken(values, _clip_fractions(at, scored))
-
-
-@dataclass(frozen=True, slots=True)
-class GSPO(RatioTerm):
-    """−min(s · A, clip(s, 1 − clip_low, 1 + clip_high) · A), where s = exp(mean log π/π_old over a sequence's tokens).
-
-    Zheng et al., "Group Sequence Policy Optimization" (2025), in the form they call GSPO-token: the value of s is the
-    sequence's, its gradient that of the token, so that tokens of one sequence may have advantages of their own. If
-    they are equal, it is GSPO. Sequences weigh the same with `aggregated("seq-mean-token-mean")`, as in the paper.
-
-    Bounds as narrow as these require an old policy that the trainer itself scored, hence "proximal": the difference
-    between the log-probabilities of an engine and of the trainer is larger, and would clip unchanged tokens.
-    """
-
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-    old: OldPolicy = "proximal"
-
-    def __post_init__(self) -> None:
-        _check_clip(self.clip_low, self.clip_high)
-        check_choice("old", self.old, OldPolicy)
-
-    def per_token(self, scored: Scored, /) -> PerToken:
-        """Return the value of each token; see `Term`. Metrics as of `PPOClip`."""
-        log_ratio = scored.log_ratio(self.old).detach()
-        of_sequence = scored.sequence_sums(log_ratio) / scored.lengths.clamp(min=1)
-        ratio = scored.spread(clamped(of_sequence).exp())
-        moving = ratio * (scored.logprobs - scored.logprobs.detach()).exp()
-        values, at = _clipped(moving, ratio, (1 - self.clip_low, 1 + self.clip_high), scored)
-        return PerToken(values, _clip_fractions(at, scored))
+        return PerToken(values, clip_fractions(at, scored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +148,7 @@ class CISPO(RatioTerm):
         """Return the value of each token; see `Term`. Metrics as of `PPOClip`, for either sign of the advantage."""
         ratio = scored.ratio(self.old).detach()
         values = -ratio.clamp(self.lowest, self.highest) * scored.advantage() * scored.logprobs
-        return PerToken(values, _clip_fractions({"low": ratio < self.lowest, "high": ratio > self.highest}, scored))
+        return PerToken(values, clip_fractions({"low": ratio < self.lowest, "high": ratio > self.highest}, scored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +188,7 @@ class DPPO(RatioTerm):
             "high": (advantages > 0) & (change > 0) & (divergence > self.high),
         }
         values = -ratio.clamp(max=self.highest) * advantages * scored.logprobs
-        return PerToken(torch.where(at["low"] | at["high"], 0.0, values), _clip_fractions(at, scored))
+        return PerToken(torch.where(at["low"] | at["high"], 0.0, values), clip_fractions(at, scored))
 
     @torch.no_grad()
     def _divergences(self, scored: Scored) -> tuple[Tensor, Tensor]:
@@ -259,12 +229,13 @@ class SAPO(RatioTerm):
         return PerToken(-gates * 4 / tau * advantages, {"gate": Mean(left)})
 
 
-def _check_clip(low: float, high: float) -> None:
+def check_clip(low: float, high: float) -> None:
+    """Raise InvalidConfig if these are no bounds on the change of a ratio."""
     if not (0 < number_or_nan(low) < 1 and number_or_nan(high) > 0):
         raise InvalidConfig(f"expected 0 < clip_low < 1 and clip_high > 0, got {low} and {high}")
 
 
-def _clipped(
+def clipped(
     ratio: Tensor, detached: Tensor, bounds: tuple[float, float], scored: Scored
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return [T] −min(r · A, clip(r) · A), and [T] true on tokens at each bound."""
@@ -274,7 +245,7 @@ def _clipped(
     return values, {"low": (detached < low) & (advantages < 0), "high": (detached > high) & (advantages > 0)}
 
 
-def _clip_fractions(at: Mapping[str, Tensor], scored: Scored) -> dict[str, Metric]:
+def clip_fractions(at: Mapping[str, Tensor], scored: Scored) -> dict[str, Metric]:
     """Return the share of tokens at each bound, and at any; no token is at two."""
     shares = {name: scored.token_mean(which.to(scored.logprobs.dtype)) for name, which in at.items()}
     every = Mean(sum(shares.values(), scored.logprobs.new_zeros(())))

@@ -144,6 +144,7 @@ VALUES = {
     "algorithm.loss=bnpo": "algorithm.aggregation=token-mean, with loss ppo",
     "algorithm.loss=vanilla": "algorithm.loss=ppo",
     "algorithm.loss=dppo_tv": "algorithm.loss=dppo",
+    "algorithm.loss=geo_mean": "algorithm.loss=gmpo",
     "algorithm.loss=clip_cov": "a function of your own: algorithm.loss=module:function",
     "algorithm.advantages=reinforce_plus_plus": "algorithm.advantages=reinforce++",
     "algorithm.advantages=reinforce_plus_plus_baseline": "algorithm.advantages=reinforce++-baseline",

@@ -45,7 +45,8 @@ from ..engines.torch_policy import TorchPolicy
 from ..losses.adaptive_kl import AdaptiveKL
 from ..losses.entropy import Entropy
 from ..losses.kl import KL
-from ..losses.policy import CISPO, DPPO, GSPO, SAPO, AdvantageWeighted, PPOClip
+from ..losses.policy import CISPO, DPPO, SAPO, AdvantageWeighted, PPOClip
+from ..losses.sequence_policy import GMPO, GSPO, VESPO
 from ..losses.terms import Aggregated, Loss, LossTerm, Term
 from ..models.hf_model import HFModel
 from ..models.lora import insert
@@ -535,9 +536,12 @@ def _policy_term(algorithm: AlgorithmConfig) -> Term:
         return CISPO() if low is None or high is None else CISPO(1 - low, 1 + high)
     if algorithm.loss == "sapo":
         return SAPO()
+    if algorithm.loss == "vespo":
+        return VESPO()
     if algorithm.loss == "dppo":
         return DPPO() if low is None or high is None else DPPO(low=low, high=high)
-    term = PPOClip if algorithm.loss == "ppo" else GSPO
+    terms: dict[str, type[PPOClip | GSPO | GMPO]] = {"ppo": PPOClip, "gspo": GSPO, "gmpo": GMPO}
+    term = terms[algorithm.loss]
     return term() if low is None or high is None else term(low, high)
 
 

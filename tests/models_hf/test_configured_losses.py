@@ -8,7 +8,7 @@ import pytest
 from tests.run_parts import configured_loss
 
 from penstock.errors import InvalidConfig
-from penstock.losses import DPPO, SAPO, Loss, PPOClip
+from penstock.losses import DPPO, GMPO, SAPO, VESPO, Loss, PPOClip
 
 
 @pytest.mark.parametrize(
@@ -20,15 +20,17 @@ from penstock.losses import DPPO, SAPO, Loss, PPOClip
             {"loss": "sapo", "aggregation": "seq-mean-token-mean"},
             SAPO().aggregated("seq-mean-token-mean"),
         ),
+        ({"loss": "gmpo", "clip": (0.3, 0.5)}, GMPO(0.3, 0.5).aggregated("token-mean")),
+        ({"loss": "vespo"}, VESPO().aggregated("token-mean")),
     ],
-    ids=["dppo", "bounded dppo", "sapo"],
+    ids=["dppo", "bounded dppo", "sapo", "gmpo", "vespo"],
 )
 def test_a_loss_is_configured_by_name(values: dict[str, Any], loss: Loss) -> None:
     assert configured_loss(**values) == loss
 
 
 def test_a_loss_without_bounds_takes_none() -> None:
-    with pytest.raises(InvalidConfig, match="clip: expected with loss ppo, gspo, cispo, dppo, got loss sapo"):
+    with pytest.raises(InvalidConfig, match="clip: expected with loss ppo, gspo, gmpo, cispo, dppo, got loss sapo"):
         configured_loss(loss="sapo", clip=(0.1, 0.2))
 
 

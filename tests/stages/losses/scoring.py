@@ -16,9 +16,11 @@ from penstock._stages.losses.metrics import check_used, merge
 from penstock.losses import (
     CISPO,
     DPPO,
+    GMPO,
     GSPO,
     KL,
     SAPO,
+    VESPO,
     AdaptiveKL,
     AdvantageWeighted,
     Entropy,
@@ -27,8 +29,10 @@ from penstock.losses import (
     Loss,
     OffPolicyMask,
     PPOClip,
+    ProductMask,
     SampledDistillation,
     Scored,
+    TokenMask,
     WorstTokenMask,
 )
 
@@ -50,6 +54,14 @@ LOSSES: list[Loss] = [
     SAPO(tau_pos=2.0, tau_neg=5.0, old="proximal") * ImportanceWeight() * WorstTokenMask(0.4, 2.5),
     PPOClip() * OffPolicyMask(0.01),
     (PPOClip() * GeometricMask(0.8, 1.2) * WorstTokenMask(0.3, 3.0)).aggregated("seq-mean-token-sum"),
+    GMPO(0.1, 0.2).aggregated("seq-mean-token-mean"),
+    (GMPO(old="proximal") * ImportanceWeight(high=1.4, level="geometric")).aggregated("seq-mean-token-sum"),
+    VESPO(),
+    VESPO(k_pos=1.0, lambda_pos=0.5).aggregated("seq-mean-token-sum"),
+    PPOClip() * TokenMask(0.7, 1.4) * ProductMask(0.2, 5.0),
+    PPOClip() + 0.1 * KL("k3+"),
+    PPOClip() + 0.1 * KL("k3", unbiased="behavior"),
+    PPOClip(old="proximal") + 0.1 * KL("k1", unbiased="proximal"),
     PPOClip() + 0.1 * KL("k1"),
     (PPOClip() + 0.1 * KL("k2")).aggregated("seq-mean-token-sum"),
     PPOClip() + AdaptiveKL(0.1, 1.0),
@@ -66,11 +78,17 @@ HOLDING: list[Loss] = [
     AdvantageWeighted() * ImportanceWeight(high=1.2),
     (AdvantageWeighted() * ImportanceWeight(high=1.3, low=0.7, beyond="mask")).aggregated("seq-mean-token-mean"),
     AdvantageWeighted() * ImportanceWeight(high=3.0, low=0.3, level="sequence", beyond="mask"),
+    VESPO(),
+    VESPO(k_pos=1.0, lambda_pos=0.5).aggregated("seq-mean-token-sum"),
     SampledDistillation(),
     SampledDistillation() * ImportanceWeight(high=1.2),
     AdvantageWeighted() * ImportanceWeight(high=1.2) + 0.5 * SampledDistillation(),
 ]
 """Losses with a factor that is computed from the policy and has no gradient: a finite difference would change it."""
+
+
+STRAIGHT_THROUGH: list[Loss] = [PPOClip() + 0.1 * KL("k3+")]
+"""Losses whose gradient is not that of their value."""
 
 
 def scored(logprobs: Tensor, advantages: Tensor, *, lengths: list[int] | None = None, **columns: Any) -> Scored:

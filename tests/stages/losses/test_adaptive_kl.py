@@ -128,7 +128,10 @@ def test_one_loss_has_one_adaptive_term() -> None:
         ({"weight": 0.0, "target": 1.0}, "weight: expected a finite number above 0, got 0.0"),
         ({"weight": 0.1, "target": float("nan")}, "target: expected a finite number above 0, got nan"),
         ({"weight": 0.1, "target": 1.0, "horizon": 0}, "horizon: expected"),
-        ({"weight": 0.1, "target": 1.0, "estimator": "k4"}, "estimator: expected one of k1, k2, k3, got 'k4'"),
+        (
+            {"weight": 0.1, "target": 1.0, "estimator": "k4"},
+            "estimator: expected one of k1, k2, k3, k1\\+, k3\\+, got 'k4'",
+        ),
     ],
     ids=["weight", "target", "horizon", "estimator"],
 )

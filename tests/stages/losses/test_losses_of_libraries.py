@@ -1,4 +1,4 @@
-"""DPPO, SAPO and masks of sequences beside verl, SkyRL, prime-rl and TRL, written down from their sources in numpy.
+"""Policy terms, masks and KL beside verl, SkyRL, prime-rl and TRL, written down from their sources in numpy.
 
 Nothing is shared with penstock: rectangles [B, L] with a mask, as the libraries have them. Each function quotes the
 lines that it copies. Gradients are those of the tokens' values with respect to log π, by hand.
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
@@ -23,15 +24,20 @@ from tests.stages.losses.scoring import scored, slope
 
 from penstock.losses import (
     DPPO,
+    GMPO,
+    KL,
     SAPO,
+    VESPO,
     AdvantageWeighted,
     GeometricMask,
     ImportanceWeight,
+    Mask,
     OffPolicyMask,
     PPOClip,
+    ProductMask,
     Scored,
-    SequenceMask,
     Term,
+    TokenMask,
     WorstTokenMask,
 )
 
@@ -244,6 +250,162 @@ def test_the_gate_of_sapo_is_open_on_policy_and_closes_on_both_sides() -> None:
     assert gate(9.0) < gate(2.0) < 1
 
 
+# -- GMPO --------------------------------------------------------------------------------------------------------------
+
+
+def verl_geo_mean(given: Rows, low: float, high: float) -> tuple[Floats, Floats]:
+    """verl core_algos.py:1684-1700 of b178a3cd56f5: the loss, and its derivatives by log π of each token.
+
+    negative_approx_kl_clamp = torch.clamp(negative_approx_kl, -cliprange_low, cliprange_high)
+    negative_approx_kl_min = torch.min(sgn_advantage * negative_approx_kl, sgn_advantage * negative_approx_kl_clamp)
+    negative_approx_kl_min = sgn_advantage * negative_approx_kl_min
+    ratio = torch.exp((negative_approx_kl_min * response_mask).sum(dim=-1) / (response_mask_sum + 1e-8))
+    advantage = (advantages * response_mask).sum(dim=-1) / (response_mask_sum + 1e-8)
+    pg_losses = -advantage * ratio
+    …
+    pg_loss = torch.mean(pg_losses)
+    """
+    sign, change = np.sign(given.advantages), np.where(given.mask, given.new - given.rollout, 0.0)
+    clamped = np.clip(change, -low, high)
+    within = sign * np.minimum(sign * change, sign * clamped)
+    count = given.mask.sum(1)
+    ratio = np.exp((within * given.mask).sum(1) / count)
+    advantage = (given.advantages * given.mask).sum(1) / count
+    moves = (sign * change <= sign * clamped) & given.mask.astype(bool)
+    return -(advantage * ratio).mean(), -(advantage * ratio / count)[:, None] * moves / len(count)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.4, 0.4), (0.1, 2.0), (9.0, 9.0)])
+def test_gmpo_has_the_value_and_gradients_of_verl(low: float, high: float) -> None:
+    given = rows(3)
+    of_sequence = np.array([[1.0], [-1.0], [0.5], [-2.0], [0.3]])
+    given = given._replace(advantages=np.where(given.mask, of_sequence, 1e3))
+    value, gradient = verl_geo_mean(given, low, high)
+    of = made(given)
+
+    loss = GMPO(low, high).aggregated("seq-mean-token-mean")(of).loss
+
+    assert loss.item() == pytest.approx(float(value), rel=1e-12)
+    np.testing.assert_allclose(slope(loss, of.logprobs), gradient[given.mask.astype(bool)], rtol=1e-12, atol=1e-14)
+
+
+# -- VESPO -------------------------------------------------------------------------------------------------------------
+
+
+def trl_vespo(given: Rows, positive: tuple[float, float], negative: tuple[float, float]) -> tuple[Floats, Floats]:
+    """trl grpo_trainer.py:2966-2989 and :3106 of f2cd57710ae3, `old` being the policy that sampled.
+
+    log_ratio_clamped = torch.clamp(log_ratio_per_token, -20.0, 20.0)
+    seq_log_ratio = torch.sum(log_ratio_clamped * mask, dim=-1, keepdim=True)  # (B, 1)
+    log_w_seq = torch.clamp(seq_log_ratio, lower_clamp, 20.0)
+    w_seq = torch.exp(log_w_seq)
+    k_seq = torch.where(is_nonneg_adv, k_pos, k_neg)
+    lambda_seq = torch.where(is_nonneg_adv, lambda_pos, lambda_neg).clamp(min=1e-4)
+    log_phi = lambda_seq + k_seq * log_w_seq - lambda_seq * w_seq
+    phi_seq = torch.exp(log_phi).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    …
+    per_token_loss = -phi_seq * advantages * per_token_logps
+    """
+    change = np.clip(np.where(given.mask, given.new - given.rollout, 0.0), -20, 20)
+    log_w = np.clip(change.sum(1, keepdims=True), math.log(1e-8), 20)
+    k, rate = (np.where(given.advantages >= 0, positive[each], negative[each]) for each in range(2))
+    phi = np.exp(rate + k * log_w - rate * np.exp(log_w))
+    return -phi * given.advantages * given.new, -phi * given.advantages
+
+
+@pytest.mark.parametrize(("positive", "negative"), [((2.0, 3.0), (3.0, 2.0)), ((0.5, 0.1), (1.0, 1.0))])
+@pytest.mark.parametrize("seed", range(3))
+def test_vespo_has_the_values_and_gradients_of_trl(
+    positive: tuple[float, float], negative: tuple[float, float], seed: int
+) -> None:
+    given = rows(seed)
+    kept = given.mask.astype(bool)
+    values, gradient = trl_vespo(given, positive, negative)
+
+    ours = found(VESPO(positive[0], positive[1], negative[0], negative[1]), given)
+
+    np.testing.assert_allclose(ours[0], values[kept], rtol=1e-12, atol=1e-300)
+    np.testing.assert_allclose(ours[1], gradient[kept], rtol=1e-12, atol=1e-300)
+
+
+def test_the_weight_of_vespo_is_1_on_policy_and_0_at_extremes() -> None:
+    def phi(log_ratio: float) -> float:
+        logprobs = torch.full((2,), -50.0, dtype=torch.float64)
+        given = scored(logprobs, torch.ones(2), behavior_logprobs=logprobs - log_ratio)
+        return VESPO().per_token(given).metrics["phi"].value()
+
+    assert phi(0.0) == 1
+    assert phi(-0.2) == pytest.approx(math.exp(3 - 0.8 - 3 * math.exp(-0.4)))  # about the highest, w = 2/3
+    assert phi(-0.2) > 1
+    assert phi(0.02) < 1
+    assert 1 > phi(-5.0) > 0
+    assert phi(40.0) == 0
+
+
+# -- KL ----------------------------------------------------------------------------------------------------------------
+
+
+def compared(given: Rows) -> Scored:
+    """Return the same tokens with `old` as the reference, and `rollout` as the sampling policy."""
+    of = made(given)
+    return replace(of, ref_logprobs=of.proximal())
+
+
+def test_a_kl_with_the_gradient_of_k2_has_the_values_and_gradients_of_verl() -> None:
+    """verl core_algos.py:1857-1864 of b178a3cd56f5, within its clamp at 10.
+
+    backward_score = 0.5 * (logprob - ref_logprob).square()
+    return backward_score - backward_score.detach() + forward_score.detach()
+    """
+    given = rows()
+    kept = given.mask.astype(bool)
+    change = (given.new - given.old)[kept]
+    values = {"k1+": change, "k3+": np.exp(-change) + change - 1}
+
+    for estimator, expected in values.items():
+        of = compared(given)
+        estimate = KL(estimator).per_token(of).values  # type: ignore[arg-type]
+        np.testing.assert_allclose(estimate.detach(), expected, rtol=1e-12)
+        np.testing.assert_allclose(slope(estimate.sum(), of.logprobs), change, rtol=1e-12)
+
+
+def test_an_unbiased_kl_has_the_values_and_gradients_of_trl() -> None:
+    """trl grpo_trainer.py:3069-3076 of f2cd57710ae3, with the sampling policy as the old one.
+
+    per_token_kl = torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1
+    if self.args.use_bias_correction_kl:
+        per_token_kl = per_token_kl * coef_1
+    """
+    given = rows()
+    kept = given.mask.astype(bool)
+    change, ratio = (given.new - given.old)[kept], np.exp(given.new - given.rollout)[kept]
+    k3 = np.exp(-change) + change - 1
+    of = compared(given)
+
+    estimate = KL("k3", unbiased="behavior").per_token(of).values
+
+    np.testing.assert_allclose(estimate.detach(), k3 * ratio, rtol=1e-12)
+    slopes = ratio * (1 - np.exp(-change)) + ratio * k3
+    np.testing.assert_allclose(slope(estimate.sum(), of.logprobs), slopes, rtol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_over_all_tokens_an_unbiased_kl_is_the_divergence_and_its_gradient_that_of_it(estimator: Any) -> None:
+    """Each token of a vocabulary of five, weighted by how often the old policy samples it."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1, -0.4], dtype=torch.float64, requires_grad=True)
+    old = torch.log_softmax(torch.tensor([1.0, 0.0, -1.0, 0.5, 0.2], dtype=torch.float64), -1)
+    reference = torch.log_softmax(torch.tensor([0.0, 0.4, 0.2, -0.7, 0.9], dtype=torch.float64), -1)
+    now = torch.log_softmax(logits, -1)
+    divergence = (now.exp() * (now - reference)).sum()
+
+    of = scored(now, torch.zeros(5), behavior_logprobs=old, ref_logprobs=reference)
+    estimate = (old.exp() * KL(estimator, unbiased="behavior").per_token(of).values).sum()
+
+    assert estimate.item() == pytest.approx(divergence.item(), rel=1e-12)
+    expected = torch.autograd.grad(divergence, logits, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(estimate, logits)[0], expected)
+
+
 # -- masks of sequences ------------------------------------------------------------------------------------------------
 
 
@@ -300,9 +462,57 @@ def verl_seq_max_k2(given: Rows, upper: float) -> Flags:
     return kept
 
 
-MASKS: list[tuple[SequenceMask, Callable[[Rows], Flags]]] = [
+def skyrl_product(given: Rows, low: float, high: float) -> Flags:
+    """skyrl off_policy_correction_utils.py:239-246.
+
+    seq_tis_ratio = safe_exp_delta(seq_tis_log_ratio, clip=20.0, …)
+    seq_over_high = seq_tis_ratio > seq_cap_high
+    seq_under_low = seq_tis_ratio < seq_cap_low
+    """
+    product = np.exp(((given.old - given.rollout) * given.mask).sum(1))
+    kept: Flags = (product >= low) & (product <= high)
+    return kept
+
+
+def verl_token_k1(given: Rows, lower: float, upper: float) -> Flags:
+    """verl rollout_corr_helper.py:271-275 of b178a3cd56f5.
+
+    token_k1: torch.Tensor = -log_ratio_safe
+    token_keep_bool = (per_token_stat >= lower_log) & (per_token_stat <= upper_log)
+    """
+    k1 = -(given.old - given.rollout)
+    kept: Flags = (k1 >= math.log(lower)) & (k1 <= math.log(upper))
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_token_mask_keeps_the_tokens_that_verl_keeps(seed: int) -> None:
+    given = rows(seed)
+    term = PPOClip(old="proximal")
+
+    values, _ = found(term * TokenMask(1 / 1.2, 1 / 0.8), given)
+
+    keeps = verl_token_k1(given, 0.8, 1.2)[given.mask.astype(bool)]
+    np.testing.assert_array_equal(values, found(term, given)[0] * keeps)
+    assert 0 < keeps.sum() < len(keeps)
+
+
+def test_a_weight_of_the_geometric_mean_is_that_of_the_sequence_and_does_not_grow_with_its_length() -> None:
+    given = rows()
+    term = PPOClip(old="proximal")
+    mean = np.exp(((given.old - given.rollout) * given.mask).sum(1) / given.mask.sum(1))
+
+    values, _ = found(term * ImportanceWeight(high=1.1, level="geometric"), given)
+
+    weights = np.minimum(mean, 1.1).repeat(LENGTHS)
+    np.testing.assert_allclose(values, found(term, given)[0] * weights, rtol=1e-12)
+    assert 0 < (mean > 1.1).sum() < len(mean)
+
+
+MASKS: list[tuple[Mask, Callable[[Rows], Flags]]] = [
     (GeometricMask(0.9, 1.2), lambda given: skyrl_geometric(given, 0.9, 1.2)),
     (GeometricMask(1 / 1.2, 1 / 0.9), lambda given: verl_seq_mean_k1(given, 0.9, 1.2)),
+    (ProductMask(0.7, 1.6), lambda given: skyrl_product(given, 0.7, 1.6)),
     (WorstTokenMask(0.6, 1.7), lambda given: skyrl_outlier(given, 0.6, 1.7)),
     (
         WorstTokenMask(math.exp(-math.sqrt(2 * 0.15)), math.exp(math.sqrt(2 * 0.15))),
@@ -311,10 +521,10 @@ MASKS: list[tuple[SequenceMask, Callable[[Rows], Flags]]] = [
 ]
 
 
-@pytest.mark.parametrize(("mask", "keeps"), MASKS, ids=["geo", "seq_mean_k1", "outlier", "seq_max_k2"])
+@pytest.mark.parametrize(("mask", "keeps"), MASKS, ids=["geo", "seq_mean_k1", "product", "outlier", "seq_max_k2"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_mask_keeps_the_sequences_that_the_library_keeps(
-    mask: SequenceMask, keeps: Callable[[Rows], Flags], seed: int
+    mask: Mask, keeps: Callable[[Rows], Flags], seed: int
 ) -> None:
     given = rows(seed)
     term = PPOClip(old="proximal")
@@ -398,6 +608,15 @@ def test_tokens_of_a_masked_sequence_still_count_in_the_mean() -> None:
         lambda: SAPO(tau_neg=math.inf),
         lambda: GeometricMask(1.01, 0.99),
         lambda: WorstTokenMask(0.0, math.inf),
+        lambda: ProductMask(1.0, 2.0),
+        lambda: TokenMask(0.5, math.nan),
+        lambda: GMPO(clip_low=0),
+        lambda: GMPO(old="other"),  # type: ignore[arg-type]
+        lambda: VESPO(lambda_neg=0),
+        lambda: VESPO(k_pos=math.inf),
+        lambda: KL("k2", unbiased="behavior"),
+        lambda: KL("k3+", unbiased="proximal"),
+        lambda: KL("k4"),  # type: ignore[arg-type]
         lambda: OffPolicyMask(0.0),
     ],
 )

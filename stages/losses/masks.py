@@ -1,12 +1,11 @@
-"""Masks of sequences: a policy term without the sequences that the policy would hardly have sampled.
+"""Masks: a policy term without the sequences, or the tokens, that the policy would hardly have sampled.
 
 `term * GeometricMask()`; with a weight, `term * ImportanceWeight() * GeometricMask()`. A mask does not correct, it
-leaves out: every policy term may have one or several, those against the behavior policy too. Tokens of a masked
-sequence have value 0 and still count in the denominator of a mean, so that micro-batches add up; their number is not
-known before the last.
+leaves out: every policy term may have one or several, those against the behavior policy too. Masked tokens have value 0
+and still count in the denominator of a mean, so that micro-batches add up; their number is not known before the last.
 
-Sequences are masked for the difference between the policy that a term assumes to have sampled (see `ImportanceWeight`)
-and the one that did. `OffPolicyMask` compares the policy in training with the one that sampled.
+They are masked for the difference between the policy that a term assumes to have sampled (see `ImportanceWeight`) and
+the one that did. `OffPolicyMask` compares the policy in training with the one that sampled.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from .scored import Scored, clamped
 from .terms import PerToken, Term
 
 
-class SequenceMask(ABC):
-    """A rule for the sequences that a policy term leaves out: `term * mask`."""
+class Mask(ABC):
+    """A rule for the tokens that a policy term leaves out: `term * mask`."""
 
     __slots__ = ()
 
@@ -54,7 +53,7 @@ class SequenceMask(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class GeometricMask(SequenceMask):
+class GeometricMask(Mask):
     """Mask sequences whose geometric mean of π_t/π_behavior over their tokens is outside [low, high].
 
     It does not depend on the length, as a product would. SkyRL's sequence mask "geometric", and verl's `seq_mean_k1` of
@@ -70,13 +69,55 @@ class GeometricMask(SequenceMask):
         _check_bounds(self.low, self.high)
 
     def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:
-        """Return the tokens that are left out; see `SequenceMask`."""
+        """Return the tokens that are left out; see `Mask`."""
         means = scored.sequence_sums(log_ratio) / scored.lengths.clamp(min=1)
         return scored.spread(_outside(means, self.low, self.high))
 
 
 @dataclass(frozen=True, slots=True)
-class WorstTokenMask(SequenceMask):
+class ProductMask(Mask):
+    """Mask sequences whose product of π_t/π_behavior over their tokens is outside [low, high].
+
+    The ratio of the whole sequence, which grows with its length. SkyRL's sequence mask "product", and verl's
+    `seq_sum_k1` of the inverse: its "a_b" is low = 1/b, high = 1/a.
+    """
+
+    low: float = 0.5
+    high: float = 2.0
+
+    name: ClassVar[str] = "product"
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.low, self.high)
+
+    def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:
+        """Return the tokens that are left out; see `Mask`."""
+        return scored.spread(_outside(scored.sequence_sums(log_ratio), self.low, self.high))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask(Mask):
+    """Mask tokens whose π_t/π_behavior is outside [low, high]; the others of their sequence stay.
+
+    IcePop without its weight: verl's `token_k1` of the inverse, "a_b" for low = 1/b and high = 1/a, and SkyRL's token
+    mask.
+    """
+
+    low: float = 0.5
+    high: float = 2.0
+
+    name: ClassVar[str] = "token"
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.low, self.high)
+
+    def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:  # noqa: ARG002 (each token for itself)
+        """Return the tokens that are left out; see `Mask`."""
+        return _outside(log_ratio, self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class WorstTokenMask(Mask):
     """Mask sequences with a token whose π_t/π_behavior is outside [low, high].
 
     One token that the trainer finds impossible shows that engine and trainer disagree about the sequence. SkyRL's
@@ -92,13 +133,13 @@ class WorstTokenMask(SequenceMask):
         _check_bounds(self.low, self.high)
 
     def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:
-        """Return the tokens that are left out; see `SequenceMask`."""
+        """Return the tokens that are left out; see `Mask`."""
         outside = _outside(log_ratio, self.low, self.high)
         return scored.spread(scored.sequence_sums(outside.to(log_ratio.dtype)) > 0)
 
 
 @dataclass(frozen=True, slots=True)
-class OffPolicyMask(SequenceMask):
+class OffPolicyMask(Mask):
     """Mask tokens with A < 0 in sequences whose mean of log π_behavior/π over the tokens is above `most_kl`.
 
     Off-policy sequence masking of DeepSeek-V3.2 (arXiv:2512.02556), in TRL `off_policy_mask_threshold`: the policy
@@ -116,21 +157,21 @@ class OffPolicyMask(SequenceMask):
 
     @property
     def needs_columns(self) -> tuple[str, ...]:
-        """Return the columns that the rule needs; see `SequenceMask`."""
+        """Return the columns that the rule needs; see `Mask`."""
         return ("behavior_logprobs", "advantages")
 
     def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:  # noqa: ARG002 (it is of another policy)
-        """Return the tokens that are left out; see `SequenceMask`."""
+        """Return the tokens that are left out; see `Mask`."""
         divergence = -scored.sequence_sums(scored.log_ratio("behavior").detach()) / scored.lengths.clamp(min=1)
         return scored.spread(divergence > self.most_kl) & (scored.advantage() < 0)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Masked(Term):
-    """A policy term without some sequences: `term * mask`."""
+    """A policy term without some tokens: `term * mask`."""
 
     term: Maskable
-    mask: SequenceMask
+    mask: Mask
 
     def __repr__(self) -> str:
         return f"{self.term!r} * {self.mask!r}"
