@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-HALVES = {torch.bfloat16, torch.float16}
+from penstock._stages.contracts import varlen
 
 _mm, _addmm = torch.mm, torch.addmm
 
@@ -42,9 +42,8 @@ def as_on_cuda() -> Iterator[Counter[str]]:
         return _addmm(total, left.float(), right.float(), out=options["out"])
 
     def varlen_attn(*arguments: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
-        calls["varlen_attn"] += 1
-        assert window_size == (-1, 0)
-        return _varlen(*arguments, scale=scale)
+        calls["varlen_attn" if window_size == (-1, 0) else "varlen_attn, window"] += 1
+        return _varlen(*arguments, scale=scale, window_size=window_size)
 
     with (
         patch("penstock._stages.losses.products.sums_in_float32", lambda _: True),
@@ -55,10 +54,12 @@ def as_on_cuda() -> Iterator[Counter[str]]:
         yield calls
 
 
-def _varlen(*arguments: Any, scale: float | None) -> Tensor:
-    """Return the causal attention [N, H, D] within each sequence; see `varlen_attn`."""
+def _varlen(*arguments: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
+    """Return the causal attention [N, H, D] within each sequence, one after the other; see `varlen_attn`."""
+    before, after = window_size
+    assert after == 0
     query, key, value, starts, ends, longest, _ = arguments
-    assert {query.dtype, key.dtype, value.dtype} <= HALVES
+    assert {query.dtype, key.dtype, value.dtype} <= varlen.DTYPES
     assert starts.dtype == torch.int32
     assert starts is ends
     assert int(starts.diff().max()) <= longest
@@ -66,10 +67,18 @@ def _varlen(*arguments: Any, scale: float | None) -> Tensor:
     lengths = starts.diff().tolist()
     parts = zip(*(each.transpose(0, 1).split(lengths, dim=1) for each in (query, key, value)), strict=True)
     seen = [
-        scaled_dot_product_attention(one, other, last, is_causal=True, scale=scale, enable_gqa=True)
+        scaled_dot_product_attention(
+            one, other, last, _band(one.shape[1], before).to(one.device), scale=scale, enable_gqa=True
+        )
         for one, other, last in parts
     ]
     return torch.cat(seen, dim=1).transpose(0, 1)
+
+
+def _band(tokens: int, before: int) -> Tensor:
+    """Return [tokens, tokens] true on the keys that each query sees: itself and `before` others; −1 for all."""
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    return (distance >= 0) & (distance <= (tokens if before < 0 else before))
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own

@@ -46,15 +46,26 @@ def is_for(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, dtype: torch.dtype, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    dtype: torch.dtype,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Return the causal attention [B, T, H, D] of heads [B, heads, T, D] within each sequence, computed in `dtype`."""
+    """Return the causal attention [B, T, H, D] of heads [B, heads, T, D] within each sequence, computed in `dtype`.
+
+    A token sees `window` keys, itself included; None for all before it.
+    """
     kernel = _kernel_on(query.device)
     if kernel is None:
         raise RuntimeError(f"expected a device with a kernel for sequences of different lengths, got {query.device}")
     rows, heads, tokens, width = query.shape
+    before = -1 if window is None else window - 1
     flat = [each.to(dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-    seen: Tensor = kernel(*flat, cu_seqlens, cu_seqlens, tokens, tokens, scale=scale, window_size=(-1, 0))
+    seen: Tensor = kernel(*flat, cu_seqlens, cu_seqlens, tokens, tokens, scale=scale, window_size=(before, 0))
     return seen.view(rows, tokens, heads, width)
 
 

@@ -2,9 +2,9 @@
 
 Transformers passes a mask of four dimensions to each layer as it is. Instead of a mask, `sight` makes a small tensor
 for all layers: empty for rows of one sequence, where causality alone hides keys; the starts of sequences for `varlen`,
-if the device has that kernel; else the sequences of keys, for masks of blocks of queries. A layer with a sliding window
-multiplies blocks of queries only with the keys in their reach. The tensor is an argument of the layers, so checkpointed
-activations, FSDP2 and torch.compile treat it as any other.
+if the device has that kernel, with sliding windows or without; else the sequences of keys, for masks of blocks of
+queries. Without that kernel a layer with a sliding window multiplies blocks of queries only with the keys in reach. The
+tensor is an argument of the layers, so checkpointed activations, FSDP2 and torch.compile treat it as any other.
 
 Axes: B rows, H heads, T tokens of this call, K keys of a layer, D width of a head. The keys are those of the cache (a
 layer with a sliding window may keep only the last ones), then the T of this call.
@@ -131,11 +131,12 @@ def sight(attend: Attention, dtype: torch.dtype, window: int | None) -> Tensor:
     """
     sequences, tokens = attend.sequences, attend.tokens
     rows, keys = sequences.shape
-    if attend.one_sequence:
-        return sequences[:, None, None, :0]
     windowed = window is not None and window < keys
-    if attend.cu_seqlens is not None and not windowed and is_for(sequences.device, dtype):
-        return attend.cu_seqlens.view(1, 1, 1, -1)
+    starts = attend.cu_seqlens if is_for(sequences.device, dtype) else None
+    if attend.one_sequence and not (windowed and starts is not None):
+        return sequences[:, None, None, :0]
+    if starts is not None:
+        return starts.view(1, 1, 1, -1)
     if rows * tokens * keys > LARGEST_MASK or (windowed and tokens > 1):
         return sequences[:, None, None]
     zeros = torch.zeros(rows, 1, tokens, keys, dtype=dtype, device=sequences.device)
@@ -166,17 +167,16 @@ def attention(  # noqa: PLR0917 (transformers' own signature)
         options: see transformers.
     """
     call: Forward = partial(_called, forward, module, **options)
-    heads = Heads(query, key, value)
+    heads, tokens, keys = Heads(query, key, value), query.shape[2], key.shape[2]
+    window = sliding_window if sliding_window is not None and sliding_window < keys else None
     if attention_mask is None or attention_mask.dtype == torch.bool:
         return call(*heads, attention_mask)
     if attention_mask.dtype == torch.int32:
         if computes(*heads, options.get("dropout", 0.0)):
             dtype, scale = autocast_on(query.device) or query.dtype, options.get("scaling")
-            return varlen(*heads, attention_mask.flatten(), dtype=dtype, scale=scale), None
-        attention_mask = sequences_of(attention_mask.flatten(), len(query), key.shape[2])[:, None, None]
-    tokens, keys = query.shape[2], key.shape[2]
+            return varlen(*heads, attention_mask.flatten(), dtype=dtype, scale=scale, window=window), None
+        attention_mask = sequences_of(attention_mask.flatten(), len(query), keys)[:, None, None]
     seen = attention_mask[..., -keys:]
-    window = sliding_window if sliding_window is not None and sliding_window < keys else None
     if window is None and seen.shape[-1] == 0:
         return call(*heads, None)
     if window is None and seen.is_floating_point():

@@ -25,14 +25,24 @@ def is_shared(model: Trainable) -> bool:
     return isinstance(model, DistributedDataParallel) or _is_a(model, "torch.distributed.fsdp", "FSDPModule")
 
 
-def shard(model: nn.Module, layers: Iterable[nn.Module], device_type: str) -> None:
-    """Shard `model` over all ranks, each of its `layers` and the rest (FSDP2)."""
+def shard(
+    model: nn.Module, layers: Iterable[nn.Module], device_type: str, gathered_as: torch.dtype | None = None
+) -> None:
+    """Shard `model` over all ranks, each of its `layers` and the rest (FSDP2).
+
+    `gathered_as` is the dtype of the autocast around the model: layers are gathered in it, half the bytes of float32,
+    and their gradients are summed in float32. The rest, embedding and head, is gathered as it is. None for all so.
+    """
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 (it takes a second)
-    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 (as above)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415 (as above)
 
     mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
-    for each in (*layers, model):
-        fully_shard(each, mesh=mesh)
+    narrow = MixedPrecisionPolicy(
+        gathered_as, None if gathered_as is None else torch.float32, cast_forward_inputs=False
+    )
+    for each in layers:
+        fully_shard(each, mesh=mesh, mp_policy=narrow)
+    fully_shard(model, mesh=mesh)
 
 
 def bare(model: Trainable) -> CausalModel:

@@ -385,7 +385,8 @@ class RunParts:
         """Return the trainer of this rank, which has a part of the model, or the whole, with gradients summed."""
         device = device_of(self.config)
         if sharded:
-            shard(model, model.module.get_decoder().layers, device.type)
+            gathered_as = self._autocast if device.type == "cuda" else None
+            shard(model, model.module.get_decoder().layers, device.type, gathered_as)
             return RankedTrainer(self.trainer(model, reference))
         shared = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         return RankedTrainer(self.trainer(shared, reference))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -16,6 +18,8 @@ from tests.models_hf.packed import packed_rows
 from torch import Tensor
 
 from penstock import TrainBatch
+from penstock._stages.contracts import varlen
+from penstock._stages.models import hf_attention
 from penstock.models import HFModel
 from penstock.testing import batch
 from penstock.torch import TorchTrainer
@@ -43,8 +47,19 @@ def gradients(model: HFModel, **options: Any) -> tuple[float, Tensor]:
     return loss, torch.cat([(before[name] - each).flatten() for name, each in model.state_dict().items()])
 
 
+KERNELS = {
+    "llama": {"varlen_attn": 2},
+    "qwen2": {"varlen_attn": 2},
+    "qwen3": {"varlen_attn": 2},
+    "gemma": {"varlen_attn": 2},
+    "mistral": {"varlen_attn, window": 2},
+    "gemma 3": {"varlen_attn": 1, "varlen_attn, window": 1},
+}
+"""The kernels of both layers of each family."""
+
+
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", KERNELS)
 def test_packed_rows_have_the_logits_of_float32_but_for_rounding(family: str, model_folder: ModelFolder) -> None:
     model = HFModel.from_pretrained(model_folder(family))
     tokens, positions, attend = packed_rows(*ROWS)
@@ -54,7 +69,7 @@ def test_packed_rows_have_the_logits_of_float32_but_for_rounding(family: str, mo
         with as_on_cuda() as calls, torch.autocast("cpu", NARROW):
             logits = model(tokens, positions=positions, attend=attend)
 
-    assert calls == {"varlen_attn": 2, "mm.dtype": 1}
+    assert calls == KERNELS[family] | {"mm.dtype": 1}
     assert logits.dtype == torch.float32
     real = attend.sequences >= 0
     assert float((logits[real] - exact[real]).norm() / exact[real].norm()) < 0.02
@@ -77,15 +92,64 @@ def test_gradients_are_those_of_the_mask_but_for_rounding(*, checkpointing: bool
     assert (found - exact).norm() < 1.5 * (plain - exact).norm()
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma 3"])
-def test_layers_with_a_window_keep_their_blocks(family: str, model_folder: ModelFolder) -> None:
-    model = HFModel.from_pretrained(model_folder(family))
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("family", KERNELS)
+def test_in_one_dtype_the_starts_of_sequences_give_the_logits_and_gradients_of_the_mask(
+    family: str, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens, positions, attend = packed_rows(*ROWS)
+    made = [HFModel.from_pretrained(model_folder(family)) for _ in range(2)]
+    monkeypatch.setattr(varlen, "DTYPES", {torch.float32})
 
-    with as_on_cuda() as calls, torch.no_grad(), torch.autocast("cpu", NARROW):
-        model(tokens, positions=positions, attend=attend)
+    def logits(model: HFModel) -> Tensor:
+        found: Tensor = model(tokens, positions=positions, attend=attend)[attend.sequences >= 0]
+        torch.autograd.backward(found.logsumexp(-1).mean())
+        return found
 
-    assert "varlen_attn" not in calls
+    with as_on_cuda() as calls:
+        found = logits(made[0])
+    expected = logits(made[1])
+
+    assert calls == KERNELS[family]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    for one, other in zip(*(model.parameters() for model in made), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "torch_has_it", "alone", "kernel"),
+    [
+        (NARROW, None, True, False, "varlen_attn"),
+        (torch.float16, None, True, False, "varlen_attn"),
+        (NARROW, 4, True, False, "varlen_attn, window"),
+        (NARROW, 100, True, False, "varlen_attn"),
+        (NARROW, 4, True, True, "varlen_attn, window"),
+        (NARROW, None, True, True, "sdpa"),
+        (NARROW, None, False, False, "sdpa with a mask"),
+        (NARROW, 4, False, True, "sdpa with a mask"),
+        (torch.float32, None, True, False, "sdpa with a mask"),
+        (torch.float32, 4, True, False, "sdpa with a mask"),
+        (torch.float32, None, True, True, "sdpa"),
+    ],
+)
+def test_the_kernel_of_a_layer_follows_from_dtype_window_rows_and_torch(
+    *, dtype: torch.dtype, window: int | None, torch_has_it: bool, alone: bool, kernel: str
+) -> None:
+    _, _, attend = packed_rows(*(row[:1] if alone else row for row in ROWS))
+    query = torch.zeros(2, 4, attend.tokens, 8, dtype=dtype)
+
+    with as_on_cuda() as calls, nullcontext() if torch_has_it else patch.object(varlen, "_kernel_on", lambda _: None):
+
+        def sdpa(_: Any, query: Tensor, *rest: Tensor | None) -> tuple[Tensor, None]:
+            calls["sdpa" if rest[-1] is None else "sdpa with a mask"] += 1
+            return query.transpose(1, 2), None
+
+        sight = hf_attention.sight(attend, dtype, window)
+        hf_attention.attention(sdpa, None, query, query, query, sight, sliding_window=window)
+
+    assert calls == {kernel: 1}
+    assert attend.cu_seqlens is not None
+    assert (sight.numel() == len(attend.cu_seqlens)) == kernel.startswith("varlen")  # else a mask, or nothing
 
 
 @pytest.mark.usefixtures("one_thread")

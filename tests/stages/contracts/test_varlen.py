@@ -129,8 +129,11 @@ def test_the_sequence_of_each_token_follows_from_the_starts() -> None:
     assert sequences_of(STARTS, 2, 6).tolist() == [[0, 0, 0, 1, 1, 2], [3] * 6]
 
 
+@pytest.mark.parametrize("window", [None, 3], ids=["all keys", "a window"])
 @pytest.mark.parametrize("dtype", [NARROW, torch.float16, torch.float32], ids=str)
-def test_a_cuda_device_is_given_torchs_own_operator(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_device_is_given_torchs_own_operator(
+    dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(varlen, "_kernels", {})
 
@@ -138,7 +141,7 @@ def test_a_cuda_device_is_given_torchs_own_operator(dtype: torch.dtype, monkeypa
         query = torch.empty(2, 4, 6, 64, dtype=dtype, device="cuda")
         key = torch.empty(2, 2, 6, 64, dtype=dtype, device="cuda")
         starts = torch.empty(5, dtype=torch.int32, device="cuda")
-        seen = varlen.varlen(query, key, key, starts, dtype=NARROW)
+        seen = varlen.varlen(query, key, key, starts, dtype=NARROW, window=window)
 
     assert "torch_attn._varlen_attn.default" in operators
     assert (seen.shape, seen.dtype) == ((2, 6, 4, 64), NARROW)

@@ -158,13 +158,17 @@ def test_the_error_of_the_ratio_is_that_of_rounded_inputs_and_less_than_half_of_
     weight = torch.randn(4096, 256, generator=generator) * 4 / 256**0.5
     tokens = (hidden @ weight.T).argmax(-1)
 
+    def error_of(logprobs: Tensor) -> float:
+        return float(((logprobs.double() - exact).exp() - 1).abs().mean())
+
+    exact = Distributions(hidden.double(), weight.double()).logprobs_of(tokens)
     with as_on_cuda():
-        exact = Distributions(hidden, weight).logprobs_of(tokens)
-        inputs = (Distributions(hidden.to(NARROW), weight).logprobs_of(tokens) - exact).abs().mean()
+        inputs = Distributions(hidden.to(NARROW), weight).logprobs_of(tokens)
     logits = (hidden.to(NARROW) @ weight.to(NARROW).T).float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
-    assert inputs < 0.01
-    assert inputs < 0.5 * (logits - exact).abs().mean()
+    assert error_of(Distributions(hidden, weight).logprobs_of(tokens)) < 1e-5
+    assert error_of(inputs) < 0.01
+    assert error_of(inputs) < 0.5 * error_of(logits)
 
 
 @pytest.mark.parametrize(
