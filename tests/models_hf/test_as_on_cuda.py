@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -18,8 +16,6 @@ from tests.models_hf.packed import packed_rows
 from torch import Tensor
 
 from penstock import TrainBatch
-from penstock._stages.contracts import varlen
-from penstock._stages.models import hf_attention
 from penstock.models import HFModel
 from penstock.testing import batch
 from penstock.torch import TorchTrainer
@@ -99,7 +95,7 @@ def test_in_one_dtype_the_starts_of_sequences_give_the_logits_and_gradients_of_t
 ) -> None:
     tokens, positions, attend = packed_rows(*ROWS)
     made = [HFModel.from_pretrained(model_folder(family)) for _ in range(2)]
-    monkeypatch.setattr(varlen, "DTYPES", {torch.float32})
+    monkeypatch.setattr("penstock._stages.contracts.varlen.DTYPES", {torch.float32})
 
     def logits(model: HFModel) -> Tensor:
         found: Tensor = model(tokens, positions=positions, attend=attend)[attend.sequences >= 0]
@@ -114,42 +110,6 @@ def test_in_one_dtype_the_starts_of_sequences_give_the_logits_and_gradients_of_t
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     for one, other in zip(*(model.parameters() for model in made), strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "window", "torch_has_it", "alone", "kernel"),
-    [
-        (NARROW, None, True, False, "varlen_attn"),
-        (torch.float16, None, True, False, "varlen_attn"),
-        (NARROW, 4, True, False, "varlen_attn, window"),
-        (NARROW, 100, True, False, "varlen_attn"),
-        (NARROW, 4, True, True, "varlen_attn, window"),
-        (NARROW, None, True, True, "sdpa"),
-        (NARROW, None, False, False, "sdpa with a mask"),
-        (NARROW, 4, False, True, "sdpa with a mask"),
-        (torch.float32, None, True, False, "sdpa with a mask"),
-        (torch.float32, 4, True, False, "sdpa with a mask"),
-        (torch.float32, None, True, True, "sdpa"),
-    ],
-)
-def test_the_kernel_of_a_layer_follows_from_dtype_window_rows_and_torch(
-    *, dtype: torch.dtype, window: int | None, torch_has_it: bool, alone: bool, kernel: str
-) -> None:
-    _, _, attend = packed_rows(*(row[:1] if alone else row for row in ROWS))
-    query = torch.zeros(2, 4, attend.tokens, 8, dtype=dtype)
-
-    with as_on_cuda() as calls, nullcontext() if torch_has_it else patch.object(varlen, "_kernel_on", lambda _: None):
-
-        def sdpa(_: Any, query: Tensor, *rest: Tensor | None) -> tuple[Tensor, None]:
-            calls["sdpa" if rest[-1] is None else "sdpa with a mask"] += 1
-            return query.transpose(1, 2), None
-
-        sight = hf_attention.sight(attend, dtype, window)
-        hf_attention.attention(sdpa, None, query, query, query, sight, sliding_window=window)
-
-    assert calls == {kernel: 1}
-    assert attend.cu_seqlens is not None
-    assert (sight.numel() == len(attend.cu_seqlens)) == kernel.startswith("varlen")  # else a mask, or nothing
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import torch
 import torch.distributed as dist
+from anyio.to_thread import run_sync
 from tests.ranks.script_of_ranks import TRAINED, ended_ranks, made, start
 from tests.tiny_model import ReadModel
 from torch.distributed.fsdp import fully_shard
@@ -86,9 +86,9 @@ async def lead(ranked: RankedTrainer, pids: list[int], folder: Path) -> dict[str
         found["publish"] = await growth(pids, lambda: publisher.publish(ranked.weights(), 3))
         while subscriber.refresh() < 3:
             await subscriber.newer()
-        found["save"] = await growth(pids, partial(anyio.to_thread.run_sync, ranked.save, folder / "ranked", TRAINED))
+        found["save"] = await growth(pids, lambda: run_sync(ranked.save, folder / "ranked", TRAINED))
         checkpoint = folder / "ranked/step-00000001"
-        found["resume"] = await growth(pids, partial(anyio.to_thread.run_sync, resume, ranked, checkpoint))
+        found["resume"] = await growth(pids, lambda: run_sync(resume, ranked, checkpoint))
         alone = trainer(model(sharded=False))
         alone.resume(checkpoint)
         alone.save(folder / "alone", TRAINED)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from tests.as_on_cuda import as_on_cuda, operators_on_cuda
+from tests.models_hf.packed import packed_rows
 from torch import Tensor
 
 from penstock._stages.contracts import varlen
 from penstock._stages.contracts.varlen import computes, is_for, sequences_of
+from penstock._stages.models import hf_attention
 from penstock.torch import Attention
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -145,3 +149,42 @@ def test_a_cuda_device_is_given_torchs_own_operator(
 
     assert "torch_attn._varlen_attn.default" in operators
     assert (seen.shape, seen.dtype) == ((2, 6, 4, 64), NARROW)
+
+
+ROWS = [[torch.arange(30)], [torch.arange(18), torch.arange(10)]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "torch_has_it", "alone", "kernel"),
+    [
+        (NARROW, None, True, False, "varlen_attn"),
+        (torch.float16, None, True, False, "varlen_attn"),
+        (NARROW, 4, True, False, "varlen_attn, window"),
+        (NARROW, 100, True, False, "varlen_attn"),
+        (NARROW, 4, True, True, "varlen_attn, window"),
+        (NARROW, None, True, True, "sdpa"),
+        (NARROW, None, False, False, "sdpa with a mask"),
+        (NARROW, 4, False, True, "sdpa with a mask"),
+        (torch.float32, None, True, False, "sdpa with a mask"),
+        (torch.float32, 4, True, False, "sdpa with a mask"),
+        (torch.float32, None, True, True, "sdpa"),
+    ],
+)
+def test_the_kernel_of_a_layer_follows_from_dtype_window_rows_and_torch(
+    *, dtype: torch.dtype, window: int | None, torch_has_it: bool, alone: bool, kernel: str
+) -> None:
+    _, _, attend = packed_rows(*(row[:1] if alone else row for row in ROWS))
+    query = torch.zeros(2, 4, attend.tokens, 8, dtype=dtype)
+
+    with as_on_cuda() as calls, nullcontext() if torch_has_it else patch.object(varlen, "_kernel_on", lambda _: None):
+
+        def sdpa(_: Any, query: Tensor, *rest: Tensor | None) -> tuple[Tensor, None]:
+            calls["sdpa" if rest[-1] is None else "sdpa with a mask"] += 1
+            return query.transpose(1, 2), None
+
+        sight = hf_attention.sight(attend, dtype, window)
+        hf_attention.attention(sdpa, None, query, query, query, sight, sliding_window=window)
+
+    assert calls == {kernel: 1}
+    assert attend.cu_seqlens is not None
+    assert (sight.numel() == len(attend.cu_seqlens)) == kernel.startswith("varlen")  # else a mask, or nothing
