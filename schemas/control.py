@@ -29,7 +29,7 @@ from .errors import UNREADABLE, InvalidConfig, ProtocolMismatch
 from .ids import MAX_REPETITION_ID, GroupId
 from .tokenizer import TokenizerIdentity
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Incremented with every change that an older peer would misread; peers of different versions reject each other by
 name."""
 
@@ -39,6 +39,13 @@ MOST_DESCRIPTORS = MOST_ENTRIES
 
 CHUNK_BYTES = 2**20
 """Bytes of a chunk of weights, except of the last one: copied and hashed in a fraction of a millisecond."""
+
+SPAN_CHUNKS = 8
+"""Chunks of a span, for which a delta is sent: some hundred kilobytes of a version of which 2 % changed, so that the
+cost of a message is small beside that of its bytes."""
+
+LARGEST_DELTA_BYTES = 4 * (2 * (SPAN_CHUNKS * CHUNK_BYTES // 2) // 5)
+"""Bytes of a delta in which 40 % of the 16-bit words of a span changed; see `span_delta.largest_delta`."""
 
 Repetition: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_REPETITION_ID)]
 
@@ -318,8 +325,34 @@ class Chunk(_Message, frozen=True):
     content: Annotated[bytes, msgspec.Meta(max_length=CHUNK_BYTES)]
 
 
+class DeltaRequest(_Message, frozen=True):
+    """The mirror asks for the changes of a span of a version against a version that it has whole."""
+
+    policy_version: Signed
+    base_version: Signed
+    index: Count
+
+
+class SpanDelta(_Message, frozen=True):
+    """The changes of a span of a version against the version that was requested as base."""
+
+    policy_version: Signed
+    index: Count
+    xxh3: Hash
+    """The hash of the bytes of the span in this version: it tells a base that differs, too."""
+    content: Annotated[bytes, msgspec.Meta(max_length=LARGEST_DELTA_BYTES)]
+    """A delta; see `span_delta`."""
+
+
+class NoDelta(_Message, frozen=True):
+    """There are no changes of this span to send: the mirror requests its chunks."""
+
+    policy_version: Signed
+    index: Count
+
+
 class VersionGone(_Message, frozen=True):
-    """A version was overwritten: no more chunks of it can be sent."""
+    """A version was overwritten: no more chunks and deltas of it can be sent."""
 
     policy_version: Signed
 
@@ -351,6 +384,9 @@ Message = (
     | WeightLayout
     | ChunkRequest
     | Chunk
+    | DeltaRequest
+    | SpanDelta
+    | NoDelta
     | VersionGone
 )
 

@@ -93,6 +93,10 @@ class TensorBuffer:
         start = self.start + self.layout.offset(part)
         return cast("HostMemory", self.memory).bytes[start : start + part.spec.nbytes]
 
+    def span(self, start: int, end: int) -> NDArray[np.uint8]:
+        """Return bytes `start` to `end` of the version in memory of the host; not a copy."""
+        return cast("HostMemory", self.memory).bytes[self.start + start : self.start + end]
+
     def tensor(self, part: Part) -> torch.Tensor:
         """Return a tensor; not a copy."""
         import torch  # noqa: PLC0415 (only a process that holds a torch model imports torch)

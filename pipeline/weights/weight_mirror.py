@@ -1,8 +1,9 @@
 """The mirror of a publisher on another host: one process of each host receives every version, once, and shares it.
 
-It requests the chunks of a version over tcp, checks their hashes, writes them into a segment of shared memory like the
-publisher's, and serves subscribers of its host like the publisher does those of its own. So models are views here too,
-and a pause reaches every sampler: the mirror confirms it when all of its subscribers have.
+It requests the chunks of a version over tcp, or where it has a version the changes since then, checks hashes, writes
+into a segment of shared memory like the publisher's, and serves subscribers of its host like the publisher does those
+of its own. So models are views here too, and a pause reaches every sampler: the mirror confirms it when all of its
+subscribers have.
 
 A connection that ends is made again, as often as it takes for `RECONNECT_TIMEOUT_S`, and the transfer continues where
 it stopped, or with the newest version. If that fails, the subscribers are notified that the publisher is lost.
@@ -11,14 +12,10 @@ it stopped, or with the newest version. If that fails, the subscribers are notif
 from __future__ import annotations
 
 import math
-import secrets
-import socket as sockets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
-from os import getpid
 from pathlib import Path
-from typing import Self
 
 import anyio
 import anyio.to_thread
@@ -27,43 +24,37 @@ from anyio.abc import SocketListener, TaskGroup, TaskStatus
 
 from ..._schemas import ProtocolMismatch
 from ..._schemas.control import (
-    PROTOCOL_VERSION,
     Chunk,
-    ChunkRequest,
     EndOfWeights,
     Message,
-    MessageCount,
     NewVersion,
+    NoDelta,
     Pause,
     PauseAck,
-    Ready,
     Reject,
     Resume,
-    Subscribe,
+    SpanDelta,
     VersionGone,
-    WeightLayout,
     printable,
 )
 from ..accounting.telemetry import get_logger
 from ..channels.control_connection import serve_control
-from ..channels.handshake import NOT_SERVED, handshake_timeout
-from ..channels.message_counts import MessageCounts, count_interval_s
 from ..channels.socket_directory import shared_directory
-from ..channels.tcp_address import resolved
-from ..channels.tcp_control import TcpControl, connected
-from ..errors import PeerClosed, PeerLost, PenstockError, StaleHandle
+from ..errors import PeerClosed, PeerLost, PenstockError
 from ..util.blocking import enter_in_thread
 from ..util.exception_groups import unwrap_single
 from ..util.file_descriptors import available
-from ..util.retry_pace import LAST_RETRY_S, RetryPace
+from ..util.retry_pace import RetryPace
 from ..util.waiting import Waiters
 from .folder_mirror import FolderReader, folder_mirror
+from .span_delta import apply_delta
 from .tensor_layout import LENGTH, TensorLayout, WritePlan
 from .weight_address import WeightAddress
 from .weight_connection import SCHEME, listening_in
+from .weight_link import WeightLink
 from .weight_reconnection import RECONNECT_TIMEOUT_S, reconnected
 from .weight_subscriptions import RELEASE_TIMEOUT_S, Subscriptions
-from .weight_transfer import MOST_DAMAGED, VersionTransfer, span
+from .weight_transfer import MOST_DAMAGED, VersionTransfer, digest, extent, span_extent
 from .weights import NO_VERSION, WeightWriter
 
 log = get_logger("penstock.weights")
@@ -72,125 +63,10 @@ DESCRIPTORS = 24
 """File descriptors that a mirror takes: two sockets, a segment, temporary ones, and those of ZeroMQ itself, once."""
 
 
-LINK_DESCRIPTORS = 8
-"""Those of a connection: after a cut they may have been taken meanwhile."""
-
-
-class _Link:
-    """A connection to the publisher."""
-
-    def __init__(self, control: TcpControl, layout: WeightLayout, address: WeightAddress) -> None:
-        self.address = address
-        self.layout = layout
-        self._counts = MessageCounts()
-        """Of the messages after the handshake."""
-        self._count_interval_s = count_interval_s(address.heartbeat_timeout_s)
-        self._used = False
-        """True once a message came on it after the handshake."""
-        self._opened_s = anyio.current_time()
-        self._control = control
-
-    @classmethod
-    async def open(cls, address: WeightAddress) -> Self:
-        """Connect, and complete the handshake.
-
-        Raises:
-            NobodyListens: no publisher answers at the address.
-            PeerClosed: the publisher has another key.
-            StaleHandle: another publisher answers.
-            ProtocolMismatch: the publisher has another protocol version.
-            OutOfFileDescriptors: this process has too few left.
-        """
-        available(LINK_DESCRIPTORS, "weights of another host")
-        timeout_s = address.heartbeat_timeout_s
-        with handshake_timeout(timeout_s, address.url):
-            place = await anyio.to_thread.run_sync(resolved, address.url, address.key)
-        identity = b"m" + secrets.token_bytes(15)
-        control = await connected(address.url, place, identity, timeout_s)
-        try:
-            with handshake_timeout(timeout_s, address.url, NOT_SERVED):
-                name = f"mirror on {sockets.gethostname()}"[:100]
-                await control.send(Subscribe(PROTOCOL_VERSION, name, getpid()))
-                layout = _layout(await control.receive(), address)
-                await control.send(Ready())
-                _confirmed(await control.receive(), address)
-        except BaseException as error:
-            await control.aclose()
-            if isinstance(error, anyio.EndOfStream | anyio.BrokenResourceError):
-                raise PeerLost(f"the publisher at {address.url} closed the connection in the handshake") from None
-            raise
-        return cls(control, layout, address)
-
-    @property
-    def worked(self) -> bool:
-        """Return whether it is a cut that ended it, and not its publisher at once."""
-        return self._used or anyio.current_time() > self._opened_s + LAST_RETRY_S
-
-    async def send(self, message: Message) -> None:
-        """Send `message`.
-
-        Raises:
-            anyio.BrokenResourceError: the connection has ended.
-        """
-        await self._control.send(message)
-        self._counts.sent += 1
-
-    async def receive(self) -> Message:
-        """Return the next message.
-
-        Raises:
-            anyio.EndOfStream: the connection has ended, or a message of the publisher was lost on it.
-            ProtocolMismatch: it is no message.
-        """
-        while True:
-            message = await self._control.receive()
-            self._used = True
-            if not isinstance(message, MessageCount):
-                self._counts.received += 1
-                return message
-            if not self._counts.complete(message):
-                log.warning("weights_message_lost", expected=message.sent, received=self._counts.received)
-                raise anyio.EndOfStream
-
-    async def report_counts(self) -> None:
-        """Send the number of messages that were sent, until the connection ends; the publisher answers with its own."""
-        with suppress(anyio.BrokenResourceError):  # `receive` ends too
-            while True:
-                await anyio.sleep(self._count_interval_s)
-                await self._control.send(self._counts.report())
-
-    async def aclose(self) -> None:
-        """Close the connection. Closing twice is fine."""
-        await self._control.aclose()
-
-
-def _layout(answer: Message, address: WeightAddress) -> WeightLayout:
-    _accepted(answer, address)
-    if not isinstance(answer, WeightLayout):
-        raise ProtocolMismatch(f"expected a WeightLayout, got {type(answer).__name__}")
-    if answer.generation != address.generation:
-        raise StaleHandle(
-            f"expected weights of publisher {address.generation:x} at {address.url}, got those of "
-            f"{answer.generation:x}: use the address that the present one serves"
-        )
-    return answer
-
-
-def _accepted(answer: Message, address: WeightAddress) -> None:
-    if isinstance(answer, Reject):
-        raise ProtocolMismatch(f"the publisher at {address.url} refused: {printable(answer.reason)}")
-
-
-def _confirmed(answer: Message, address: WeightAddress) -> None:
-    _accepted(answer, address)
-    if not isinstance(answer, Ready):
-        raise ProtocolMismatch(f"expected Ready, got {type(answer).__name__}")
-
-
 class WeightMirror:
     """Receives the versions of a publisher into a segment of this host, and serves subscribers."""
 
-    def __init__(self, link: _Link, writer: WeightWriter, nbytes: int, url: str, tasks: TaskGroup) -> None:
+    def __init__(self, link: WeightLink, writer: WeightWriter, nbytes: int, url: str, tasks: TaskGroup) -> None:
         self.subscriptions = Subscriptions(link.layout.name, RELEASE_TIMEOUT_S)
         self.subscriptions.open(writer, url)
         self._link = link
@@ -223,7 +99,7 @@ class WeightMirror:
                     log.warning("weights_reconnect", url=address.url, timeout_s=RECONNECT_TIMEOUT_S)
                 elif pace.expired:
                     raise PeerLost(f"the publisher at {address.url} ends each connection at once")
-                self._link = await reconnected(partial(_Link.open, address), pace)
+                self._link = await reconnected(partial(WeightLink.open, address), pace)
                 self.pause(self._link.layout.pause)
         except (PenstockError, OSError) as error:
             # The key was accepted before: a publisher, or a proxy, that closes new connections has lost its other side.
@@ -237,13 +113,13 @@ class WeightMirror:
         self.subscriptions.close()
         await self._link.aclose()
 
-    async def _received(self, link: _Link) -> bool:
+    async def _received(self, link: WeightLink) -> bool:
         """Handle the messages of one connection until it ends; return whether it ended because the publisher closed."""
         with unwrap_single():
             await self._exchange(link)
         return self._final
 
-    async def _exchange(self, link: _Link) -> None:
+    async def _exchange(self, link: WeightLink) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._request, link)
             tasks.start_soon(link.report_counts)
@@ -259,8 +135,8 @@ class WeightMirror:
         match message:
             case NewVersion(version):
                 self._announced = version
-            case Chunk():
-                await self._store(message)
+            case Chunk() | SpanDelta() | NoDelta():
+                await self._on_answer(message)
             case VersionGone(version):
                 if self._transfer is not None and self._transfer.version == version:
                     log.warning("weights_overtaken", version=version, latest=self._announced)
@@ -277,16 +153,16 @@ class WeightMirror:
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
-    async def _request(self, link: _Link) -> None:
-        """Request the chunks of each version, until the connection ends."""
+    async def _request(self, link: WeightLink) -> None:
+        """Request the changes or the chunks of each version, until the connection ends."""
         try:
             if self._transfer is not None:
                 self._transfer.on_disconnect()
             while True:
                 transfer = self._transfer or await self._begun()
                 while self._transfer is transfer and not transfer.done:
-                    for index in transfer.take():
-                        await link.send(ChunkRequest(transfer.version, index))
+                    for request in transfer.take():
+                        await link.send(request)
                     await self._changed.wait()
                 if self._transfer is transfer:
                     self._transfer = None
@@ -301,25 +177,51 @@ class WeightMirror:
             await self._changed.wait()
         await self.subscriptions.released(self._writer.sequence - 1)
         self._writer.begin()
-        self._transfer = VersionTransfer(self._announced, self._nbytes)
+        base = None if self._writer.latest == NO_VERSION else self._writer.latest
+        self._transfer = VersionTransfer(self._announced, self._nbytes, base)
         return self._transfer
 
-    async def _store(self, chunk: Chunk) -> None:
-        """Write a chunk into the segment, unless its hash differs."""
+    async def _on_answer(self, answer: Chunk | SpanDelta | NoDelta) -> None:
+        """Write a chunk, or a span by its delta, into the segment, unless its hash differs."""
         transfer = self._transfer
-        if transfer is None or not transfer.expects(chunk):
+        if transfer is None or not transfer.expects(answer):
             return
-        intact = await anyio.to_thread.run_sync(transfer.intact, chunk)
-        if intact:
-            start, _ = span(chunk.index, self._nbytes)
-            await anyio.to_thread.run_sync(self._writer.store, start, np.frombuffer(chunk.content, np.uint8))
+        if isinstance(answer, NoDelta):
+            transfer.on_no_delta(answer.index)
+        elif isinstance(answer, SpanDelta):
+            intact = await anyio.to_thread.run_sync(self._changed_span, answer)
+            transfer.on_delta(answer, intact=intact)
         else:
-            log.warning("chunk_damaged", version=chunk.policy_version, index=chunk.index)
-        transfer.on_arrival(chunk.index, intact=intact)
+            intact = await anyio.to_thread.run_sync(self._stored, transfer, answer)
+            transfer.on_chunk(answer.index, intact=intact)
         if transfer.damaged > MOST_DAMAGED:
             raise ProtocolMismatch(
                 f"expected chunks with their hashes, got {transfer.damaged} damaged ones of version {transfer.version}"
             )
+
+    def _stored(self, transfer: VersionTransfer, chunk: Chunk) -> bool:
+        """Write a chunk into the segment; return whether it has its hash, else it was not written."""
+        intact = transfer.intact(chunk)
+        if intact:
+            start, _ = extent(chunk.index, self._nbytes)
+            self._writer.store(start, np.frombuffer(chunk.content, np.uint8))
+        else:
+            log.warning("chunk_damaged", version=chunk.policy_version, index=chunk.index)
+        return intact
+
+    def _changed_span(self, delta: SpanDelta) -> bool:
+        """Write a span of the newest version, changed, into the segment; return whether it has its hash."""
+        base, into = self._writer.spans(*span_extent(delta.index, self._nbytes))
+        try:
+            apply_delta(delta.content, base, into)
+        except ValueError as error:
+            reason = str(error)
+        else:
+            if digest(into.data) == delta.xxh3:
+                return True
+            reason = "expected another hash: either the delta or this host's version before was altered"
+        log.warning("delta_damaged", version=delta.policy_version, index=delta.index, reason=reason)
+        return False
 
     # -- pauses --------------------------------------------------------------------------------------------------------
 
@@ -346,7 +248,7 @@ async def run_mirror(source: WeightAddress | FolderReader, *, task_status: TaskS
     Returns when the publisher is lost, or one on another host closes.
 
     Raises:
-        NobodyListens, PeerClosed, PeerLost, ProtocolMismatch, StaleHandle: see `_Link.open`; before it reports.
+        NobodyListens, PeerClosed, PeerLost, ProtocolMismatch, StaleHandle: see `WeightLink.open`; before it reports.
         OutOfSharedMemory: this host has no room for the weights, twice.
         OutOfFileDescriptors: this process has too few left.
         ValueError: the address is one that no host can connect to.
@@ -373,7 +275,7 @@ async def _opened(address: WeightAddress, url: str) -> AsyncIterator[WeightMirro
     """Connect, and allocate the segment of a mirror; free both after the body."""
     address.check_reachable()
     async with AsyncExitStack() as stack:
-        link = await _Link.open(address)
+        link = await WeightLink.open(address)
         stack.push_async_callback(link.aclose)
         layout = await anyio.to_thread.run_sync(_parsed, link.layout.header)
         writer = await anyio.to_thread.run_sync(WeightWriter, WritePlan(layout.manifest))

@@ -33,7 +33,7 @@ from .tensor_layout import WritePlan
 from .tensor_manifest import manifest_of
 from .weight_address import WeightAddress
 from .weight_connection import listening_socket
-from .weight_server import serving
+from .weight_serving import serving
 from .weight_specs import FusedTensor, Tensor
 from .weight_subscriptions import RELEASE_TIMEOUT_S, Subscriptions
 from .weights import NO_VERSION, WeightWriter

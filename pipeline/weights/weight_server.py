@@ -2,15 +2,14 @@
 
 To the publisher each mirror is a subscriber like one of this host: it is notified of versions and pauses, and it is not
 waited for once its connection has ended. Besides, a mirror requests chunks of the newest version, or of the one before
-while that is not overwritten. They are read from the publisher's memory as they are requested, so `publish` waits for
-no mirror, and a slow one delays only itself. Mirrors join at the acceptor of a port, as senders of a channel do.
+while that is not overwritten, or their deltas (`version_deltas`). Chunks are read from the publisher's memory as they
+are requested, so `publish` waits for no mirror, and a slow one delays only itself. Mirrors join at the acceptor of a
+port, as senders of a channel do.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
 import anyio.to_thread
@@ -23,46 +22,44 @@ from ..._schemas.control import (
     PROTOCOL_VERSION,
     Chunk,
     ChunkRequest,
+    DeltaRequest,
     EndOfWeights,
     Message,
     MessageCount,
+    NewVersion,
+    NoDelta,
     PauseAck,
     Ready,
     Reject,
+    SpanDelta,
     Subscribe,
     VersionGone,
     WeightLayout,
 )
 from ..channels.heartbeat import UNRESPONSIVE
-from ..channels.keys import ChannelKey
 from ..channels.message_counts import MessageCounts
 from ..channels.rejections import DisconnectOnError, RejectionCounter, rejection_of
 from ..channels.router_socket import RouterSocket
 from ..channels.tcp_acceptor import Connection, TcpAcceptor
-from ..channels.tcp_address import bind, bracketed, resolved
 from ..channels.tcp_connection import TcpConnection
 from ..channels.tcp_handshakes import LARGEST_HANDSHAKE_MESSAGE
-from ..channels.transport import router
 from ..channels.turns import Share, Turn
 from ..channels.unread import Inflow
-from ..errors import InvalidConfig
-from ..util.file_descriptors import available
-from ..util.host import host_identity
-from .weight_address import WeightAddress
-from .weight_memory import HostMemory
+from .version_deltas import DeltaEncoder
 from .weight_subscriptions import Subscription, Subscriptions, refusal
-from .weight_transfer import WINDOW, digest, span
+from .weight_transfer import WINDOW, digest, extent
 from .weights import WeightReader, WeightWriter
-
-DESCRIPTORS = 17
-"""File descriptors that serving takes: the socket, temporary ones, and those of ZeroMQ itself, once."""
 
 MOST_REQUESTS = 2 * WINDOW
 """Requests of a mirror that may wait: those of a version that was overwritten, and of the next."""
 
 MOST_UNREAD_BYTES = MOST_REQUESTS * CHUNK_BYTES
-"""Bytes of chunks that may wait for a mirror to receive them: one that keeps to its window never has so many. Its own
-messages that wait here have fewer."""
+"""Bytes of chunks and deltas that may wait for a mirror to receive them: one that keeps to its window never has so
+many. Its own messages that wait here have fewer."""
+
+MOST_DELTA_BYTES = WINDOW * CHUNK_BYTES
+"""Bytes that wait for a mirror where no further delta is sent: it may be larger than the mirror expects, and chunks,
+whose bytes the mirror bounds, take its place."""
 
 
 class _Mirror:
@@ -74,12 +71,12 @@ class _Mirror:
         self.name = f"{request.name} (pid {request.pid})"
         self.tcp: TcpConnection
         """Its connection, once it has answered."""
-        self.requests: asyncio.Queue[ChunkRequest | None] = asyncio.Queue()
-        """Chunks to send; None at the end of the connection."""
+        self.requests: asyncio.Queue[ChunkRequest | DeltaRequest | None] = asyncio.Queue()
+        """Chunks and deltas to send; None at the end of the connection."""
         self.open = True
         """Until its connection has ended, and `tcp` with it, or is about to be closed."""
         self.sent_bytes = 0
-        """Bytes of the chunks that were sent."""
+        """Bytes of the chunks and deltas that were sent."""
         self.inflow = Inflow()
         self.most_unread = MOST_UNREAD_BYTES
         self.timeout_s: float | None = server.heartbeat_timeout_s
@@ -94,6 +91,13 @@ class _Mirror:
         if not self._server.send(self._identity, message):
             raise anyio.BrokenResourceError
         self._counts.sent += 1
+        if isinstance(message, NewVersion):
+            self._server.deltas.begin(message.policy_version)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Return the bytes of chunks and deltas that wait for it to receive them: they take memory here."""
+        return self.sent_bytes - self.tcp.bytes_acked
 
     async def receive(self) -> Message:
         message = await self._messages.get()
@@ -116,7 +120,7 @@ class _Mirror:
             self._compare(message)
             return
         self._counts.received += 1
-        if isinstance(message, ChunkRequest) and self.requests.qsize() < MOST_REQUESTS:
+        if isinstance(message, ChunkRequest | DeltaRequest) and self.requests.qsize() < MOST_REQUESTS:
             self.requests.put_nowait(message)
         elif isinstance(message, PauseAck) and self._messages.qsize() < MOST_REQUESTS:
             self._messages.put_nowait(message)
@@ -174,6 +178,7 @@ class WeightServer:
         self.tasks: TaskGroup
         """Serves the mirrors; set before the event loop runs on."""
         self._reader = WeightReader(writer.fd, writer.nbytes, writer.generation)
+        self.deltas = DeltaEncoder(self._reader)
         self._generation = writer.generation
         self.acceptor = TcpAcceptor(
             self, socket, port, rejections=RejectionCounter(url), heartbeat_timeout_s=heartbeat_timeout_s
@@ -200,50 +205,61 @@ class WeightServer:
         self._subscriptions.all.add(subscription)
         self.tasks.start_soon(self._serve, mirror, subscription)
 
-    # -- chunks --------------------------------------------------------------------------------------------------------
+    # -- chunks and deltas ---------------------------------------------------------------------------------------------
 
     async def _serve(self, mirror: _Mirror, subscription: Subscription) -> None:
         with DisconnectOnError(mirror.on_error):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._send_chunks, mirror)
+                tasks.start_soon(self._send_answers, mirror)
                 await self._subscriptions.serve(subscription)
                 tasks.cancel_scope.cancel()
 
-    async def _send_chunks(self, mirror: _Mirror) -> None:
+    async def _send_answers(self, mirror: _Mirror) -> None:
         """Answer the requests of a mirror in their order, until its connection ends."""
         try:
             while (request := await mirror.requests.get()) is not None and mirror.open:
                 self._check_unread(mirror)
-                answer = await anyio.to_thread.run_sync(self._answer, request)
+                answer = await self._answer(request, mirror)
                 await mirror.send(answer)
-                mirror.sent_bytes += len(answer.content) if isinstance(answer, Chunk) else 0
+                mirror.sent_bytes += len(answer.content) if isinstance(answer, Chunk | SpanDelta) else 0
         except anyio.BrokenResourceError:
             pass
 
     def _check_unread(self, mirror: _Mirror) -> None:
-        """Check that a mirror receives the chunks that it requests: those that wait take memory here."""
-        unread = mirror.sent_bytes - mirror.tcp.bytes_acked
-        if unread > MOST_UNREAD_BYTES:
+        """Check that a mirror receives what it requests."""
+        if (unread := mirror.unread_bytes) > MOST_UNREAD_BYTES:
             raise ProtocolMismatch(
                 f"expected requests from {mirror.name} when chunks arrive, got more while {unread} bytes have not"
             )
 
-    def _answer(self, request: ChunkRequest) -> Message:
-        """Return the chunk that was requested; or that its version was overwritten, also if it was so meanwhile.
+    async def _answer(self, request: ChunkRequest | DeltaRequest, mirror: _Mirror) -> Message:
+        """Return the chunk or delta that was requested; or that its version was overwritten, also if meanwhile.
 
         Raises:
-            ProtocolMismatch: there is no such chunk.
+            ProtocolMismatch: there is no such chunk or span.
         """
+        try:
+            if isinstance(request, ChunkRequest):
+                return await anyio.to_thread.run_sync(self._chunk, request)
+            return await self._delta(request, mirror)
+        except IndexError as error:
+            raise ProtocolMismatch(str(error)) from None
+
+    async def _delta(self, request: DeltaRequest, mirror: _Mirror) -> SpanDelta | NoDelta | VersionGone:
+        version, index = request.policy_version, request.index
+        if self._reader.sequence_of(version) is None:
+            return VersionGone(version)
+        delta = await self.deltas.delta(request)
+        if delta is None or mirror.unread_bytes + len(delta.content) > MOST_DELTA_BYTES:
+            return NoDelta(version, index)
+        return delta
+
+    def _chunk(self, request: ChunkRequest) -> Chunk | VersionGone:
         sequence, version = self._reader.sequence_of(request.policy_version), request.policy_version
         if sequence is None:
             return VersionGone(version)
-        try:
-            start, end = span(request.index, self._reader.layout.nbytes)
-        except IndexError as error:
-            raise ProtocolMismatch(str(error)) from None
-        first, memory = self._reader.tensors(sequence).start, self._reader.memory
-        assert isinstance(memory, HostMemory)  # noqa: S101 (see `serving`)
-        content = memory.bytes[first + start : first + end].tobytes()
+        start, end = extent(request.index, self._reader.layout.nbytes)
+        content = self._reader.tensors(sequence).span(start, end).tobytes()
         if not self._reader.intact(sequence):
             return VersionGone(version)
         return Chunk(version, request.index, digest(content), content)
@@ -254,44 +270,3 @@ class WeightServer:
         self._socket.unwatch()
         with anyio.CancelScope(shield=True):
             await self.acceptor.aclose()
-
-
-@asynccontextmanager
-async def serving(
-    url: str, key: ChannelKey | None, heartbeat_timeout_s: float, writer: WeightWriter, subscriptions: Subscriptions
-) -> AsyncIterator[WeightAddress]:
-    """Serve the versions of `writer` to other hosts within the body; see `WeightPublisher.serve`."""
-    if writer.handle is not None:
-        raise InvalidConfig(
-            f"device: expected versions in memory of the host, which other hosts can receive, got some on "
-            f"{writer.handle.device}: publish with device='cpu'"
-        )
-    available(DESCRIPTORS, "weights over tcp")
-    place = await anyio.to_thread.run_sync(resolved, url, key)
-    host = await anyio.to_thread.run_sync(host_identity)
-    socket = router()
-    try:
-        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_HANDSHAKE_MESSAGE)  # longer ones are of no mirror
-        place.key.protect(socket, "receiver")
-        port = bind(socket, place)
-        served = f"tcp://{bracketed(place.host)}:{port}"
-        server = WeightServer(
-            socket,
-            served,
-            port,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            writer=writer,
-            subscriptions=subscriptions,
-        )
-    except BaseException:
-        socket.close(linger=0)
-        raise
-    stack = AsyncExitStack()
-    stack.push_async_callback(server.aclose)
-    try:
-        server.tasks = await stack.enter_async_context(anyio.create_task_group())
-        stack.callback(server.tasks.cancel_scope.cancel)
-        await anyio.to_thread.run_sync(server.acceptor.watch.start)
-        yield WeightAddress(served, place.key, subscriptions.url, host, writer.generation, heartbeat_timeout_s)
-    finally:
-        await stack.aclose()  # not `async with`: the task group would wrap exceptions of the body

@@ -150,6 +150,12 @@ class WeightWriter:
         first = self._buffers[(self.sequence + 1) % 2] + start
         cast("HostMemory", self._memory).bytes[first : first + len(elements)] = elements
 
+    def spans(self, start: int, end: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Return bytes `start` to `end` of the newest version, and of the buffer that `begin` returned; not copies."""
+        memory = cast("HostMemory", self._memory).bytes
+        base, into = (self._buffers[(self.sequence + later) % 2] for later in (0, 1))
+        return memory[base + start : base + end], memory[into + start : into + end]
+
     def complete(self, version: int) -> None:
         """Make the buffer that was filled since `begin` the newest."""
         sequence = self.sequence + 1
@@ -224,6 +230,12 @@ class WeightReader:
             if 0 < begun <= published and self._words[VERSION + at] == version:
                 return begun
         return None
+
+    def before(self, publication: Publication) -> Publication | None:
+        """Return the publication before `publication`; None if it was overwritten, or never made."""
+        sequence = publication.sequence - 1
+        version = self._words[VERSION + sequence % 2]
+        return Publication(sequence, version) if sequence and self.intact(sequence) else None
 
     def intact(self, sequence: int) -> bool:
         """Return whether publication `sequence` has not been overwritten: everything read of it so far is valid."""

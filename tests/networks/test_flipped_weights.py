@@ -101,6 +101,9 @@ async def test_each_flipped_bit_changes_no_weights() -> None:
     assert took_s < 2 * HEARTBEAT_S
 
 
+ALL, FEW = slice(None), slice(9)
+"""Elements that the next version changes: so many that it is sent whole, or as a delta."""
+
 # -- the command flag --------------------------------------------------------------------------------------------------
 
 
@@ -118,21 +121,27 @@ async def published_through(flag: CommandFlag) -> AsyncIterator[tuple[WeightPubl
 
 
 @pytest.mark.parametrize(
-    ("to_publisher", "number"),
+    ("to_publisher", "number", "changed"),
     [
-        pytest.param(True, 2, id="ChunkRequest"),
-        pytest.param(True, 3, id="PauseAck"),
-        pytest.param(True, 4, id="ChunkRequest of the next version"),
-        pytest.param(False, 2, id="NewVersion"),
-        pytest.param(False, 3, id="Chunk"),
-        pytest.param(False, 4, id="Pause"),
-        pytest.param(False, 5, id="Resume"),
-        pytest.param(False, 6, id="NewVersion of the next version"),
-        pytest.param(False, 7, id="Chunk of the next version"),
+        pytest.param(True, 2, ALL, id="ChunkRequest"),
+        pytest.param(True, 3, ALL, id="PauseAck"),
+        pytest.param(True, 4, ALL, id="DeltaRequest"),
+        pytest.param(True, 5, ALL, id="ChunkRequest of the next version"),
+        pytest.param(False, 2, ALL, id="NewVersion"),
+        pytest.param(False, 3, ALL, id="Chunk"),
+        pytest.param(False, 4, ALL, id="Pause"),
+        pytest.param(False, 5, ALL, id="Resume"),
+        pytest.param(False, 6, ALL, id="NewVersion of the next version"),
+        pytest.param(False, 7, ALL, id="NoDelta"),
+        pytest.param(False, 7, FEW, id="SpanDelta"),
+        pytest.param(False, 8, ALL, id="Chunk of the next version"),
     ],
 )
-async def test_a_mirror_goes_on_after_a_message_that_was_dropped(*, to_publisher: bool, number: int) -> None:
-    flag, weights, newer = CommandFlag(to_publisher, number), zeros(), {"weight": PUBLISHED["weight"] + 1}
+async def test_a_mirror_goes_on_after_a_message_that_was_dropped(
+    *, to_publisher: bool, number: int, changed: slice
+) -> None:
+    flag, weights, newer = CommandFlag(to_publisher, number), zeros(), {"weight": PUBLISHED["weight"].copy()}
+    newer["weight"][changed] += 1
 
     async with published_through(flag) as (publisher, address), WeightSubscriber(address) as subscriber:
         subscriber.attach(weights)

@@ -34,6 +34,9 @@ MESSAGES: list[c.Message] = [
     c.WeightLayout(c.PROTOCOL_VERSION, "trainer", 2**62, 0, b"header"),
     c.ChunkRequest(4, 7),
     c.Chunk(4, 7, bytes(16), bytes(100)),
+    c.DeltaRequest(4, 3, 7),
+    c.SpanDelta(4, 7, bytes(16), bytes(100)),
+    c.NoDelta(4, 7),
     c.VersionGone(4),
     c.MessageCount(9),
 ]
