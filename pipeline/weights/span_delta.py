@@ -7,7 +7,7 @@ divided by entries that write an unchanged word again. Knows neither versions no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,50 +43,68 @@ def delta_of(base: NDArray[np.uint8], span: NDArray[np.uint8]) -> bytes | None:
         base: [nbytes] of the version before.
         span: [nbytes] of the version.
     """
-    most = largest_delta(len(span)) // 4
     words, before = _words(span), _words(base)
-    changed = _changed(before, words, most)
-    if changed is None:
-        return None
-    positions = _with_fillers(changed)
-    if len(positions) > most:
-        return None
-    gaps = np.diff(positions, prepend=-1) - 1
-    return gaps.astype(WORD).tobytes() + words.take(positions).tobytes() + span[2 * len(words) :].tobytes()
+    gaps, values = list[NDArray[np.uint16]](), list[NDArray[np.uint16]]()
+    differs = np.empty(min(BLOCK_WORDS, len(words)), np.bool_)
+    left, last = largest_delta(len(span)) // 4, -1
+    for start in range(0, len(words), BLOCK_WORDS):
+        block = words[start : start + BLOCK_WORDS]
+        positions = np.flatnonzero(np.not_equal(before[start : start + BLOCK_WORDS], block, out=differs[: len(block)]))
+        if not len(positions):
+            continue
+        positions += start
+        steps = _steps(positions, last)
+        if steps.max() > LONGEST_GAP + 1:
+            positions = _with_fillers(positions, last)
+            steps = _steps(positions, last)
+        left -= len(positions)
+        if left < 0:
+            return None
+        gaps.append((steps - 1).astype(WORD))
+        values.append(words.take(positions))
+        last = int(positions[-1])
+    return b"".join([*(part.data for part in gaps), *(part.data for part in values), span[2 * len(words) :].data])
 
 
-def apply_delta(delta: bytes, base: NDArray[np.uint8], into: NDArray[np.uint8]) -> None:
-    """Write `base`, changed by `delta`, to `into`; every position is checked before.
+class SpanChanges(NamedTuple):
+    """A delta whose every position is within its span."""
 
-    Args:
-        delta: what `delta_of` returned, or any bytes.
-        base: [nbytes] of the version before.
-        into: [nbytes] memory for the version.
+    positions: NDArray[np.int64]
+    """[entries] words, ascending."""
+    values: NDArray[np.uint16]
+    """[entries]"""
+    tail: NDArray[np.uint8]
+    """The last byte of a span with an odd number of bytes; else empty."""
+
+    def apply(self, span: NDArray[np.uint8]) -> None:
+        """Change a span: from the version that the delta was made against, to its own."""
+        words = _words(span)
+        words[self.positions] = self.values
+        span[2 * len(words) :] = self.tail
+
+
+def changes_of(delta: bytes, nbytes: int) -> SpanChanges:
+    """Return the changes that `delta` holds, after checking that they are of a span of `nbytes` bytes.
+
+    >>> print(*changes_of(bytes.fromhex("0200 0700 00"), 9))
+    [2] [7] [0]
 
     Raises:
-        ValueError: it is no delta of a span of so many bytes; nothing was written.
+        ValueError: it is no delta of such a span.
     """
-    entries = _entries(delta, len(base))
-    gaps = np.frombuffer(delta, WORD, entries)
-    positions = np.cumsum(gaps, dtype=np.int64)
-    positions += np.arange(entries)
-    if entries and positions[-1] >= len(base) // 2:  # they increase
-        raise ValueError(f"expected entries within {len(base) // 2} words, got one at {positions[-1]}")
-    into[:] = base
-    words = _words(into)
-    words[positions] = np.frombuffer(delta, WORD, entries, offset=2 * entries)
-    into[2 * len(words) :] = np.frombuffer(delta, np.uint8, offset=4 * entries)
-
-
-def _entries(delta: bytes, nbytes: int) -> int:
-    """Return the number of entries of a delta of a span of `nbytes` bytes, which its length gives."""
     odd = nbytes % 2
     if len(delta) > largest_delta(nbytes) or len(delta) < odd or (len(delta) - odd) % 4:
         raise ValueError(
             f"expected at most {largest_delta(nbytes)} bytes of a delta, 4 for each entry and {odd} more, "
             f"got {len(delta)}"
         )
-    return len(delta) // 4
+    entries = len(delta) // 4
+    positions = np.cumsum(np.frombuffer(delta, WORD, entries), dtype=np.int64)
+    positions += np.arange(entries)
+    if entries and positions[-1] >= nbytes // 2:  # they ascend
+        raise ValueError(f"expected entries within {nbytes // 2} words, got one at {positions[-1]}")
+    values = np.frombuffer(delta, WORD, entries, offset=2 * entries)
+    return SpanChanges(positions, values, np.frombuffer(delta, np.uint8, offset=4 * entries))
 
 
 def _words(span: NDArray[np.uint8]) -> NDArray[np.uint16]:
@@ -94,32 +112,20 @@ def _words(span: NDArray[np.uint8]) -> NDArray[np.uint16]:
     return span[: len(span) // 2 * 2].view(WORD)
 
 
-def _changed(base: NDArray[np.uint16], words: NDArray[np.uint16], most: int) -> NDArray[np.int64] | None:
-    """Return the positions of the words that differ; None if there are more than `most`."""
-    found: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
-    differs = np.empty(min(BLOCK_WORDS, len(words)), np.bool_)
-    left = most
-    for start in range(0, len(words), BLOCK_WORDS):
-        block = words[start : start + BLOCK_WORDS]
-        here = np.flatnonzero(np.not_equal(base[start : start + BLOCK_WORDS], block, out=differs[: len(block)]))
-        here += start
-        found.append(here)
-        left -= len(here)
-        if left < 0:
-            return None
-    return np.concatenate(found)
+def _steps(positions: NDArray[np.int64], last: int) -> NDArray[np.int64]:
+    """Return the distance of each entry from the one before; of the first from entry `last`."""
+    steps = np.empty_like(positions)
+    np.subtract(positions[1:], positions[:-1], out=steps[1:])
+    steps[0] = positions[0] - last
+    return steps
 
 
-def _with_fillers(changed: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions with those of fillers in the gaps that one word cannot hold."""
-    far = np.flatnonzero(np.diff(changed, prepend=-1) > LONGEST_GAP + 1)
-    if not len(far):
-        return changed
-    fillers = [np.arange(start + LONGEST_GAP + 1, end, LONGEST_GAP + 1) for start, end in _gaps(changed, far)]
-    return np.sort(np.concatenate([changed, *fillers]))
-
-
-def _gaps(changed: NDArray[np.int64], far: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yield the entries around each long gap; −1 for the beginning."""
-    for at in far.tolist():
-        yield int(changed[at - 1]) if at else -1, int(changed[at])
+def _with_fillers(positions: NDArray[np.int64], last: int) -> NDArray[np.int64]:
+    """Return positions with those of fillers in the gaps, also after entry `last`, that a word cannot hold."""
+    ends = np.flatnonzero(_steps(positions, last) > LONGEST_GAP + 1)
+    starts = np.concatenate([[last], positions])[ends]
+    fillers = [
+        np.arange(start + LONGEST_GAP + 1, end, LONGEST_GAP + 1)
+        for start, end in zip(starts, positions[ends], strict=True)
+    ]
+    return np.sort(np.concatenate([positions, *fillers]))

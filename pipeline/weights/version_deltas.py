@@ -7,8 +7,6 @@ although the version before was. Knows no sockets.
 
 from __future__ import annotations
 
-from functools import partial
-
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
@@ -21,6 +19,9 @@ from .weights import Publication, WeightReader
 KEPT_SHARE = 0.25
 """Bytes of deltas that are kept of one version, as a share of its own: they suffice where 12 % of the words changed.
 Further deltas are encoded again for each host, as long as the segment has the version before."""
+
+ENCODERS = 4
+"""Spans of a version that are encoded at the same time: four cores keep up with the memory of most machines."""
 
 
 class DeltaEncoder:
@@ -71,11 +72,19 @@ class _VersionDeltas:
         """Encoded deltas by their span; None for a span that has none."""
         self._room = int(KEPT_SHARE * reader.layout.nbytes)
         """Bytes of further deltas that are kept."""
-        self._encoding = anyio.Lock()
+        self._encoding: dict[int, anyio.Event] = {}
+        """Spans that are being encoded, each with the end of that."""
+        self._next = iter(range(span_count(reader.layout.nbytes)))
+        """Spans to encode before they are requested."""
 
     async def encode(self) -> None:
         """Encode the deltas of all spans in their order, as far as they are kept and the version before is there."""
-        for index in range(span_count(self._reader.layout.nbytes)):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(ENCODERS):
+                tasks.start_soon(self._encode)
+
+    async def _encode(self) -> None:
+        for index in self._next:
             if self._base is None or self._room <= 0 or not self._reader.intact(self._base.sequence):
                 break
             await self.delta(index, self._base.version)
@@ -84,14 +93,23 @@ class _VersionDeltas:
         """Return the delta of span `index` against version `base`; None if there is none."""
         if self._base is None or self._base.version != base:
             return None
-        async with self._encoding:
-            if index in self._kept:
-                return self._kept[index]
-            delta = await anyio.to_thread.run_sync(partial(self._encoded, index, self._base.sequence))
-            if delta is None or len(delta.content) <= self._room:
-                self._kept[index] = delta
-                self._room -= len(delta.content) if delta else 0
-            return delta
+        while index in self._encoding:
+            await self._encoding[index].wait()
+        if index in self._kept:
+            return self._kept[index]
+        self._encoding[index] = anyio.Event()
+        try:
+            return await self._made(index, self._base.sequence)
+        finally:
+            self._encoding.pop(index).set()
+
+    async def _made(self, index: int, base: int) -> SpanDelta | None:
+        """Encode a delta in a worker thread, and keep it if there is room."""
+        delta = await anyio.to_thread.run_sync(self._encoded, index, base)
+        if delta is None or len(delta.content) <= self._room:
+            self._kept[index] = delta
+            self._room -= len(delta.content) if delta else 0
+        return delta
 
     def _encoded(self, index: int, base: int) -> SpanDelta | None:
         start, end = span_extent(index, self._reader.layout.nbytes)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from penstock._pipeline.weights.span_delta import apply_delta, delta_of, largest_delta
+from penstock._pipeline.weights.span_delta import changes_of, delta_of, largest_delta
 
 Bytes = NDArray[np.uint8]
 
@@ -18,9 +19,9 @@ LONG = 5 * 2**17
 
 
 def applied(delta: bytes, base: Bytes) -> Bytes:
-    into = np.full_like(base, 0x5A)
-    apply_delta(delta, base, into)
-    return into
+    span = base.copy()
+    changes_of(delta, len(base)).apply(span)
+    return span
 
 
 def changed(base: Bytes, words: Any, random: np.random.Generator) -> Bytes:
@@ -123,26 +124,17 @@ def entry(gap: int, value: int = 7) -> bytes:
         (entry(0), 0, "expected at most 0 bytes"),
     ],
 )
-def test_a_delta_that_does_not_fit_its_span_is_refused_before_a_byte_is_written(
-    delta: bytes, nbytes: int, reason: str
-) -> None:
-    base, into = np.zeros(nbytes, np.uint8), np.full(nbytes, 3, np.uint8)
-
+def test_a_delta_that_does_not_fit_its_span_is_refused(delta: bytes, nbytes: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        apply_delta(delta, base, into)
-
-    assert (into == 3).all()
+        changes_of(delta, nbytes)
 
 
 @given(st.binary(max_size=200), st.integers(0, 120))
 def test_any_bytes_are_applied_within_the_span_or_refused(delta: bytes, nbytes: int) -> None:
     memory = np.full(nbytes + 64, 3, np.uint8)
-    into = memory[32 : 32 + nbytes]
 
-    try:
-        apply_delta(delta, np.zeros(nbytes, np.uint8), into)
-    except ValueError:
-        assert (memory == 3).all()
+    with suppress(ValueError):
+        changes_of(delta, nbytes).apply(memory[32 : 32 + nbytes])
 
     assert (memory[:32] == 3).all()
     assert (memory[32 + nbytes :] == 3).all()
