@@ -57,6 +57,9 @@ MOST_UNREAD_BYTES = MOST_REQUESTS * CHUNK_BYTES
 """Bytes of chunks and deltas that may wait for a mirror to receive them: one that keeps to its window never has so
 many. Its own messages that wait here have fewer."""
 
+SHORT_BYTES = 32
+"""Bytes that any answer has at least, with its frame."""
+
 MOST_DELTA_BYTES = WINDOW * CHUNK_BYTES
 """Bytes that wait for a mirror where no further delta is sent: it may be larger than the mirror expects, and chunks,
 whose bytes the mirror bounds, take its place."""
@@ -76,7 +79,7 @@ class _Mirror:
         self.open = True
         """Until its connection has ended, and `tcp` with it, or is about to be closed."""
         self.sent_bytes = 0
-        """Bytes of the chunks and deltas that were sent."""
+        """Bytes of the answers that were sent."""
         self.inflow = Inflow()
         self.most_unread = MOST_UNREAD_BYTES
         self.timeout_s: float | None = server.heartbeat_timeout_s
@@ -96,7 +99,7 @@ class _Mirror:
 
     @property
     def unread_bytes(self) -> int:
-        """Return the bytes of chunks and deltas that wait for it to receive them: they take memory here."""
+        """Return the bytes of answers that wait for it to receive them: they take memory here."""
         return self.sent_bytes - self.tcp.bytes_acked
 
     async def receive(self) -> Message:
@@ -221,7 +224,7 @@ class WeightServer:
                 self._check_unread(mirror)
                 answer = await self._answer(request, mirror)
                 await mirror.send(answer)
-                mirror.sent_bytes += len(answer.content) if isinstance(answer, Chunk | SpanDelta) else 0
+                mirror.sent_bytes += len(answer.content) if isinstance(answer, Chunk | SpanDelta) else SHORT_BYTES
         except anyio.BrokenResourceError:
             pass
 

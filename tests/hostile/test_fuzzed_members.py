@@ -57,7 +57,17 @@ FIELDS = {
     "Left": ["reason"],
 }
 
-MESSAGES = ["Publish", "CreditRequest", "Telemetry", "Close", "ChunkRequest", "Connect", "CreditGrant", "Outcomes"]
+MESSAGES = [
+    "Publish",
+    "CreditRequest",
+    "Telemetry",
+    "Close",
+    "ChunkRequest",
+    "DeltaRequest",
+    "Connect",
+    "CreditGrant",
+    "Outcomes",
+]
 
 
 class Fuzzer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 
@@ -22,8 +22,11 @@ from tests.moments import moment
 from tests.wire import (
     PROTOCOL_VERSION,
     ChunkRequest,
+    DeltaRequest,
     EndOfWeights,
     Message,
+    NewVersion,
+    NoDelta,
     PauseAck,
     Ready,
     Reject,
@@ -195,8 +198,10 @@ async def test_an_invalid_handshake_is_refused_and_disconnected(
         (EndOfWeights(), "got another EndOfWeights"),
         (ChunkRequest(1, 1), "expected a chunk of 1048576 bytes, got number 1"),
         (ChunkRequest(1, -1), "Expected `int` >= 0"),
+        (DeltaRequest(1, 0, 1), "expected a span of 1048576 bytes, got number 1"),
+        (DeltaRequest(1, 0, -1), "Expected `int` >= 0"),
     ],
-    ids=range(4),
+    ids=range(6),
 )
 async def test_an_invalid_message_of_a_mirror_ends_it_and_no_other(sent: Message, reason: str) -> None:
     async with served() as address, WeightSubscriber(address) as other:
@@ -208,13 +213,20 @@ async def test_an_invalid_message_of_a_mirror_ends_it_and_no_other(sent: Message
         assert await other.newer() == 1
 
 
+@pytest.mark.parametrize(
+    "request_of",
+    [lambda version: ["ChunkRequest", version], lambda version: ["DeltaRequest", version, version]],
+    ids=["chunk", "delta"],
+)
 @pytest.mark.parametrize("version", [1, 2**63, 2**64 - 1, "7"])
 @pytest.mark.parametrize("index", [-1, 2**63 - 1, 2**64 - 1, 0.5])
-async def test_a_request_with_any_numbers_ends_that_mirror_and_no_other(version: object, index: object) -> None:
+async def test_a_request_with_any_numbers_ends_that_mirror_and_no_other(
+    request_of: Callable[[object], list[object]], version: object, index: object
+) -> None:
     async with served() as address, WeightSubscriber(address) as other:
         with key_holder(address.url) as one:
             await subscribe(one)
-            one.send(msgspec.msgpack.encode(["ChunkRequest", version, index]))
+            one.send(msgspec.msgpack.encode([*request_of(version), index]))
             await refusal(one)
             await until_ended(one)
         assert await other.newer() == 1
@@ -229,7 +241,9 @@ async def test_a_message_longer_than_any_of_a_mirror_ends_the_connection() -> No
         await still_works(address)
 
 
-@pytest.mark.parametrize("message", [ChunkRequest(1, 0), PauseAck(7)], ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize(
+    "message", [ChunkRequest(1, 0), DeltaRequest(1, 0, 0), PauseAck(7)], ids=lambda message: type(message).__name__
+)
 async def test_more_requests_than_a_mirror_ever_has_end_it(message: Message) -> None:
     async with served() as address:
         with key_holder(address.url) as one:
@@ -248,6 +262,18 @@ async def test_a_mirror_that_leaves_with_requests_open_changes_nothing() -> None
                 for _ in range(32):
                     one.send(encode(ChunkRequest(1, 0)))
                 await answer(one)
+        await still_works(address)
+
+
+async def test_a_mirror_that_requests_deltas_of_any_base_is_told_that_there_are_none() -> None:
+    async with served() as address:
+        with key_holder(address.url) as one:
+            await subscribe(one)
+            for base in (-(2**63), 0, 1, 2**63 - 1):
+                one.send(encode(DeltaRequest(1, base, 0)))
+                while isinstance(message := await answer(one), NewVersion):
+                    pass
+                assert message == NoDelta(1, 0)
         await still_works(address)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import anyio
 import zmq
@@ -13,25 +14,27 @@ from anyio.abc import TaskGroup
 
 from penstock._pipeline.channels.tcp_connection import TcpConnection
 from penstock._pipeline.channels.transport import dealer, router
-from penstock._schemas.control import Chunk, ChunkRequest, Message, decode, encode
+from penstock._schemas.control import Chunk, ChunkRequest, DeltaRequest, Message, SpanDelta, decode, encode
 from penstock.weights import WeightAddress
 
 
 @dataclass
 class Relay:
-    """Passes on every message, and chunks through `on_chunk`."""
+    """Passes on every message, and chunks and deltas through `alter`."""
 
     upstream: WeightAddress
     requested: list[tuple[int, int]] = field(default_factory=list)
     """Version and index of each chunk that was requested."""
-    chunks: list[Chunk] = field(default_factory=list)
-    """Chunks that were sent to mirrors, as they were sent."""
+    deltas_requested: list[tuple[int, int, int]] = field(default_factory=list)
+    """Version, base and index of each delta that was requested."""
+    chunks: list[Chunk | SpanDelta] = field(default_factory=list)
+    """Chunks and deltas that were sent to mirrors, as they were sent."""
     on_request: Callable[[], object] = lambda: None
     """Called after each request."""
-    alter: Callable[[Chunk], Chunk] = lambda chunk: chunk
-    """Returns the chunk that is sent instead."""
+    alter: Callable[[Any], Any] = lambda chunk: chunk
+    """Returns the chunk or delta that is sent instead."""
     flowing: anyio.Event = field(default_factory=anyio.Event)
-    """Chunks wait for it."""
+    """Chunks and deltas wait for it."""
     connections: int = 0
     """Connections of mirrors so far."""
     address: WeightAddress = field(init=False)
@@ -67,6 +70,9 @@ class Relay:
             if isinstance(message, ChunkRequest):
                 self.requested.append((message.policy_version, message.index))
                 self.on_request()
+            elif isinstance(message, DeltaRequest):
+                self.deltas_requested.append((message.policy_version, message.base_version, message.index))
+                self.on_request()
 
     async def _pass_down(
         self, mirrors: zmq.asyncio.Socket, identity: bytes, *, task_status: anyio.abc.TaskStatus[zmq.asyncio.Socket]
@@ -80,7 +86,7 @@ class Relay:
             while True:
                 frame = await publisher.recv(copy=False)
                 message: Message = decode(frame.buffer)
-                if isinstance(message, Chunk):
+                if isinstance(message, Chunk | SpanDelta):
                     await self.flowing.wait()
                     message = self.alter(message)
                     self.chunks.append(message)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
-
-from penstock._pipeline.weights.span_delta import changes_of, delta_of, largest_delta
+from tests.wire import changes_of, delta_of, largest_delta
 
 Bytes = NDArray[np.uint8]
 
