@@ -70,7 +70,7 @@ def module(megabytes: int) -> nn.Module:
 
 def digest(tensor: torch.Tensor) -> str:
     """Return the hash of the bytes of a tensor."""
-    return xxhash.xxh3_128_hexdigest(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+    return xxhash.xxh3_128_hexdigest(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @contextmanager

@@ -36,8 +36,8 @@ def delta_of(base: NDArray[np.uint8], span: NDArray[np.uint8]) -> bytes | None:
 
     >>> base, span = np.zeros(9, np.uint8), np.zeros(9, np.uint8)
     >>> span[4] = 7
-    >>> delta_of(base, span).hex(" ", 2)
-    '0200 0700 00'
+    >>> delta_of(base, span).hex(" ")
+    '02 00 07 00 00'
 
     Args:
         base: [nbytes] of the version before.
@@ -86,7 +86,7 @@ class SpanChanges(NamedTuple):
 def changes_of(delta: bytes, nbytes: int) -> SpanChanges:
     """Return the changes that `delta` holds, after checking that they are of a span of `nbytes` bytes.
 
-    >>> print(*changes_of(bytes.fromhex("0200 0700 00"), 9))
+    >>> print(*changes_of(bytes.fromhex("02 00 07 00 00"), 9))
     [2] [7] [0]
 
     Raises:

@@ -39,7 +39,7 @@ HOST = """
             while True:
                 await subscriber.newer()
                 version = await anyio.to_thread.run_sync(subscriber.refresh)
-                print(version, *(xxhash.xxh3_64_hexdigest(each) for each in model.values()), flush=True)
+                print(version, *(xxhash.xxh3_64_hexdigest(each.data) for each in model.values()), flush=True)
 
     os.environ["XDG_RUNTIME_DIR"] = sys.argv[3]
     anyio.run(main)
@@ -63,7 +63,7 @@ class Trainer:
         changed = slice(None) if version % 17 == 0 else self._random.integers(0, WORDS, WORDS // 50)
         weight[changed] += 1
         self.weights["byte"] += 1
-        self.hashes[version] = [xxhash.xxh3_64_hexdigest(each) for each in self.weights.values()]
+        self.hashes[version] = [xxhash.xxh3_64_hexdigest(each.data) for each in self.weights.values()]
         await publisher.publish(self.weights, version)
 
 
@@ -112,7 +112,12 @@ async def test_every_host_has_every_version_as_published_through_cuts_kills_a_jo
         far = replace(address, host="another")
         names = {"steady": far, "cut": cut.address, "killed": far, "joins": far, "slow": slow.address}
         hosts = {name: Host(trainer, where, tmp_path / name) for name, where in names.items()}
-        cut.on_request = lambda: (len(cut.requested) + len(cut.deltas_requested)) % 20 == 19 and cut.cut()
+
+        def cut_some() -> None:
+            if (len(cut.requested) + len(cut.deltas_requested)) % 20 == 19:
+                cut.cut()
+
+        cut.on_request = cut_some
 
         async with anyio.create_task_group() as tasks:
             for name in ("steady", "cut", "killed", "slow"):

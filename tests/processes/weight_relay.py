@@ -88,8 +88,9 @@ class Relay:
                 message: Message = decode(frame.buffer)
                 if isinstance(message, Chunk | SpanDelta):
                     await self.flowing.wait()
-                    message = self.alter(message)
-                    self.chunks.append(message)
+                    altered = self.alter(message)
+                    self.chunks.append(altered)
+                    message = altered
                 with suppress(zmq.ZMQError):  # its connection was cut
                     await mirrors.send_multipart([identity, encode(message)])
         finally:
