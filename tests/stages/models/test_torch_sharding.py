@@ -40,7 +40,7 @@ def test_layers_gathered_in_bfloat16_have_the_gradients_of_autocast_over_the_who
     shared = deepcopy(alone)
     gathered: list[torch.dtype] = []
     for layer in shared:
-        layer.register_forward_pre_hook(lambda layer, _: gathered.append(layer.weight.dtype))
+        layer.register_forward_pre_hook(lambda layer, _: gathered.append(next(layer.parameters()).dtype))
     shard(shared, list(shared.children())[:2], "cpu", torch.bfloat16)
 
     for model in (alone, shared):
