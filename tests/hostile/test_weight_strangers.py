@@ -244,14 +244,17 @@ async def test_a_message_longer_than_any_of_a_mirror_ends_the_connection() -> No
 @pytest.mark.parametrize(
     "message", [ChunkRequest(1, 0), DeltaRequest(1, 0, 0), PauseAck(7)], ids=lambda message: type(message).__name__
 )
-async def test_more_requests_than_a_mirror_ever_has_end_it(message: Message) -> None:
+async def test_more_requests_than_a_mirror_ever_has_end_it(message: Message, caplog: pytest.LogCaptureFixture) -> None:
+    """The reason is in the log: what is left of its requests may end the connection before the answer has arrived."""
     async with served() as address:
         with key_holder(address.url) as one:
             await subscribe(one)
             for _ in range(2000):
                 one.send(encode(message))
-            assert "expected at most 32 requests at a time" in await refusal(one)
+            await until_ended(one)
         await still_works(address)
+
+    assert "expected at most 32 requests at a time" in caplog.text
 
 
 async def test_a_mirror_that_leaves_with_requests_open_changes_nothing() -> None:
