@@ -24,7 +24,6 @@ from anyio.abc import SocketListener, TaskGroup, TaskStatus
 
 from ..._schemas import ProtocolMismatch
 from ..._schemas.control import (
-    SPAN_CHUNKS,
     Chunk,
     EndOfWeights,
     Message,
@@ -49,7 +48,6 @@ from ..util.retry_pace import RetryPace
 from ..util.waiting import Waiters
 from .folder_mirror import FolderReader, folder_mirror
 from .span_delta import changes_of
-from .span_history import SpanHistory
 from .tensor_layout import LENGTH, TensorLayout, WritePlan
 from .weight_address import WeightAddress
 from .weight_connection import SCHEME, listening_in
@@ -82,7 +80,6 @@ class WeightMirror:
         """The last version that was overwritten before it had arrived."""
         self._transfer: VersionTransfer | None = None
         """The transfer into the buffer that is not the newest."""
-        self._history = SpanHistory()
         self._pausing: anyio.CancelScope | None = None
         """The scope of the task that pauses the subscribers."""
         self._final = False
@@ -144,7 +141,6 @@ class WeightMirror:
                 if self._transfer is not None and self._transfer.version == version:
                     log.warning("weights_overtaken", version=version, latest=self._announced)
                     self._transfer, self._gone = None, version
-                    self._history.on_abandoned()
             case Pause(number):
                 self.pause(number)
             case Resume():
@@ -171,7 +167,6 @@ class WeightMirror:
                 if self._transfer is transfer:
                     self._transfer = None
                     self._writer.complete(transfer.version)
-                    self._history.on_complete()
                     self.subscriptions.wake_all()
         except anyio.BrokenResourceError:
             pass  # `_received` ends too
@@ -209,7 +204,6 @@ class WeightMirror:
         intact = transfer.intact(chunk)
         if intact:
             start, _ = extent(chunk.index, self._nbytes)
-            self._history.on_overwritten(chunk.index // SPAN_CHUNKS)
             self._writer.store(start, np.frombuffer(chunk.content, np.uint8))
         else:
             log.warning("chunk_damaged", version=chunk.policy_version, index=chunk.index)
@@ -224,10 +218,9 @@ class WeightMirror:
         except ValueError as error:
             reason = str(error)
         else:
-            self._history.bring_up(delta.index, base, span)
+            span[:] = base
             changes.apply(span)
             if digest(span.data) == delta.xxh3:
-                self._history.on_delta(delta.index, delta.content, end - start)
                 return True
             reason = "expected another hash: the delta, or this host's version before, was altered"
         log.warning("delta_damaged", version=delta.policy_version, index=delta.index, reason=reason)
