@@ -100,10 +100,10 @@ class Weighted(Term):
         """Return weighted values; see `Term`. `importance/…`: unbounded weights, shares beyond `/low` and `/high`."""
         values, metrics = self.term.per_token(scored)
         log_ratio = self.uncorrected(scored)
-        if self.weight.level != "token":
-            of_sequence = scored.sequence_sums(log_ratio)
-            means = self.weight.level == "geometric"
-            log_ratio = scored.spread(of_sequence / scored.lengths.clamp(min=1) if means else of_sequence)
+        if self.weight.level == "sequence":
+            log_ratio = scored.spread(scored.sequence_sums(log_ratio))
+        elif self.weight.level == "geometric":
+            log_ratio = scored.spread(scored.sequence_means(log_ratio))
         ratio = clamped(log_ratio).exp()
         low, high = ratio < self.weight.low, ratio > self.weight.high
         weights = ratio.clamp(self.weight.low, self.weight.high)

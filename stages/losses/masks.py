@@ -70,8 +70,7 @@ class GeometricMask(Mask):
 
     def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:
         """Return the tokens that are left out; see `Mask`."""
-        means = scored.sequence_sums(log_ratio) / scored.lengths.clamp(min=1)
-        return scored.spread(_outside(means, self.low, self.high))
+        return scored.spread(_outside(scored.sequence_means(log_ratio), self.low, self.high))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ class OffPolicyMask(Mask):
 
     def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:  # noqa: ARG002 (it is of another policy)
         """Return the tokens that are left out; see `Mask`."""
-        divergence = -scored.sequence_sums(scored.log_ratio("behavior").detach()) / scored.lengths.clamp(min=1)
+        divergence = -scored.sequence_means(scored.log_ratio("behavior").detach())
         return scored.spread(divergence > self.most_kl) & (scored.advantage() < 0)
 
 

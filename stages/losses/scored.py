@@ -136,6 +136,10 @@ class Scored:
         )  # unsafe: also without sequences
         return sums
 
+    def sequence_means(self, values: Tensor) -> Tensor:
+        """Return [S] the mean of `values` [T] over each sequence; 0 where a sequence has no token that trains."""
+        return self.sequence_sums(values) / self.lengths.clamp(min=1)
+
     def spread(self, values: Tensor) -> Tensor:
         """Return [T] the value of each token's sequence, of `values` [S]."""
         return values.repeat_interleave(self.lengths, output_size=len(self.logprobs))

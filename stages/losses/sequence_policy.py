@@ -46,8 +46,7 @@ class GSPO(RatioTerm):
     def per_token(self, scored: Scored, /) -> PerToken:
         """Return the value of each token; see `Term`. Metrics as of `PPOClip`."""
         log_ratio = scored.log_ratio(self.old).detach()
-        of_sequence = scored.sequence_sums(log_ratio) / scored.lengths.clamp(min=1)
-        ratio = scored.spread(clamped(of_sequence).exp())
+        ratio = scored.spread(clamped(scored.sequence_means(log_ratio)).exp())
         moving = ratio * (scored.logprobs - scored.logprobs.detach()).exp()
         values, at = clipped(moving, ratio, (1 - self.clip_low, 1 + self.clip_high), scored)
         return PerToken(values, clip_fractions(at, scored))
@@ -79,8 +78,7 @@ class GMPO(RatioTerm):
             "high": (log_ratio > self.clip_high) & (advantages > 0),
         }
         within = torch.where(at["low"] | at["high"], log_ratio.clamp(-self.clip_low, self.clip_high), log_ratio)
-        means = scored.sequence_sums(within.detach()) / scored.lengths.clamp(min=1)
-        ratio = scored.spread(clamped(means).exp())
+        ratio = scored.spread(clamped(scored.sequence_means(within.detach())).exp())
         values = -ratio * (within - within.detach()).exp() * advantages
         return PerToken(values, clip_fractions(at, scored))
 
