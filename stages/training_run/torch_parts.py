@@ -529,21 +529,26 @@ def loss_of(algorithm: AlgorithmConfig) -> Loss:
     return term.aggregated(algorithm.aggregation)
 
 
+_TERMS: dict[str, Callable[..., Term]] = {
+    "ppo": PPOClip,
+    "gspo": GSPO,
+    "gmpo": GMPO,
+    "cispo": CISPO,
+    "dppo": DPPO,
+    "sapo": SAPO,
+    "vespo": VESPO,
+    "reinforce": AdvantageWeighted,
+}
+
+
 def _policy_term(algorithm: AlgorithmConfig) -> Term:
-    low, high = algorithm.clip or (None, None)
-    if algorithm.loss == "reinforce":
-        return AdvantageWeighted()
+    term = _TERMS[algorithm.loss]
+    if algorithm.clip is None:
+        return term()
+    low, high = algorithm.clip
     if algorithm.loss == "cispo":
-        return CISPO() if low is None or high is None else CISPO(1 - low, 1 + high)
-    if algorithm.loss == "sapo":
-        return SAPO()
-    if algorithm.loss == "vespo":
-        return VESPO()
-    if algorithm.loss == "dppo":
-        return DPPO() if low is None or high is None else DPPO(low=low, high=high)
-    terms: dict[str, type[PPOClip | GSPO | GMPO]] = {"ppo": PPOClip, "gspo": GSPO, "gmpo": GMPO}
-    term = terms[algorithm.loss]
-    return term() if low is None or high is None else term(low, high)
+        return CISPO(1 - low, 1 + high)
+    return DPPO(low=low, high=high) if algorithm.loss == "dppo" else term(low, high)
 
 
 def digest_of(config: RunConfig) -> str:
