@@ -131,11 +131,11 @@ def _spec_of(name: str, tensor: Tensor, first: dict[tuple[object, ...], str]) ->
     dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
     if dtype not in DTYPES:
         raise InvalidConfig(f"{name}: expected a tensor of {', '.join(DTYPES)}, got {type(tensor).__name__} {dtype}")
-    tied = first.setdefault((dtype, *_memory_of(tensor)), name) if math.prod(tensor.shape) else name
+    tied = first.setdefault((dtype, *memory_of(tensor)), name) if math.prod(tensor.shape) else name
     return TensorSpec(name, dtype, tuple(tensor.shape), "" if tied == name else tied)
 
 
-def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for tensors that are the same elements of the same memory, also on the meta device."""
     if isinstance(tensor, np.ndarray):
         return (tensor.__array_interface__["data"][0], tensor.shape, tensor.strides)

@@ -59,9 +59,8 @@ class GivenOptimizer:
     def state(self) -> dict[str, Any]:
         """Return the state without the moments."""
         state: dict[str, Any] = self.optimizer.state_dict()
-        moments = self.moments()
         rest = {
-            index: {key: value for key, value in of_one.items() if (index, key) not in moments}
+            index: {key: value for key, value in of_one.items() if not self._is_moment(value, index)}
             for index, of_one in state["state"].items()
         }
         return state | {"state": rest}
@@ -72,8 +71,11 @@ class GivenOptimizer:
             (index, key): value
             for index, of_one in self.optimizer.state_dict()["state"].items()
             for key, value in of_one.items()
-            if is_sharded(value) or _has_shape(value, self.parameters[index])
+            if self._is_moment(value, index)
         }
+
+    def _is_moment(self, value: Any, index: int) -> bool:
+        return is_sharded(value) or _has_shape(value, self.parameters[index])
 
     def moment(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
         """Return the moment `key` of `parameter`."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from ..._pipeline.weights.weight_specs import LazyTensors, specs_of
+from ..._pipeline.weights.weight_specs import LazyTensors, memory_of, specs_of
 from ..contracts.causal_model import CausalModel
 from ..models.gathering import gathered_to_leader
 from ..models.torch_sharding import is_sharded
@@ -39,7 +39,7 @@ class SavedTensors:
         self._model = model
         self._optimizer = optimizer
         self._numbered = [*model.parameters()]
-        self._numbers = {_memory_of(tensor): number for number, tensor in enumerate(self._numbered)}
+        self._numbers = {memory_of(tensor): number for number, tensor in enumerate(self._numbered)}
 
     def gather(self, address: Address) -> Tensor:
         """Return the whole tensor on rank 0, and one on the meta device on the others; all ranks call this."""
@@ -49,35 +49,28 @@ class SavedTensors:
     def weights(self, gather: Gather) -> Mapping[str, Tensor]:
         """Return the model's tensors by name: not copies, but for shards, which are gathered when they are read."""
         tensors: dict[str, Tensor] = self._model.state_dict()
-        return _read_by(gather, tensors, {name: self._address(each) for name, each in tensors.items()})
+        return _read_by(gather, tensors, lambda name: self._address(tensors[name]))
 
     def moments(self, gather: Gather) -> Mapping[str, Tensor]:
         """Return the optimizer's moments by name, as `weights` does."""
-        moments = self._optimizer.moments()
-        named = {moment_name(index, key): each for (index, key), each in moments.items()}
-        parameters = self._optimizer.parameters
-        addresses = {moment_name(index, key): self._address(parameters[index], key) for index, key in moments}
-        return _read_by(gather, named, addresses)
+        moments, parameters = self._optimizer.moments(), self._optimizer.parameters
+        places = {moment_name(*place): place for place in moments}
+        named = {name: moments[place] for name, place in places.items()}
 
-    def _address(self, tensor: Tensor, moment: str = "") -> Address | None:
-        number = self._numbers.get(_memory_of(tensor))
-        return None if number is None else Address(number, moment)
+        def address(name: str) -> Address:
+            index, key = places[name]
+            return self._address(parameters[index], key)
+
+        return _read_by(gather, named, address)
+
+    def _address(self, parameter: Tensor, moment: str = "") -> Address:
+        """Return the address of a parameter, given as itself or as in a `state_dict`, or of a moment of it."""
+        return Address(self._numbers[memory_of(parameter)], moment)
 
 
-def _read_by(
-    gather: Gather, tensors: Mapping[str, Tensor], addresses: Mapping[str, Address | None]
-) -> Mapping[str, Tensor]:
-    shared = {name: addresses[name] for name, tensor in tensors.items() if is_sharded(tensor)}
+def _read_by(gather: Gather, tensors: Mapping[str, Tensor], address: Callable[[str], Address]) -> Mapping[str, Tensor]:
+    """Return `tensors`, each sharded one gathered by its address whenever it is read."""
+    shared = {name: address(name) for name, tensor in tensors.items() if is_sharded(tensor)}
     if not shared:
         return tensors
-
-    def read(name: str) -> Tensor:
-        return gather(address) if (address := shared.get(name)) else tensors[name]
-
-    return LazyTensors(specs_of(tensors), read)
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """Return the identity of a tensor's memory, the same for one that is detached; a sharded one has no address."""
-    memory: int = tensor.untyped_storage()._cdata  # noqa: SLF001 (torch has no public name for it)
-    return memory
+    return LazyTensors(specs_of(tensors), lambda name: gather(shared[name]) if name in shared else tensors[name])
