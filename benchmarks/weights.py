@@ -7,9 +7,9 @@ The publisher is this process, the sampler a process of its own, both on this ma
 another host. The times begin when `publish` is called, and end when the sampler's model has the version, as views. The
 TCP copy sends as many bytes over loopback into a buffer that is reused, without a key and without hashes.
 
-Over tcp, whole versions, of which every value changed, and versions of which `--changed` did take turns in one run. The
-sampler answers with the hash of its model. Processor times are those of both processes in the same interval, the copy
-of `publish` included.
+Over tcp, whole versions, of which every value changed, and versions of which `--changed` did take turns in one run.
+Then whole ones go over a trusted link, whose ends prove their key and encrypt nothing. The sampler answers with the
+hash of its model. Processor times are those of both processes in the same interval, the copy of `publish` included.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -151,9 +152,14 @@ def _sent_bytes() -> int:
     return int(loopback[9])
 
 
-async def published(megabytes: int, repeats: int, shares: tuple[float, ...], *, tcp: bool) -> list[list[Cost]]:
+async def published(
+    megabytes: int, repeats: int, shares: tuple[float, ...], *, tcp: bool, trusted_link: bool = False
+) -> list[list[Cost]]:
     """Return the costs of `repeats` versions for each share of the values that changed; the shares take turns."""
-    async with WeightPublisher(module(megabytes)) as publisher, publisher.serve("tcp://127.0.0.1:0") as address:
+    async with (
+        WeightPublisher(module(megabytes)) as publisher,
+        publisher.serve("tcp://127.0.0.1:0", trusted_link=trusted_link) as address,
+    ):
         where = replace(address, host="another") if tcp else publisher.url
         with child(sample, where, megabytes) as pipe:
             await anyio.to_thread.run_sync(pipe.recv)
@@ -201,11 +207,14 @@ def main() -> None:
     results: dict[str, Any] = {}
     with leaving_nothing():
         for megabytes in arguments.megabytes:
-            whole, deltas = anyio.run(_published, megabytes, arguments.repeats, (1.0, arguments.changed), True)
-            (shared,) = anyio.run(_published, megabytes, arguments.repeats, (1.0,), False)
+            measured = partial(published, megabytes, arguments.repeats)
+            whole, deltas = anyio.run(partial(measured, (1.0, arguments.changed), tcp=True))
+            (trusted,) = anyio.run(partial(measured, (1.0,), tcp=True, trusted_link=True))
+            (shared,) = anyio.run(partial(measured, (1.0,), tcp=False))
             results[str(megabytes)] = {
                 "tcp": whole,
                 f"tcp, {arguments.changed:.2%} changed": deltas,
+                "tcp, trusted link": trusted,
                 "shared memory": shared,
                 "plain TCP copy": [Cost(s, 0.0, 0) for s in copied(megabytes, arguments.repeats)],
             }
@@ -215,10 +224,6 @@ def main() -> None:
         size: {way: [asdict(each) for each in found] for way, found in ways.items()} for size, ways in results.items()
     }
     write_json(arguments.json, {"weights": costs})
-
-
-async def _published(megabytes: int, repeats: int, shares: tuple[float, ...], tcp: bool) -> list[list[Cost]]:  # noqa: FBT001 (see `main`)
-    return await published(megabytes, repeats, shares, tcp=tcp)
 
 
 def _show_ratios(megabytes: int, whole: list[Cost], deltas: list[Cost]) -> None:

@@ -29,7 +29,7 @@ from .errors import UNREADABLE, InvalidConfig, ProtocolMismatch
 from .ids import MAX_REPETITION_ID, GroupId
 from .tokenizer import TokenizerIdentity
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Incremented with every change that an older peer would misread; peers of different versions reject each other by
 name."""
 
@@ -145,6 +145,9 @@ class SegmentOffer(_Message, frozen=True):
 class Ready(_Message, frozen=True):
     """The handshake is complete; descriptors may follow."""
 
+    proof: Hash = b""
+    """Of a mirror: the proof that it has the key; see `ChannelKey.proof`."""
+
 
 # -- over ZeroMQ, sender to receiver -------------------------------------------------------------------------------
 
@@ -231,6 +234,8 @@ class Subscribe(_Named, frozen=True):
     name: Name
     """The name of the subscriber, for messages."""
     pid: SmallCount
+    nonce: Hash = b""
+    """Of a mirror: random bytes that the publisher proves its key for."""
 
 
 class DeviceHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -306,6 +311,10 @@ class WeightLayout(_Named, frozen=True):
     """Number of the pause that is on; 0 where sampling may go on."""
     header: Payload
     """The header of a safetensors file, with its length."""
+    nonce: Hash
+    """Random bytes that the mirror proves its key for."""
+    proof: Hash
+    """The proof that the publisher has the key; see `ChannelKey.proof`."""
 
 
 class ChunkRequest(_Message, frozen=True):

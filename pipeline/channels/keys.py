@@ -1,7 +1,8 @@
 """The key of a tcp channel: only processes that have it can connect, and no other can read or change a message.
 
 Everything travels under CurveZMQ, with a pair of keys for each end derived from the one secret. To complete the
-handshake a sender needs the receiver's public key: it is never sent, and can only be derived from the secret.
+handshake a sender needs the receiver's public key: it is never sent, and can only be derived from the secret. Ends that
+do not encrypt prove to each other that they have the secret.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from ..util.atomic_file import create_atomically
 from ..util.os_errors import explaining_os_errors
 
 SECRET_BYTES = 32
+
+NONCE_BYTES = 16
+"""Random bytes of each end, that a proof is made for."""
 
 LARGEST_FILE = 4096
 """Bytes of a key file that are read: a key takes 65 of them."""
@@ -99,6 +103,18 @@ class ChannelKey:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
         else:
             socket.setsockopt(zmq.CURVE_SERVERKEY, receiver.public)
+
+    def proof(self, role: Role, receiver_nonce: bytes, sender_nonce: bytes, content: bytes = b"") -> bytes:
+        """Return what only an end with this key can answer to the nonces of both ends: HMAC-SHA256, 32 bytes.
+
+        Args:
+            role: of the end that proves its key.
+            receiver_nonce: random bytes of the receiver.
+            sender_nonce: likewise of the sender.
+            content: what it sends with the proof.
+        """
+        proved = b"proof " + role.encode() + receiver_nonce + sender_nonce + content
+        return hmac.digest(self._secret, proved, hashlib.sha256)
 
     def _pair(self, role: Role) -> CurvePair:
         derived = hmac.digest(self._secret, b"curve " + role.encode(), hashlib.sha256)

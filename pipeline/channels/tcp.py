@@ -177,7 +177,7 @@ def _bound(place: TcpAddress, config: ReceiverConfig) -> tuple[zmq.Socket[bytes]
     socket = router()
     socket.setsockopt(zmq.MAXMSGSIZE, max(LARGEST_MESSAGE, config.capacity_bytes))
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(3000 * HANDSHAKE_S))  # the acceptor is sooner unless its loop is blocked
-    place.key.protect(socket, "receiver")
+    place.protect(socket, "receiver")
     try:
         return socket, bind(socket, place)
     except BaseException:

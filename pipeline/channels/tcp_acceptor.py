@@ -1,7 +1,8 @@
 """The acceptor of a tcp port, where senders of a channel or mirrors of weights join: one ZeroMQ socket, with a key.
 
-ZeroMQ's own handshake proves the key before a byte of a connection reaches this process, and its events report the
-descriptor of each connection and its end. They come in order: a descriptor is reported closed before it is reported
+ZeroMQ's own handshake proves the key before a byte of a connection reaches this process, except on a link that is not
+encrypted: there a session checks the proof in the answer that admits it. ZeroMQ's events report the descriptor of each
+connection and its end. They come in order: a descriptor is reported closed before it is reported
 open again. So after reading all events, the connection of a message with that descriptor is known, unless it has ended
 meanwhile. A peer therefore is admitted when it has answered this side: by then its connection is known to have been
 open after its events were read. Messages of a connection that has ended may still come, with the descriptor of a new
@@ -66,11 +67,11 @@ class Session(Protocol):
         """Return whether it may still send: its bytes are counted, and its silence."""
         ...
 
-    def on_admitted(self, tcp: TcpConnection) -> None:
+    def on_admitted(self, tcp: TcpConnection, answer: Ready) -> None:
         """Begin to serve it: it has answered.
 
         Raises:
-            PenstockError: it may not join any more.
+            PenstockError: it may not join any more, or its answer does not prove what it must.
         """
         ...
 
@@ -262,7 +263,7 @@ class TcpAcceptor:
             elif not isinstance(message := _message(frames), Ready):
                 raise ProtocolMismatch(f"expected Ready, got {type(message).__name__}")
             else:
-                self._admit(connection, session)
+                self._admit(connection, session, message)
         elif connection.tcp is None:
             self._begin(connection, identity, _message(frames))
         else:
@@ -283,10 +284,10 @@ class TcpAcceptor:
             connection.session.on_end(damaged=False)
         connection.identity, connection.session = identity, session
 
-    def _admit(self, connection: Connection, session: Session) -> None:
+    def _admit(self, connection: Connection, session: Session, answer: Ready) -> None:
         tcp = TcpConnection(connection.fd)
         try:
-            session.on_admitted(tcp)
+            session.on_admitted(tcp, answer)
         except BaseException:
             tcp.close()
             raise

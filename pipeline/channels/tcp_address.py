@@ -13,7 +13,7 @@ import zmq
 
 from ..errors import InvalidConfig
 from .default_key import default_key
-from .keys import ChannelKey
+from .keys import ChannelKey, Role
 
 BACKLOG = 1024
 """Connections that may wait for ZeroMQ's thread to accept them."""
@@ -29,9 +29,15 @@ class TcpAddress(NamedTuple):
     """Addresses of the host, by preference."""
     port: int
     key: ChannelKey
+    encrypted: bool = True
+
+    def protect(self, socket: zmq.Socket[bytes], role: Role) -> None:
+        """Encrypt the connections of a socket, not yet bound or connected, unless their ends are to prove their key."""
+        if self.encrypted:
+            self.key.protect(socket, role)
 
 
-def resolved(url: str, key: ChannelKey | None) -> TcpAddress:
+def resolved(url: str, key: ChannelKey | None, *, encrypted: bool = True) -> TcpAddress:
     """Resolve a tcp URL. Blocks. On loopback the key is this user's, unless another is given.
 
     Raises:
@@ -50,7 +56,7 @@ def resolved(url: str, key: ChannelKey | None) -> TcpAddress:
             f"could read and forge records; make a file with Key.create(path), copy it to the other host, give both "
             f"ends key=Key.load(path), or tunnel the port with ssh -L"
         )
-    return TcpAddress(parts.hostname, addresses, parts.port, key or default_key())
+    return TcpAddress(parts.hostname, addresses, parts.port, key or default_key(), encrypted)
 
 
 def bracketed(address: str) -> str:

@@ -143,7 +143,7 @@ async def connected(url: str, place: TcpAddress, identity: bytes, heartbeat_time
         if len(place.addresses) > 1:
             socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * ADDRESS_S))
         ping(socket, heartbeat_timeout_s)
-        place.key.protect(socket, "sender")
+        place.protect(socket, "sender")
         attempt = _Attempt(socket)
         try:
             control = await attempt.connect(url, f"tcp://{bracketed(address)}:{place.port}", heartbeat_timeout_s)

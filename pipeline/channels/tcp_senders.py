@@ -47,8 +47,8 @@ class _Sender:
     def shutdown_read(self) -> None:
         self._senders.acceptor.close_soon(self._connection)
 
-    def on_admitted(self, tcp: TcpConnection) -> None:
-        del tcp
+    def on_admitted(self, tcp: TcpConnection, answer: Ready) -> None:
+        del tcp, answer  # its key was proved before
         self._free_place()
         self.peer = self._peers.admit(self._request, self, self._senders.reader)
         self.inflow = self.peer.inflow

@@ -117,5 +117,6 @@ class _VersionDeltas:
         content = delta_of(self._reader.tensors(base).span(start, end), span)
         if content is None:
             return None
-        delta = SpanDelta(self._version.version, index, digest(span.data), content)
+        version = self._version.version
+        delta = SpanDelta(version, index, digest(span.data, version, index), content)
         return delta if self._reader.intact(base) and self._reader.intact(self._version.sequence) else None

@@ -30,6 +30,8 @@ class WeightAddress:
     """The generation of its segment: another publisher at `url` has another one."""
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
     """Seconds without a sign of life until either side takes the connection for cut."""
+    trusted_link: bool = False
+    """True if the connection is not encrypted; see `WeightPublisher.serve`."""
 
     @property
     def mirror(self) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import secrets
 import socket as sockets
 from contextlib import suppress
+from functools import partial
 from os import getpid
 from typing import Self
 
@@ -24,10 +26,11 @@ from ..._schemas.control import (
 )
 from ..accounting.telemetry import get_logger
 from ..channels.handshake import NOT_SERVED, handshake_timeout
+from ..channels.keys import NONCE_BYTES
 from ..channels.message_counts import MessageCounts, count_interval_s
 from ..channels.tcp_address import resolved
 from ..channels.tcp_control import TcpControl, connected
-from ..errors import PeerLost, StaleHandle
+from ..errors import PeerClosed, PeerLost, StaleHandle
 from ..util.file_descriptors import available
 from ..util.retry_pace import LAST_RETRY_S
 from .weight_address import WeightAddress
@@ -66,19 +69,22 @@ class WeightLink:
         available(LINK_DESCRIPTORS, "weights of another host")
         timeout_s = address.heartbeat_timeout_s
         with handshake_timeout(timeout_s, address.url):
-            place = await anyio.to_thread.run_sync(resolved, address.url, address.key)
+            resolve = partial(resolved, address.url, address.key, encrypted=not address.trusted_link)
+            place = await anyio.to_thread.run_sync(resolve)
         identity = b"m" + secrets.token_bytes(15)
         control = await connected(address.url, place, identity, timeout_s)
         try:
             with handshake_timeout(timeout_s, address.url, NOT_SERVED):
                 name = f"mirror on {sockets.gethostname()}"[:100]
-                await control.send(Subscribe(PROTOCOL_VERSION, name, getpid()))
-                layout = _layout(await control.receive(), address)
-                await control.send(Ready())
+                nonce = secrets.token_bytes(NONCE_BYTES)
+                await control.send(Subscribe(PROTOCOL_VERSION, name, getpid(), nonce))
+                layout = _layout(await control.receive(), address, nonce)
+                await control.send(Ready(address.key.proof("sender", layout.nonce, nonce)))
                 _confirmed(await control.receive(), address)
         except BaseException as error:
             await control.aclose()
-            if isinstance(error, anyio.EndOfStream | anyio.BrokenResourceError):
+            ended = isinstance(error, anyio.EndOfStream | anyio.BrokenResourceError)
+            if ended and not isinstance(error, PeerClosed):
                 raise PeerLost(f"the publisher at {address.url} closed the connection in the handshake") from None
             raise
         return cls(control, layout, address)
@@ -126,10 +132,12 @@ class WeightLink:
         await self._control.aclose()
 
 
-def _layout(answer: Message, address: WeightAddress) -> WeightLayout:
+def _layout(answer: Message, address: WeightAddress, nonce: bytes) -> WeightLayout:
     _accepted(answer, address)
     if not isinstance(answer, WeightLayout):
         raise ProtocolMismatch(f"expected a WeightLayout, got {type(answer).__name__}")
+    if not hmac.compare_digest(answer.proof, address.key.proof("receiver", answer.nonce, nonce, answer.header)):
+        raise PeerClosed(f"expected a publisher at {address.url} with the key of these weights, got one with another")
     if answer.generation != address.generation:
         raise StaleHandle(
             f"expected weights of publisher {address.generation:x} at {address.url}, got those of "

@@ -220,7 +220,7 @@ class WeightMirror:
         else:
             span[:] = base
             changes.apply(span)
-            if digest(span.data) == delta.xxh3:
+            if digest(span.data, delta.policy_version, delta.index) == delta.xxh3:
                 return True
             reason = "expected another hash: the delta, or this host's version before, was altered"
         log.warning("delta_damaged", version=delta.policy_version, index=delta.index, reason=reason)

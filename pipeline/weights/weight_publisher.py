@@ -196,6 +196,7 @@ class WeightPublisher:
         *,
         key: ChannelKey | None = None,
         heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
+        trusted_link: bool = False,
     ) -> AsyncIterator[WeightAddress]:
         """Serve the versions to samplers on other hosts within the body; yield the address to give to samplers.
 
@@ -208,6 +209,8 @@ class WeightPublisher:
                 default.
             heartbeat_timeout_s: seconds without a sign of life until a connection is taken for cut, and made again. A
                 sign of life is sent every third of it; this also keeps proxies from closing idle connections.
+            trusted_link: nobody but you can read or change what travels between the hosts: both ends prove that they
+                have the key, and nothing is encrypted.
 
         Raises:
             InvalidConfig: `heartbeat_timeout_s` is not above 0 and finite, the URL is not such a one, or one of a host
@@ -217,7 +220,8 @@ class WeightPublisher:
             anyio.ClosedResourceError: the publisher is not open.
         """
         timeout_s = finite_number("heartbeat_timeout_s", heartbeat_timeout_s)
-        async with serving(url, key, timeout_s, self._opened(), self._subscriptions) as address:
+        writer, subscriptions = self._opened(), self._subscriptions
+        async with serving(url, key, timeout_s, writer, subscriptions, trusted_link=trusted_link) as address:
             yield address
 
     def sync(self, engine: E) -> AbstractAsyncContextManager[E]:

@@ -10,6 +10,8 @@ port, as senders of a channel do.
 from __future__ import annotations
 
 import asyncio
+import hmac
+import secrets
 
 import anyio
 import anyio.to_thread
@@ -37,6 +39,7 @@ from ..._schemas.control import (
     WeightLayout,
 )
 from ..channels.heartbeat import UNRESPONSIVE
+from ..channels.keys import NONCE_BYTES, ChannelKey
 from ..channels.message_counts import MessageCounts
 from ..channels.rejections import DisconnectOnError, RejectionCounter, rejection_of
 from ..channels.router_socket import RouterSocket
@@ -70,7 +73,9 @@ class _Mirror:
 
     holds_place = False
 
-    def __init__(self, server: WeightServer, connection: Connection, identity: bytes, request: Subscribe) -> None:
+    def __init__(
+        self, server: WeightServer, connection: Connection, identity: bytes, request: Subscribe, proof: bytes
+    ) -> None:
         self.name = f"{request.name} (pid {request.pid})"
         self.tcp: TcpConnection
         """Its connection, once it has answered."""
@@ -89,6 +94,8 @@ class _Mirror:
         self._server = server
         self._connection = connection
         self._identity = identity
+        self._proof = proof
+        """The proof of the key that its answer must hold."""
 
     async def send(self, message: Message) -> None:
         if not self._server.send(self._identity, message):
@@ -108,7 +115,9 @@ class _Mirror:
             raise anyio.EndOfStream
         return message
 
-    def on_admitted(self, tcp: TcpConnection) -> None:
+    def on_admitted(self, tcp: TcpConnection, answer: Ready) -> None:
+        if not hmac.compare_digest(answer.proof, self._proof):
+            raise ProtocolMismatch("expected a proof that the mirror has the key of these weights, got none or another")
         self.tcp = tcp
         self._server.serve(self)
         self._server.send(self._identity, Ready())
@@ -171,12 +180,14 @@ class WeightServer:
         url: str,
         port: int,
         *,
+        key: ChannelKey,
         heartbeat_timeout_s: float,
         writer: WeightWriter,
         subscriptions: Subscriptions,
     ) -> None:
         """Serve the segment of `writer` on `socket`, which is bound to `port`."""
         self.heartbeat_timeout_s = heartbeat_timeout_s
+        self._key = key
         self._subscriptions = subscriptions
         self.tasks: TaskGroup
         """Serves the mirrors; set before the event loop runs on."""
@@ -198,9 +209,17 @@ class WeightServer:
         """Return the session of a mirror, and the layout of the weights."""
         if (rejection := refusal(request, same_user=True)) is not None:
             return rejection
-        header, pause = self._reader.layout.header, self._subscriptions.pause
-        layout = WeightLayout(PROTOCOL_VERSION, self._subscriptions.name, self._generation, pause, header)
-        return _Mirror(self, connection, identity, request), layout
+        nonce, header = secrets.token_bytes(NONCE_BYTES), self._reader.layout.header
+        layout = WeightLayout(
+            PROTOCOL_VERSION,
+            self._subscriptions.name,
+            self._generation,
+            self._subscriptions.pause,
+            header,
+            nonce,
+            self._key.proof("receiver", nonce, request.nonce, header),
+        )
+        return _Mirror(self, connection, identity, request, self._key.proof("sender", nonce, request.nonce)), layout
 
     def serve(self, mirror: _Mirror) -> None:
         """Serve a mirror from now on."""
@@ -265,7 +284,7 @@ class WeightServer:
         content = self._reader.tensors(sequence).span(start, end).tobytes()
         if not self._reader.intact(sequence):
             return VersionGone(version)
-        return Chunk(version, request.index, digest(content), content)
+        return Chunk(version, request.index, digest(content, version, request.index), content)
 
     async def aclose(self) -> None:
         """Notify every mirror that no newer version follows, and close."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -27,7 +28,13 @@ DESCRIPTORS = 17
 
 @asynccontextmanager
 async def serving(
-    url: str, key: ChannelKey | None, heartbeat_timeout_s: float, writer: WeightWriter, subscriptions: Subscriptions
+    url: str,
+    key: ChannelKey | None,
+    heartbeat_timeout_s: float,
+    writer: WeightWriter,
+    subscriptions: Subscriptions,
+    *,
+    trusted_link: bool,
 ) -> AsyncIterator[WeightAddress]:
     """Serve the versions of `writer` to other hosts within the body; see `WeightPublisher.serve`."""
     if writer.handle is not None:
@@ -36,18 +43,19 @@ async def serving(
             f"{writer.handle.device}: publish with device='cpu'"
         )
     available(DESCRIPTORS, "weights over tcp")
-    place = await anyio.to_thread.run_sync(resolved, url, key)
+    place = await anyio.to_thread.run_sync(partial(resolved, url, key, encrypted=not trusted_link))
     host = await anyio.to_thread.run_sync(host_identity)
     socket = router()
     try:
         socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_HANDSHAKE_MESSAGE)  # longer ones are of no mirror
-        place.key.protect(socket, "receiver")
+        place.protect(socket, "receiver")
         port = bind(socket, place)
         served = f"tcp://{bracketed(place.host)}:{port}"
         server = WeightServer(
             socket,
             served,
             port,
+            key=place.key,
             heartbeat_timeout_s=heartbeat_timeout_s,
             writer=writer,
             subscriptions=subscriptions,
@@ -61,6 +69,7 @@ async def serving(
         server.tasks = server.deltas.tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(server.tasks.cancel_scope.cancel)
         await anyio.to_thread.run_sync(server.acceptor.watch.start)
-        yield WeightAddress(served, place.key, subscriptions.url, host, writer.generation, heartbeat_timeout_s)
+        local = subscriptions.url
+        yield WeightAddress(served, place.key, local, host, writer.generation, heartbeat_timeout_s, trusted_link)
     finally:
         await stack.aclose()  # not `async with`: the task group would wrap exceptions of the body

@@ -55,9 +55,9 @@ def _extent(kind: str, index: int, nbytes: int, each: int) -> tuple[int, int]:
     return start, min(start + each, nbytes)
 
 
-def digest(content: bytes | memoryview) -> bytes:
-    """Return the hash of a chunk or span."""
-    return xxhash.xxh3_128_digest(content)
+def digest(content: bytes | memoryview, version: int, index: int) -> bytes:
+    """Return the hash of chunk or span `index` of `version`: one that is taken for another has another hash."""
+    return xxhash.xxh3_128_digest(content, (version << 32 ^ index) % 2**64)
 
 
 class VersionTransfer:
@@ -125,7 +125,7 @@ class VersionTransfer:
     def intact(self, chunk: Chunk) -> bool:
         """Return whether `chunk` has its length and its hash. Reads all of it: use it in a worker thread."""
         start, end = extent(chunk.index, self._nbytes)
-        return len(chunk.content) == end - start and digest(chunk.content) == chunk.xxh3
+        return len(chunk.content) == end - start and digest(chunk.content, self.version, chunk.index) == chunk.xxh3
 
     def on_chunk(self, index: int, *, intact: bool) -> None:
         """Record that a requested chunk has arrived; a damaged one has to be requested again."""

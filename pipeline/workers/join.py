@@ -337,7 +337,14 @@ class _Session:
         """Return the address of the weights: at the host that this worker has joined, as it reaches that."""
         host, port = urlsplit(self._url).hostname or "", urlsplit(published.url).port
         url = f"tcp://{bracketed(host)}:{port}"
-        return WeightAddress(url, self._key, published.local, published.host, published.generation)
+        return WeightAddress(
+            url,
+            self._key,
+            published.local,
+            published.host,
+            published.generation,
+            trusted_link=published.trusted_link,
+        )
 
     def _report(self, event: WorkerEvent) -> None:
         send_event(self._sender, event)

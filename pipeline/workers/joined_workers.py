@@ -250,7 +250,7 @@ class JoinedWorkers(Supervisor):
         address = self._joining.weights
         if address is None:
             return None
-        return KeylessAddress(address.url, address.local, address.host, address.generation)
+        return KeylessAddress(address.url, address.local, address.host, address.generation, address.trusted_link)
 
     @property
     def _complete(self) -> bool:

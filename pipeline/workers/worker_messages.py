@@ -158,6 +158,7 @@ class KeylessAddress(msgspec.Struct, frozen=True):
     local: Line
     host: Name
     generation: Count
+    trusted_link: bool
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):

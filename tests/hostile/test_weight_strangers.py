@@ -42,7 +42,9 @@ from penstock.weights import WeightAddress, WeightPublisher, WeightSubscriber
 
 KEY = ChannelKey(bytes(32))
 
-SUBSCRIBE = Subscribe(PROTOCOL_VERSION, "a mirror", 1)
+NONCE = bytes(range(16))
+
+SUBSCRIBE = Subscribe(PROTOCOL_VERSION, "a mirror", 1, NONCE)
 
 TENSORS = {"weight": np.ones(2**18, np.float32)}
 """One chunk."""
@@ -56,10 +58,10 @@ def port_of(address: WeightAddress) -> int:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[WeightAddress]:
+async def served(*, trusted_link: bool = False) -> AsyncIterator[WeightAddress]:
     async with (
         WeightPublisher(TENSORS) as publisher,
-        publisher.serve("tcp://127.0.0.1:0", key=KEY) as address,
+        publisher.serve("tcp://127.0.0.1:0", key=KEY, trusted_link=trusted_link) as address,
     ):
         await publisher.publish(TENSORS, version=1)
         yield replace(address, host="another")
@@ -92,8 +94,9 @@ async def answer(one: zmq.Socket[bytes]) -> Message:
 
 async def subscribe(one: zmq.Socket[bytes]) -> None:
     one.send(encode(SUBSCRIBE))
-    assert isinstance(await answer(one), WeightLayout)
-    one.send(encode(Ready()))
+    layout = await answer(one)
+    assert isinstance(layout, WeightLayout)
+    one.send(encode(Ready(KEY.proof("sender", layout.nonce, NONCE))))
     assert isinstance(await answer(one), Ready)
 
 
@@ -161,6 +164,60 @@ async def test_many_peers_with_another_key_take_few_lines_of_the_log() -> None:
             await still_works(address)
 
     assert 1 <= sum(entry["event"] == "peer_rejected" for entry in logs) <= 20
+
+
+# -- a trusted link ----------------------------------------------------------------------------------------------------
+
+
+def stranger(address: WeightAddress) -> zmq.Socket[bytes]:
+    """Return a connection of a program that speaks the protocol, and has no key."""
+    one: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    one.setsockopt(zmq.RECONNECT_IVL, -1)
+    one.connect(address.url)
+    return one
+
+
+OTHER = ChannelKey(bytes(range(32)))
+
+PROOFS: dict[str, Callable[[WeightLayout], bytes]] = {
+    "none": lambda _: b"",
+    "that of the publisher": lambda layout: layout.proof,
+    "of another key": lambda layout: OTHER.proof("sender", layout.nonce, NONCE),
+    "of another connection": lambda _: KEY.proof("sender", bytes(16), NONCE),
+    "of the other end": lambda layout: KEY.proof("receiver", layout.nonce, NONCE),
+    "cut": lambda layout: KEY.proof("sender", layout.nonce, NONCE)[:-1],
+}
+
+
+@pytest.mark.parametrize("proof", PROOFS.values(), ids=PROOFS)
+async def test_a_peer_that_does_not_prove_the_key_gets_no_weights(proof: Callable[[WeightLayout], bytes]) -> None:
+    async with served(trusted_link=True) as address:
+        with stranger(address) as one:
+            one.send(encode(SUBSCRIBE))
+            layout = await answer(one)
+            assert isinstance(layout, WeightLayout)
+            one.send(encode(Ready(proof(layout))))
+            one.send(encode(ChunkRequest(1, 0)))
+            assert "expected a proof that the mirror has the key" in await refusal(one)
+            await until_ended(one)
+        await still_works(address)
+
+
+async def test_a_mirror_refuses_a_publisher_with_another_key() -> None:
+    async with served(trusted_link=True) as address:
+        with pytest.raises(PeerClosed, match="with the key of these weights, got one with another"):
+            async with WeightSubscriber(replace(address, key=OTHER)):
+                pass
+        await still_works(address)
+
+
+@pytest.mark.parametrize("trusted_link", [False, True], ids=["encrypted", "trusted"])
+async def test_ends_that_do_not_agree_on_encryption_do_not_connect(*, trusted_link: bool) -> None:
+    async with served(trusted_link=trusted_link) as address:
+        with pytest.raises(PeerClosed, match="in the handshake"):
+            async with WeightSubscriber(replace(address, trusted_link=not trusted_link)):
+                pass
+        await still_works(address)
 
 
 # -- peers with the key ------------------------------------------------------------------------------------------------

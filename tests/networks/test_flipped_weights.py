@@ -55,12 +55,12 @@ async def mirror(address: WeightAddress, name: str, flip: Flip) -> float:
     return time.monotonic() - (flip.flipped_s or time.monotonic())
 
 
-async def mirror_through(flips: Sequence[Flip]) -> float:
+async def mirror_through(flips: Sequence[Flip], *, trusted_link: bool = False) -> float:
     """Subscribe once for each flip, `AT_ONCE` at a time; then no subscriber is left. Return the longest time of one."""
     pending, took_s = iter(flips), list[float]()
     async with (
         WeightPublisher(PUBLISHED) as publisher,
-        publisher.serve("tcp://127.0.0.1:0", heartbeat_timeout_s=HEARTBEAT_S) as address,
+        publisher.serve("tcp://127.0.0.1:0", heartbeat_timeout_s=HEARTBEAT_S, trusted_link=trusted_link) as address,
     ):
         await publisher.publish(PUBLISHED, 1)
 
@@ -85,6 +85,18 @@ async def test_one_flipped_bit_changes_no_weights() -> None:
     await mirror_through(flips)
 
     assert sum(flip.flipped_s is not None for flip in flips) > 16
+
+
+async def test_one_flipped_bit_of_a_link_that_is_not_encrypted_changes_no_weights() -> None:
+    random = Random(0)  # noqa: S311 (no secret)
+    flips = [
+        *every("byte", range(300, 900, 40), random),  # the layout, and the messages after it
+        *every("byte", [9000, 30_000], random),  # of the chunk
+    ]
+
+    await mirror_through(flips, trusted_link=True)
+
+    assert sum(flip.flipped_s is not None for flip in flips) > 8
 
 
 @pytest.mark.long

@@ -67,9 +67,12 @@ async def served() -> AsyncIterator[tuple[WeightPublisher, WeightAddress]]:
 
 
 @asynccontextmanager
-async def subscribed(publisher: WeightPublisher) -> AsyncIterator[WeightSubscriber]:
+async def subscribed(publisher: WeightPublisher, *, trusted_link: bool = False) -> AsyncIterator[WeightSubscriber]:
     """Subscribe as a sampler of another host."""
-    async with publisher.serve(LOOPBACK) as address, WeightSubscriber(far(address)) as subscriber:
+    async with (
+        publisher.serve(LOOPBACK, trusted_link=trusted_link) as address,
+        WeightSubscriber(far(address)) as subscriber,
+    ):
         yield subscriber
 
 
@@ -101,10 +104,14 @@ def content(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-async def test_tensors_of_every_dtype_arrive_bit_for_bit_as_views_with_their_ties() -> None:
+@pytest.mark.parametrize("trusted_link", [False, True], ids=["encrypted", "trusted"])
+async def test_tensors_of_every_dtype_arrive_bit_for_bit_as_views_with_their_ties(*, trusted_link: bool) -> None:
     original, model = Model(), Model()
 
-    async with WeightPublisher(original) as publisher, subscribed(publisher) as subscriber:
+    async with (
+        WeightPublisher(original) as publisher,
+        subscribed(publisher, trusted_link=trusted_link) as subscriber,
+    ):
         subscriber.attach(model)
         await publisher.publish(original.state_dict(), version=7)
         await subscriber.newer()
