@@ -232,6 +232,8 @@ class ServerFailed(PenstockError):
     """Its name."""
     exit_code: int | None = None
     """That of its process, negative for a signal; None where that has not ended."""
+    was_ready: bool = False
+    """True if it had started, so that another one may start in its place."""
 
 
 class JournalFull(PenstockError, OSError):

@@ -110,6 +110,8 @@ class RunningServer:
         """The cause of its exit: `exited with status 1`; empty while it runs."""
         self.exit_code: int | None = None
         """Negative for a signal; None while it runs, and where it could not be started."""
+        self.was_ready: bool = False
+        """True once its probe has succeeded."""
         self._status_ended = anyio.Event()
         """Set when the subreaper has closed its status."""
         self._process = process
@@ -241,6 +243,7 @@ class OutsideServer:
             tasks.start_soon(server.watch)
             async with _while_it_runs(server, tasks):
                 await self._until_ready(server)
+                server.was_ready = True
                 yield server
         finally:
             await stack.aclose()  # and no `async with`: the task group would wrap what the body raises
@@ -333,5 +336,5 @@ async def _failed(server: RunningServer, failure: str) -> ServerFailed:
     with anyio.CancelScope(shield=True):
         excerpt = await anyio.to_thread.run_sync(server.excerpt)
     failed = ServerFailed(f"{server.name} (pid {server.pid}) {failure}\n\n{excerpt}".rstrip())
-    failed.server, failed.exit_code = server.name, server.exit_code
+    failed.server, failed.exit_code, failed.was_ready = server.name, server.exit_code, server.was_ready
     return failed

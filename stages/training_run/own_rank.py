@@ -6,6 +6,9 @@ import os
 
 from .run_config import RunConfig
 
+SERVER_DIED = 75
+"""The exit status of a rank whose server died: EX_TEMPFAIL of sysexits.h."""
+
 
 def is_rank() -> bool:
     """Return whether torchrun, or `start_ranks`, has started this process."""

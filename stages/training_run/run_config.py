@@ -366,8 +366,9 @@ class PlacementConfig(Config, frozen=True):
     joining: JoiningConfig | None = None
     """Samples in workers that join from other hosts; null for processes of this host."""
     restarts: Natural = 1
-    """Times that each sampler is restarted after it died, within an hour, before the run ends, with a checkpoint.
-    Workers that join are not restarted from here."""
+    """Times that each sampler is restarted after it died, within an hour, before the run ends, with a checkpoint; and
+    that the run goes on from its last checkpoint after a rank or a server died. Workers that join are not restarted
+    from here."""
     python: Text | None = None
     """Interpreter of the processes that sample, with the packages of an environment that exclude those of the trainer;
     null for this one. It has penstock, torch and transformers too."""

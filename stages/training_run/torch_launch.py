@@ -19,9 +19,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..._pipeline.errors import InvalidConfig, PeerLost
+from ..._pipeline.errors import InvalidConfig, PeerLost, ServerFailed
 from ..._pipeline.workers.worker import die_with
-from .own_rank import is_rank
+from .own_rank import SERVER_DIED, is_rank
 from .run_config import RunConfig
 from .torch_devices import device_of
 from .torch_memory import is_sharded
@@ -39,6 +39,7 @@ def start_ranks(config: RunConfig, command: Sequence[str]) -> int:
     Raises:
         InvalidConfig: there are fewer GPUs than ranks.
         PeerLost: a rank was killed by a signal; the others were ended.
+        ServerFailed: a server of rank 0 died, likewise.
     """
     count = config.placement.trainers
     _check_devices(config, count)
@@ -60,6 +61,11 @@ def start_ranks(config: RunConfig, command: Sequence[str]) -> int:
         if failure.exitcode < 0:
             raise PeerLost(
                 f"rank {rank} of {count} was killed by {failure.signal_name()}: run the command again, and the run "
+                f"goes on from its last checkpoint"
+            ) from None
+        if failure.exitcode == SERVER_DIED:
+            raise ServerFailed(
+                f"rank {rank} of {count} ended because a server died, see above: run the command again, and the run "
                 f"goes on from its last checkpoint"
             ) from None
         return int(failure.exitcode)

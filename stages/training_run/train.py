@@ -28,11 +28,11 @@ import msgspec
 from msgspec import structs
 
 from ..._pipeline.accounting.evaluations import STEP, Evaluations
-from ..._pipeline.accounting.telemetry import Metrics
+from ..._pipeline.accounting.telemetry import Metrics, get_logger
 from ..._pipeline.channels.keys import SECRET_BYTES, ChannelKey
 from ..._pipeline.channels.tcp_address import bracketed
 from ..._pipeline.durability.resumption import CHECKPOINTS
-from ..._pipeline.errors import PenstockError
+from ..._pipeline.errors import PeerLost, PenstockError, ServerFailed
 from ..._pipeline.graph.context import Worker
 from ..._pipeline.graph.report import Report
 from ..._pipeline.runtime.stop_signals import stoppable
@@ -47,6 +47,7 @@ from ..._pipeline.view.watching import View, say
 from ..._pipeline.weights.weight_address import WeightAddress
 from ..._pipeline.workers.join import Program, key_of
 from ..._pipeline.workers.ray_worker import node_address
+from ..._pipeline.workers.restart_budget import RestartBudget
 from ..._schemas.choices import check_choice
 from ..contracts.engine_publisher import EnginePublisher
 from ..contracts.policies import Policy
@@ -55,7 +56,7 @@ from ..sink.sink_trainer import WeightSink
 from ..tokenizers.end_tokens import named
 from ..tokenizers.start_tokens import prompt_ids
 from .config_changes import refuse_changes, values_of
-from .own_rank import follows
+from .own_rank import follows, is_rank
 from .run_config import PlacementConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
     from ..training.torch_ranked_trainer import RankedTrainer
     from ..training.torch_trainer import TorchTrainer
     from .torch_parts import RunParts
+
+log = get_logger("penstock.run")
 
 SUMMARY = "summary.json"
 
@@ -118,6 +121,9 @@ async def train(config: RunConfig, *, view: View | None = "auto") -> Summary:
 
     With `placement.trainers` it is called on every rank; those but rank 0 follow that one, and return an empty summary.
 
+    After a server of `placement.servers` died, the run goes on from its last checkpoint with others,
+    `placement.restarts` times within an hour; on ranks, whoever started them starts them again.
+
     Args:
         config: see `load_run_config`.
         view: see `Pipeline.run`; it also shows the work before the first step. None is silent.
@@ -127,6 +133,7 @@ async def train(config: RunConfig, *, view: View | None = "auto") -> Summary:
         RunDiffers: the run in the folder has other values of keys that are refused, and `allow_changes` is false.
         MissingExtra: the extra `train` is not installed.
         PeerLost: another rank died.
+        ServerFailed: a server did not start, or servers died too often.
         PenstockError: see `Pipeline.run`.
     """
     if view is not None:
@@ -134,7 +141,14 @@ async def train(config: RunConfig, *, view: View | None = "auto") -> Summary:
     if follows(config):
         return _followed(config)
     async with stoppable():
-        return await _train(config, view)
+        budget = RestartBudget(0 if is_rank() else config.placement.restarts)
+        while True:
+            try:
+                return await _train(config, view)
+            except ServerFailed as error:
+                if not error.was_ready or not budget.take(now := time.monotonic()):
+                    raise
+                log.warning("server_died", server=error.server, how=str(error), restarts_left=budget.left(now))
 
 
 async def _train(config: RunConfig, view: View | None) -> Summary:
@@ -201,6 +215,9 @@ async def _trainer(
 def run_ranks(config: RunConfig, command: Sequence[str]) -> int:
     """Check the parts of a run, start its ranks on this host, and return their status. Blocks.
 
+    All are started again, and go on from the last checkpoint, after a rank was killed or a server died,
+    `placement.restarts` times within an hour.
+
     Args:
         config: see `load_run_config`.
         command: arguments of this interpreter, by which each rank calls `train`.
@@ -211,7 +228,14 @@ def run_ranks(config: RunConfig, command: Sequence[str]) -> int:
     parts_of(config).sketch()
     from .torch_launch import start_ranks  # noqa: PLC0415 (needs torch)
 
-    return start_ranks(config, command)
+    budget = RestartBudget(config.placement.restarts)
+    while True:
+        try:
+            return start_ranks(config, command)
+        except (PeerLost, ServerFailed) as error:
+            if not budget.take(now := time.monotonic()):
+                raise
+            log.warning("rank_died", how=str(error), restarts_left=budget.left(now))
 
 
 def _followed(config: RunConfig) -> Summary:

@@ -102,14 +102,11 @@ def test_a_model_that_fits_no_rank_is_sharded_and_trained_as_by_one_process(tmp_
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_all_and_the_run_goes_on_from_its_checkpoint(rank: int, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_all_and_the_same_command_goes_on_from_the_checkpoint(rank: int, tmp_path: Path) -> None:
     config = write_run(tmp_path, {})
     checkpoints = tmp_path / "run/checkpoints"
-    with run_on_ranks(config, "algorithm.steps=100000", "checkpoint_every=1") as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "step " in line and "loss" in line:
-                break
+    with run_on_ranks(config, "algorithm.steps=100000", "checkpoint_every=1", "placement.restarts=0") as process:
+        until_saved(process)
         ranks = ranks_of(process)
         assert len(ranks) == 2
         os.kill(ranks[rank], signal.SIGKILL)
@@ -124,6 +121,41 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_from_its_checkpoint(rank: in
 
     assert process.returncode == 0, said
     assert f"{done + 1} steps in" in said
+
+
+def until(process: subprocess.Popen[str], *words: str, times: int = 1) -> str:
+    """Return what a run says until it has said lines with all `words` so many times."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        times -= all(word in line for word in words)
+        if not times:
+            return said
+    raise AssertionError(said)
+
+
+def until_saved(process: subprocess.Popen[str]) -> str:
+    """Return what a run says until it has a checkpoint: that of a step is written before the next one ends."""
+    return until(process, "step ", "loss", times=2)
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_all_ranks_start_again_after_one_was_killed_as_often_as_restarts_permits(rank: int, tmp_path: Path) -> None:
+    config = write_run(tmp_path, {})
+    with run_on_ranks(config, "algorithm.steps=100000", "checkpoint_every=1", "placement.restarts=1") as process:
+        until_saved(process)
+        first = ranks_of(process)
+        os.kill(first[rank], signal.SIGKILL)
+        said = until(process, "rank_died") + until_saved(process)
+        second = ranks_of(process)
+        os.kill(second[rank], signal.SIGKILL)
+        said += printed(process)
+
+    assert len({*first, *second}) == 4
+    assert process.returncode == 1
+    assert f"rank {rank} of 2 was killed by SIGKILL: run the command again" in said
+    assert not any(Path(f"/proc/{each}").exists() for each in [*first, *second])
 
 
 MISTAKES: dict[str, tuple[dict[str, str], str]] = {

@@ -104,7 +104,7 @@ KILLED: dict[str, tuple[Callable[[subprocess.Popen[str]], int], str]] = {
 @pytest.mark.parametrize("killed", KILLED)
 def test_what_is_killed_is_named_and_the_same_command_goes_on(killed: str, run: Path) -> None:
     find, message = KILLED[killed]
-    with penstock(run, "algorithm.steps=100000") as process:
+    with penstock(run, "algorithm.steps=100000", "placement.restarts=0") as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "loss" in line:
@@ -121,6 +121,23 @@ def test_what_is_killed_is_named_and_the_same_command_goes_on(killed: str, run: 
         said, _ = process.communicate()
     assert process.returncode == 0, said
     assert f"{done + 1} steps in" in said
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_run_whose_server_was_killed_goes_on_with_another(trainers: int, run: Path) -> None:
+    steps = 4
+    with penstock(run, f"placement.trainers={trainers}", f"algorithm.steps={steps}") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "loss" in line:
+                break
+        os.kill(server_of(process), signal.SIGKILL)
+        said, _ = process.communicate()
+
+    assert process.returncode == 0, said
+    assert "was killed by SIGKILL" in said
+    assert f"{steps} steps in" in said
+    assert [step["staleness/max"] for step in steps_in(run)][-1] == 0
 
 
 def test_a_server_that_does_not_start_is_told_with_its_own_words(run: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .._pipeline.errors import ServerFailed
 from .._pipeline.util.printing import print_line
 
 CONFIG = Annotated[Path, typer.Argument(help="A YAML file; `penstock init` writes one.")]
@@ -22,7 +23,7 @@ def run(config: CONFIG, overrides: OVERRIDES = None) -> None:
     """
     import anyio  # noqa: PLC0415 (not needed for --help)
 
-    from .._stages.training_run.own_rank import follows, is_rank  # noqa: PLC0415
+    from .._stages.training_run.own_rank import SERVER_DIED, follows, is_rank  # noqa: PLC0415
     from .._stages.training_run.train import run_ranks  # noqa: PLC0415
     from ..runs import load_run_config, train  # noqa: PLC0415
 
@@ -37,7 +38,13 @@ def run(config: CONFIG, overrides: OVERRIDES = None) -> None:
         if not follows(loaded):
             typer.echo(summary)
 
-    anyio.run(trained)
+    try:
+        anyio.run(trained)
+    except ServerFailed as error:
+        if not is_rank() or not error.was_ready:
+            raise
+        print_line(str(error))
+        raise typer.Exit(SERVER_DIED) from None  # `run_ranks` starts all ranks again
 
 
 def check(config: CONFIG, overrides: OVERRIDES = None) -> None:
