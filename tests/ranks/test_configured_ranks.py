@@ -141,8 +141,25 @@ def until_saved(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_all_ranks_start_again_after_one_was_killed_as_often_as_restarts_permits(rank: int, tmp_path: Path) -> None:
+def test_all_ranks_go_on_after_one_was_killed(rank: int, tmp_path: Path) -> None:
     config = write_run(tmp_path, {})
+    with run_on_ranks(config, "algorithm.steps=100000", "checkpoint_every=1") as process:
+        until_saved(process)
+        killed = ranks_of(process)
+        os.kill(killed[rank], signal.SIGKILL)
+        said = until(process, "rank_died")
+        until_saved(process)
+        others = ranks_of(process)
+        process.send_signal(signal.SIGINT)
+        printed(process)
+
+    assert f"rank {rank} of 2 was killed by SIGKILL" in said
+    assert len({*killed, *others}) == 4
+
+
+@pytest.mark.long
+def test_ranks_that_die_more_often_than_restarts_permits_end_the_run(tmp_path: Path) -> None:
+    config, rank = write_run(tmp_path, {}), 1
     with run_on_ranks(config, "algorithm.steps=100000", "checkpoint_every=1", "placement.restarts=1") as process:
         until_saved(process)
         first = ranks_of(process)
