@@ -1,6 +1,7 @@
 """WeightFolder: weights for samplers that share no memory with the trainer, as versions in a folder on a shared disk.
 
-A version is a directory that is written atomically: a safetensors file, its publisher, and a manifest with hashes.
+A version is a directory that is written atomically: a safetensors file, the changes since the version before, its
+publisher, and a manifest with hashes.
 `publish` copies the tensors into memory and returns; a worker thread writes the copy meanwhile. The publisher holds a
 lock while it lives, so that a reader can check that. One process of each host, the mirror (`folder_mirror`), reads a
 version into shared memory, and serves the `WeightSubscriber`s of that host.
@@ -36,6 +37,8 @@ from ..util.lock_file import LockFile
 from ..util.manifest import MANIFEST
 from ..util.os_errors import explaining_os_errors
 from .engine_sync import Syncable, synced
+from .folder_delta import write_changes
+from .folder_files import CHANGES, LOCK, OWNER, VERSION, WEIGHTS, Owner, Version
 from .tensor_layout import LENGTH, WritePlan
 from .tensor_manifest import manifest_of
 from .weight_specs import FusedTensor, Tensor
@@ -48,33 +51,8 @@ log = get_logger("penstock.weights")
 
 E = TypeVar("E", bound=Syncable)
 
-LOCK = "lock"
-OWNER = "publisher.json"
-VERSION = "version.json"
-WEIGHTS = "weights.safetensors"
-
 KEPT = 2
 """Versions that are kept: the newest, and one that a sampler may be reading."""
-
-
-class Owner(msgspec.Struct, frozen=True):
-    """The publisher of a folder."""
-
-    name: str
-    generation: int
-    """Drawn when the folder was taken; versions with another one are another publisher's."""
-    header: msgspec.Raw
-    """The header of each version's file."""
-    closed: bool = False
-    """True if it closed, so that no newer version follows."""
-
-
-class Version(msgspec.Struct, frozen=True):
-    """A version, in a file beside its weights."""
-
-    version: int
-    generation: int
-    """That of its publisher."""
 
 
 class WeightFolder:
@@ -104,6 +82,8 @@ class WeightFolder:
         self._version = NO_VERSION
         self._copies: WeightWriter | None = None
         """The copy that is written, and the one before; allocated by the first `publish`."""
+        self._base = NO_VERSION
+        """The version before in `_copies`."""
         self._writing = BackgroundWrite()
         self._publishing = anyio.Lock()
         self._stack = AsyncExitStack()
@@ -266,6 +246,7 @@ class WeightFolder:
     def _copy(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copy the tensors beside those of the version before."""
         self._copies = self._copies or WeightWriter(self._plan)
+        self._base = self._copies.latest
         self._copies.write(tensors, version)
 
     def _write(self, version: int, before: int) -> None:
@@ -281,11 +262,13 @@ class WeightFolder:
         copies = self._copies
         if copies is None:
             raise anyio.ClosedResourceError
-        content, _ = copies.spans(0, self._plan.layout.nbytes)
+        nbytes = self._plan.layout.nbytes
+        content, _ = copies.spans(0, nbytes)
         with (into / WEIGHTS).open("wb") as file:
             file.write(self._plan.layout.header)
             file.write(content.data)
-        write_json(into / VERSION, Version(copies.latest, self._owner.generation))
+        spans = () if self._base == NO_VERSION else write_changes(into / CHANGES, copies, nbytes)
+        write_json(into / VERSION, Version(copies.latest, self._owner.generation, self._base, spans))
 
 
 def _ours(path: Path) -> bool:
