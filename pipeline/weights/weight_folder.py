@@ -2,9 +2,9 @@
 
 A version is a directory that is written atomically: a safetensors file, the changes since the version before, its
 publisher, and a manifest with hashes (`folder_files`). `publish` copies the tensors into memory and returns; a worker
-thread writes the copy meanwhile. The publisher holds a lock while it lives, so that a reader can check that. One process
-of each host, the mirror (`folder_mirror`), reads a version into shared memory, and serves the `WeightSubscriber`s of
-that host.
+thread writes the copy meanwhile. The publisher holds a lock while it lives, so that a reader can check that. One
+process of each host, the mirror (`folder_mirror`), reads a version into shared memory, and serves the
+`WeightSubscriber`s of that host.
 
     async with WeightFolder("/shared/weights", model) as publisher:
         await publisher.publish(model.state_dict(), version=0)
