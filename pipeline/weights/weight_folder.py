@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,12 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import anyio
 import anyio.to_thread
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ..accounting.telemetry import get_logger
 from ..errors import InvalidConfig, WeightsInUse
-from ..util.atomic_file import UNFINISHED, remove_unfinished
+from ..util.atomic_file import UNFINISHED, remove_unfinished, sync_to_disk
 from ..util.background_write import BackgroundWrite
 from ..util.checkpoint import FOLDER_SCHEME, remove_old_checkpoints, write_checkpoint
 from ..util.json_file import write_json
@@ -259,16 +262,23 @@ class WeightFolder:
         remove_old_checkpoints(self.folder, newest, KEPT)
 
     def _fill(self, into: Path) -> None:
-        copies = self._copies
+        """Write the files of the copied version; its changes are searched for while the disk takes the whole of it."""
+        copies, nbytes = self._copies, self._plan.layout.nbytes
         if copies is None:
             raise anyio.ClosedResourceError
-        nbytes = self._plan.layout.nbytes
-        content, _ = copies.spans(0, nbytes)
-        with (into / WEIGHTS).open("wb") as file:
+        with ThreadPoolExecutor(1) as threads:
+            changes = None
+            if self._base != NO_VERSION:
+                changes = threads.submit(write_changes, into / CHANGES, copies, nbytes)
+            self._write_whole(into / WEIGHTS, copies.spans(0, nbytes)[0])
+            spans = () if changes is None else changes.result()
+        write_json(into / VERSION, Version(copies.latest, self._owner.generation, self._base, spans))
+
+    def _write_whole(self, path: Path, content: NDArray[np.uint8]) -> None:
+        with path.open("wb") as file:
             file.write(self._plan.layout.header)
             file.write(content.data)
-        spans = () if self._base == NO_VERSION else write_changes(into / CHANGES, copies, nbytes)
-        write_json(into / VERSION, Version(copies.latest, self._owner.generation, self._base, spans))
+        sync_to_disk(path)
 
 
 def _ours(path: Path) -> bool:
