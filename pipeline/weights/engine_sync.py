@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import anyio
 
@@ -35,6 +35,25 @@ class Published(Protocol):
     def version(self) -> int:
         """Return the newest version; −1 before the first."""
         ...
+
+
+@runtime_checkable
+class WritesLater(Protocol):
+    """Published weights that are written while the trainer goes on: a WeightFolder."""
+
+    async def written(self) -> None:
+        """Wait until the newest version can be loaded. Raises the reason why it cannot."""
+        ...
+
+
+async def readable(weights: object) -> None:
+    """Wait until the newest version of `weights` can be loaded.
+
+    Raises:
+        PenstockError: it could not be written.
+    """
+    if isinstance(weights, WritesLater):
+        await weights.written()
 
 
 class Syncable(Protocol):
@@ -66,12 +85,14 @@ async def synced(weights: Published, engine: E) -> AsyncGenerator[E]:
     Raises:
         RuntimeError: no version has been published yet.
         TimeoutError: the body succeeded, and the engine did not fall asleep in time, so it still has its memory.
+        PenstockError: the newest version could not be written.
         Exception: the body succeeded, and the engine failed to fall asleep; or it could not load the weights.
     """
     if weights.version < 0:
         raise RuntimeError(
             f"expected weights to be published before an engine samples with them, got none: {weights!r}"
         )
+    await readable(weights)
     try:
         await engine.wake_up()
         await engine.update_weights(weights.url, weights.version)

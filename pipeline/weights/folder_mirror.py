@@ -1,8 +1,9 @@
 """The mirror of a folder of weights: one process of each host reads every version, once, and shares it.
 
-It polls the folder, because file systems that hosts share do not report changes. A version is hashed while it is read
-into the segment, and no subscriber sees it before it has its hash. The publisher waits for no mirror, so the mirror
-waits for its samplers, however long a batch is: it overwrites no version that one of them samples with.
+It polls the folder, because file systems that hosts share do not report changes. Of a version whose predecessor it has
+it reads the changes. A version is hashed while it is read into the segment, and no subscriber sees it before it has its
+hashes. The publisher waits for no mirror, so the mirror waits for its samplers, however long a batch is: it overwrites
+no version that one of them samples with.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from ..util.checkpoint import FOLDER_SCHEME, latest_checkpoint, step_of
 from ..util.json_file import read_json
 from ..util.lock_file import is_locked
 from ..util.manifest import MANIFEST, Manifest
+from .folder_delta import ChangesReader
+from .folder_files import CHANGES, LOCK, OWNER, VERSION, WEIGHTS, Owner, Version
 from .tensor_layout import TensorLayout, WritePlan
 from .weight_address import mirror_name
-from .weight_folder import LOCK, OWNER, VERSION, WEIGHTS, Owner, Version
 from .weight_subscriptions import Subscriptions
 from .weights import WeightWriter
 
@@ -83,15 +85,36 @@ class FolderReader:
         return None
 
     def read(self, version: Path, writer: WeightWriter) -> None:
-        """Read `version` into the segment of `writer`, and make it the newest if it has its hash.
+        """Read `version` into the segment of `writer`, and make it the newest if it has its hashes.
+
+        Only its changes are read if the segment has the version before; all of it if they are damaged.
 
         Raises:
             WeightsDamaged: it is torn, absent or altered.
             StaleHandle: it is another publisher's.
         """
-        self._check(_decoded(version / VERSION, Version).generation, "another publisher")
-        path, written = version / WEIGHTS, _decoded(version / MANIFEST, Manifest).files[WEIGHTS]
+        described = _decoded(version / VERSION, Version)
+        self._check(described.generation, "another publisher")
         writer.begin()
+        if not (described.spans and described.base == writer.latest):
+            self._read_whole(version, writer)
+        elif (damage := self._read_changes(version, described, writer)) is not None:
+            self._read_whole(version, writer)
+            log.warning("weight_changes_damaged", version=described.version, reason=damage)
+        writer.complete(step_of(version))
+
+    def _read_changes(self, version: Path, described: Version, writer: WeightWriter) -> str | None:
+        """Read the changes of a version; return the damage if they cannot be used."""
+        check = anyio.from_thread.check_cancelled
+        changes = ChangesReader(writer, self.layout.nbytes, len(self.layout.header), check)
+        try:
+            changes.read(version / CHANGES, version / WEIGHTS, described.spans)
+        except (WeightsDamaged, OSError) as error:
+            return str(error)
+        return None
+
+    def _read_whole(self, version: Path, writer: WeightWriter) -> None:
+        path, written = version / WEIGHTS, _decoded(version / MANIFEST, Manifest).files[WEIGHTS]
         try:
             nbytes, digest = self._copied(path, writer)
         except OSError as error:
@@ -100,7 +123,6 @@ class FolderReader:
             raise WeightsDamaged(f"{path}: expected {expected} bytes, got {nbytes}: it is torn")
         if digest != written.xxh3:
             raise WeightsDamaged(f"{path}: expected xxh3 {written.xxh3}, got {digest}: it was altered")
-        writer.complete(step_of(version))
 
     def _copied(self, path: Path, writer: WeightWriter) -> tuple[int, str]:
         """Copy the tensors of a file, and return its size and its hash; end early if the calling task is cancelled."""

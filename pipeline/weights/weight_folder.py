@@ -1,8 +1,10 @@
 """WeightFolder: weights for samplers that share no memory with the trainer, as versions in a folder on a shared disk.
 
-A version is a directory that is written atomically: a safetensors file, its publisher, and a manifest with hashes.
-The publisher holds a lock while it lives, so that a reader can check that. One process of each host, the mirror
-(`folder_mirror`), reads a version into shared memory, and serves the `WeightSubscriber`s of that host.
+A version is a directory that is written atomically: a safetensors file, the changes since the version before, its
+publisher, and a manifest with hashes (`folder_files`). `publish` copies the tensors into memory and returns; a worker
+thread writes the copy meanwhile. The publisher holds a lock while it lives, so that a reader can check that. One
+process of each host, the mirror (`folder_mirror`), reads a version into shared memory, and serves the
+`WeightSubscriber`s of that host.
 
     async with WeightFolder("/shared/weights", model) as publisher:
         await publisher.publish(model.state_dict(), version=0)
@@ -15,7 +17,9 @@ import secrets
 import shutil
 import socket
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -23,21 +27,25 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import anyio
 import anyio.to_thread
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ..accounting.telemetry import get_logger
 from ..errors import InvalidConfig, WeightsInUse
-from ..util.atomic_file import UNFINISHED, remove_unfinished
+from ..util.atomic_file import UNFINISHED, remove_unfinished, sync_to_disk
+from ..util.background_write import BackgroundWrite
 from ..util.checkpoint import FOLDER_SCHEME, remove_old_checkpoints, write_checkpoint
 from ..util.json_file import write_json
 from ..util.lock_file import LockFile
 from ..util.manifest import MANIFEST
 from ..util.os_errors import explaining_os_errors
 from .engine_sync import Syncable, synced
-from .tensor_file import contents_of
+from .folder_delta import write_changes
+from .folder_files import CHANGES, LOCK, OWNER, VERSION, WEIGHTS, Owner, Version
 from .tensor_layout import LENGTH, WritePlan
 from .tensor_manifest import manifest_of
 from .weight_specs import FusedTensor, Tensor
-from .weights import NO_VERSION
+from .weights import NO_VERSION, WeightWriter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,33 +54,8 @@ log = get_logger("penstock.weights")
 
 E = TypeVar("E", bound=Syncable)
 
-LOCK = "lock"
-OWNER = "publisher.json"
-VERSION = "version.json"
-WEIGHTS = "weights.safetensors"
-
 KEPT = 2
 """Versions that are kept: the newest, and one that a sampler may be reading."""
-
-
-class Owner(msgspec.Struct, frozen=True):
-    """The publisher of a folder."""
-
-    name: str
-    generation: int
-    """Drawn when the folder was taken; versions with another one are another publisher's."""
-    header: msgspec.Raw
-    """The header of each version's file."""
-    closed: bool = False
-    """True if it closed, so that no newer version follows."""
-
-
-class Version(msgspec.Struct, frozen=True):
-    """A version, in a file beside its weights."""
-
-    version: int
-    generation: int
-    """That of its publisher."""
 
 
 class WeightFolder:
@@ -100,7 +83,13 @@ class WeightFolder:
         self._owner = Owner(self.name, secrets.randbits(63), msgspec.Raw(self._plan.layout.header[LENGTH.size :]))
         self._lock: LockFile | None = None
         self._version = NO_VERSION
+        self._copies: WeightWriter | None = None
+        """The copy that is written, and the one before; allocated by the first `publish`."""
+        self._base = NO_VERSION
+        """The version before in `_copies`."""
+        self._writing = BackgroundWrite()
         self._publishing = anyio.Lock()
+        self._stack = AsyncExitStack()
 
     def __repr__(self) -> str:
         state = "closed" if self._lock is None else "open"
@@ -114,15 +103,31 @@ class WeightFolder:
             InvalidConfig: it contains other files than published weights.
             DiskFull, NotWritable, OutOfFileDescriptors: it cannot be used.
         """
-        await anyio.to_thread.run_sync(self._take)
+        async with AsyncExitStack() as stack:
+            await anyio.to_thread.run_sync(self._take)
+            stack.push_async_callback(self._close)
+            await stack.enter_async_context(self._writing)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Mark the folder as closed: no newer version follows. The last versions stay in it."""
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._close)
+        """Wait until the last version is written, and mark the folder as closed. The last versions stay in it.
+
+        Raises:
+            DiskFull, NotWritable, OutOfFileDescriptors: the last version could not be written. It is logged where the
+                body raised.
+        """
+        try:
+            with anyio.CancelScope(shield=True):
+                await self.written()
+        except Exception as error:
+            if value is None:
+                raise
+            log.warning("weights_not_written", folder=str(self.folder), reason=str(error))
+        finally:
+            await self._stack.aclose()
 
     @property
     def url(self) -> str:
@@ -140,20 +145,43 @@ class WeightFolder:
         return self._version
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Make `tensors` the newest weights; see `WeightPublisher.publish`.
+        """Make `tensors` the newest weights: copy them, and return. The copy is written meanwhile; see `written`.
+
+        Waits until the version before is written. The arguments are those of `WeightPublisher.publish`.
 
         Raises:
             WeightsMismatch: the tensors differ from those at construction; lists every difference.
             InvalidConfig: `version` is not newer than the last.
             anyio.ClosedResourceError: the folder is not locked.
-            DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written; the versions before it stay.
+            OutOfSharedMemory: this host has no room for the weights, twice.
+            DiskFull, NotWritable, OutOfFileDescriptors: the version before could not be written, so this one was not
+                begun; the versions before them stay.
         """
         async with self._publishing:
             if self._lock is None:
                 raise anyio.ClosedResourceError
+            await self.written()
             self._plan.check(tensors, version, newest=self._version)
-            await anyio.to_thread.run_sync(self._write, tensors, version)
+            await anyio.to_thread.run_sync(self._copy, tensors, version)
+            self._writing.begin(partial(self._write, version, self._version))
             self._version = version
+
+    async def written(self) -> None:
+        """Wait until samplers and servers can load the newest version.
+
+        Raises:
+            DiskFull, NotWritable, OutOfFileDescriptors: it could not be written; the versions before it stay. Raised
+                once, by this, `publish`, `watch` or the end of the body.
+        """
+        await self._writing.finished()
+
+    async def watch(self) -> None:
+        """Wait until a version cannot be written, and raise the reason; for a trainer that waits for samples of it.
+
+        Raises:
+            DiskFull, NotWritable, OutOfFileDescriptors: see `written`.
+        """
+        await self._writing.watch()
 
     def sync(self, engine: E) -> AbstractAsyncContextManager[E]:
         """Keep `engine` awake within the body, with the newest version; see `WeightPublisher.sync`."""
@@ -200,7 +228,11 @@ class WeightFolder:
     def _write_owner(self, owner: Owner) -> None:
         write_json(self.folder / OWNER, owner)
 
-    def _close(self) -> None:
+    async def _close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._release)
+
+    def _release(self) -> None:
         if self._lock is None:
             return
         try:
@@ -210,16 +242,43 @@ class WeightFolder:
         finally:
             self._lock.close()
             self._lock = None
+            if self._copies is not None:
+                self._copies.close()
+                self._copies = None
 
-    def _write(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        newest = write_checkpoint(self.folder, version, lambda into: self._fill(into, tensors, version))
+    def _copy(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Copy the tensors beside those of the version before."""
+        self._copies = self._copies or WeightWriter(self._plan)
+        self._base = self._copies.latest
+        self._copies.write(tensors, version)
+
+    def _write(self, version: int, before: int) -> None:
+        """Write the copied version; if that fails, version `before` is the newest again."""
+        try:
+            newest = write_checkpoint(self.folder, version, self._fill)
+        except BaseException:
+            self._version = before
+            raise
         remove_old_checkpoints(self.folder, newest, KEPT)
 
-    def _fill(self, into: Path, tensors: Mapping[str, Tensor], version: int) -> None:
-        with (into / WEIGHTS).open("wb") as file:
-            for content in contents_of(tensors, self._plan):
-                file.write(content)
-        write_json(into / VERSION, Version(version, self._owner.generation))
+    def _fill(self, into: Path) -> None:
+        """Write the files of the copied version; its changes are searched for while the disk takes the whole of it."""
+        copies, nbytes = self._copies, self._plan.layout.nbytes
+        if copies is None:
+            raise anyio.ClosedResourceError
+        with ThreadPoolExecutor(1) as threads:
+            changes = None
+            if self._base != NO_VERSION:
+                changes = threads.submit(write_changes, into / CHANGES, copies, nbytes)
+            self._write_whole(into / WEIGHTS, copies.spans(0, nbytes)[0])
+            spans = () if changes is None else changes.result()
+        write_json(into / VERSION, Version(copies.latest, self._owner.generation, self._base, spans))
+
+    def _write_whole(self, path: Path, content: NDArray[np.uint8]) -> None:
+        with path.open("wb") as file:
+            file.write(self._plan.layout.header)
+            file.write(content.data)
+        sync_to_disk(path)
 
 
 def _ours(path: Path) -> bool:

@@ -151,7 +151,10 @@ class WeightWriter:
         cast("HostMemory", self._memory).bytes[first : first + len(elements)] = elements
 
     def spans(self, start: int, end: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Return bytes `start` to `end` of the newest version, and of the buffer that `begin` returned; not copies."""
+        """Return bytes `start` to `end` of the newest version, and of the other buffer; not copies.
+
+        The other buffer has the version before until `begin`, then what has been stored of the next one.
+        """
         memory = cast("HostMemory", self._memory).bytes
         base, into = (self._buffers[(self.sequence + later) % 2] for later in (0, 1))
         return memory[base + start : base + end], memory[into + start : into + end]

@@ -16,7 +16,7 @@ from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import EngineTimedOut, PenstockError
 from ..._pipeline.util.exception_groups import first_exception
 from ..._pipeline.util.user_code import await_user
-from ..._pipeline.weights.engine_sync import Published
+from ..._pipeline.weights.engine_sync import Published, readable
 from .policies import Engine
 
 log = get_logger("penstock.engine_publisher")
@@ -67,6 +67,7 @@ class EnginePublisher:
             PenstockError: an engine could not load them; the others sample with them.
         """
         await self.weights.publish(tensors, version)
+        await readable(self.weights)
         await self._each(lambda engine: engine.update_weights(self.weights.url, version))
 
     @asynccontextmanager

@@ -26,6 +26,7 @@ from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import InvalidConfig, PenstockError
 from ..._pipeline.util.checkpoint import WEIGHTS
 from ..._pipeline.util.user_code import raised_text
+from ..._pipeline.weights.engine_sync import readable
 from ..contracts.attention import Attention
 from ..contracts.autocast import autocast_on
 from ..contracts.causal_model import CausalModel, Read
@@ -374,6 +375,14 @@ class MergedWeights:
             Exception: see the publisher's `publish`.
         """
         await self._weights.publish(await anyio.to_thread.run_sync(self._model.merged), version)
+
+    async def written(self) -> None:
+        """Wait until the newest version can be loaded.
+
+        Raises:
+            PenstockError: it could not be written.
+        """
+        await readable(self._weights)
 
 
 class _Unadapted:

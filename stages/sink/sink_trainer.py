@@ -131,7 +131,7 @@ class KeepsTokenizer(Protocol):
 
 @runtime_checkable
 class FailsBetweenSteps(Protocol):
-    """A trainer that can fail between two steps, for example because it has other processes."""
+    """A trainer or publisher that can fail between two steps: of other processes, or while it writes the weights."""
 
     async def watch(self) -> None:
         """Wait until no further step is possible, and raise the reason."""
@@ -265,10 +265,11 @@ class SinkTrainer:
 
         Raises:
             InvalidConfig: `checkpoint_every` or `keep_checkpoints` without a folder for checkpoints.
-            Exception: raised by the trainer's `step`, unchanged; that batch is not committed. Or raised by its `watch`.
+            Exception: raised by the trainer's `step`, unchanged; that batch is not committed. Or raised by its `watch`,
+                or the publisher's.
         """
         self._check_folder()
-        async with _watching(self.trainer):
+        async with _watching(self.trainer), _watching(self._weight_sink):
             await self._run(inbox, current().ledger)
 
     async def _run(self, inbox: ReceiveChannel[TrainBatch], ledger: Ledger) -> None:
@@ -458,14 +459,14 @@ async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:
 
 
 @asynccontextmanager
-async def _watching(trainer: Trainer) -> AsyncIterator[None]:
-    """Cancel the body, and raise the reason, if the trainer fails between two steps."""
-    if not isinstance(trainer, FailsBetweenSteps):
+async def _watching(watched: Trainer | WeightSink | None) -> AsyncIterator[None]:
+    """Cancel the body, and raise the reason, if the trainer or the publisher fails between two steps."""
+    if not isinstance(watched, FailsBetweenSteps):
         yield
         return
     with unwrap_first():  # a step may fail of the same cause
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(await_user, trainer.watch)
+            tasks.start_soon(await_user, watched.watch)
             yield
             tasks.cancel_scope.cancel()
 

@@ -131,10 +131,12 @@ async def weights(disk: Path) -> None:
     folder, trained = disk / "weights", model()
     async with WeightFolder(folder, trained) as publisher:
         await publisher.publish(trained.state_dict(), 0)
+        await publisher.written()
         for room in (2**16, 0):
             with full_but_for(disk, room):
                 try:
                     await publisher.publish(trained.state_dict(), 1)
+                    await publisher.written()
                 except DiskFull as error:
                     report(f"weights {room}", error)
                 report(f"versions {room}", names(folder))

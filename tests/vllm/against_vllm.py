@@ -186,6 +186,7 @@ async def test_truncated_and_penalised_samples_have_the_log_probabilities_of_the
 async def test_it_samples_with_updated_weights_and_reports_their_version(url: str, tmp_path: Path) -> None:
     async with WeightFolder(tmp_path, model(1)) as folder, opened(url) as engine:
         await folder.publish(model(1).state_dict(), 7)
+        await folder.written()
         await engine.update_weights(folder.url, folder.version)
         completion = await greedy(engine)
         await engine.update_weights(save(tmp_path.with_name("before"), 0).as_uri(), 8)

@@ -8,6 +8,7 @@ from typing import Any
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from ...._pipeline.weights.engine_sync import readable
 from ...contracts.engine_publisher import KnowsTies
 from ...sink.sink_trainer import WeightSink
 
@@ -46,12 +47,14 @@ class WeightTransfer:
 
         Raises:
             WeightsMismatch: the tensors are not those that the publisher was made for.
+            DiskFull, NotWritable, OutOfFileDescriptors: a WeightFolder could not write them.
             RuntimeError: it is not open.
         """
         if self._open is None:
             raise RuntimeError("expected an open publisher, got one that was closed or not opened")
         portal, publisher = self._open
         portal.call(publisher.publish, with_ties(dict(tensors), publisher), version)
+        portal.call(readable, publisher)
 
     def close(self) -> None:
         """Close the publisher, and end its thread."""

@@ -63,6 +63,7 @@ async def refreshed(subscriber: WeightSubscriber) -> int:
 async def published(publisher: WeightFolder, *versions: int) -> None:
     for version in versions:
         await publisher.publish(tied(version).state_dict(), version)
+        await publisher.written()
 
 
 @asynccontextmanager
@@ -437,19 +438,20 @@ async def test_a_folder_whose_header_describes_no_tensors_has_no_publisher(tmp_p
 
 
 PUBLISHING = """
-    import sys, anyio, torch
+    import os, sys, anyio, torch
     from penstock.torch import WeightFolder
 
-    class Stuck(dict):
-        def __getitem__(self, name):
-            print("writing", flush=True)
-            sys.stdin.readline()
+    def stuck(fd):
+        print("writing", flush=True)
+        sys.stdin.readline()
 
     async def main():
         weights = {"0.weight": (token := torch.ones(5, 4)), "1.weight": token}
         async with WeightFolder(sys.argv[1], weights, name="trainer") as publisher:
             await publisher.publish(weights, 1)
-            await publisher.publish(Stuck(weights), 2)
+            await publisher.written()
+            os.fsync = stuck
+            await publisher.publish(weights, 2)
 
     anyio.run(main)
 """
