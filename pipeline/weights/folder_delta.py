@@ -45,7 +45,9 @@ def write_changes(path: Path, copies: WeightWriter, nbytes: int) -> tuple[Change
             delta = delta_of(base, span)
             if delta is not None:
                 file.write(delta)
-            spans.append(ChangedSpan(None if delta is None else len(delta), digest(span.data).hex()))
+            spans.append(
+                ChangedSpan(None if delta is None else len(delta), digest(span.data, copies.latest, index).hex())
+            )
     if all(span.delta_bytes is None for span in spans):
         path.unlink()
         return ()
@@ -56,17 +58,19 @@ class ChangesReader:
     """Reads a version into the segment of a mirror that has the version before. Blocks."""
 
     def __init__(
-        self, copies: WeightWriter, nbytes: int, header_bytes: int, check_cancelled: Callable[[], None]
+        self, copies: WeightWriter, version: int, nbytes: int, header_bytes: int, check_cancelled: Callable[[], None]
     ) -> None:
         """Prepare.
 
         Args:
             copies: the segment; its newest version is the one before, and a buffer was begun for this one.
+            version: the one to read.
             nbytes: of each version.
             header_bytes: of the file of a whole version, before the tensors.
             check_cancelled: called before each span; raises to end early.
         """
         self._copies = copies
+        self._version = version
         self._nbytes = nbytes
         self._header_bytes = header_bytes
         self._check_cancelled = check_cancelled
@@ -101,7 +105,7 @@ class ChangesReader:
             whole.readinto(span.data)
         else:
             _apply(_delta(changes, changed.delta_bytes, len(span)), base, span)
-        if (found := digest(span.data).hex()) != changed.xxh3:
+        if (found := digest(span.data, self._version, index).hex()) != changed.xxh3:
             raise ValueError(f"expected xxh3 {changed.xxh3}, got {found}: it was altered")
 
 

@@ -106,7 +106,7 @@ class FolderReader:
     def _read_changes(self, version: Path, described: Version, writer: WeightWriter) -> str | None:
         """Read the changes of a version; return the damage if they cannot be used."""
         check = anyio.from_thread.check_cancelled
-        changes = ChangesReader(writer, self.layout.nbytes, len(self.layout.header), check)
+        changes = ChangesReader(writer, described.version, self.layout.nbytes, len(self.layout.header), check)
         try:
             changes.read(version / CHANGES, version / WEIGHTS, described.spans)
         except (WeightsDamaged, OSError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ._pipeline.util.extras import extra
 
 with extra("torch", "penstock.torch"):
+    from ._pipeline.weights.memory_folder import MemoryFolder
     from ._pipeline.weights.weight_folder import WeightFolder
     from ._stages.contracts.attention import Attention
     from ._stages.contracts.causal_model import (
@@ -32,6 +33,7 @@ __all__ = [
     "HasVocabulary",
     "JoinableCache",
     "KVCache",
+    "MemoryFolder",
     "RankedTrainer",
     "Read",
     "ReferenceUpdates",

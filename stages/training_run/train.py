@@ -331,6 +331,7 @@ async def _published(parts: RunParts, model: HFModel, view: View | None) -> Asyn
             publisher = await stack.enter_async_context(WeightPublisher(model, cast=parts.published_as))
             yield parts.policy(await _served(publisher, config.placement, stack)), publisher
             return
+        from ..._pipeline.weights.memory_folder import MemoryFolder  # noqa: PLC0415 (needs torch)
         from ..._pipeline.weights.weight_folder import WeightFolder  # noqa: PLC0415 (needs torch)
         from ..models.hf_model import MergedWeights  # noqa: PLC0415 (needs torch)
 
@@ -342,8 +343,11 @@ async def _published(parts: RunParts, model: HFModel, view: View | None) -> Asyn
             urls = await stack.enter_async_context(started(config, servers, parts.folder))
         policy = parts.policy(None, urls)
         own = await anyio.to_thread.run_sync(config.run_folder.absolute) / "weights"
-        given = "" if config.server is None else config.server.weights
-        folder = await stack.enter_async_context(WeightFolder(given or own, model.merged()))
+        folder: MemoryFolder | WeightFolder
+        if config.server is None:  # those that were started are of this host
+            folder = await stack.enter_async_context(MemoryFolder(own, model.merged()))
+        else:
+            folder = await stack.enter_async_context(WeightFolder(config.server.weights or own, model.merged()))
         engines = [await stack.enter_async_context(policy.open(Worker(place, len(urls)))) for place in range(len(urls))]
         published = folder if config.model.lora is None else MergedWeights(folder, model)
         yield policy, EnginePublisher(published, engines)
