@@ -80,8 +80,8 @@ test-cuda: $(READY)
 	$(BIN)/python $(AGAINST) tests/cuda_real/against_*.py
 
 test-vllm: $(VLLM)/ready $(AGENTS)/ready
-	VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python $(AGAINST) tests/vllm/against_vllm.py tests/vllm/against_servers.py
-	VLLM_PYTHON=$(VLLM)/bin/python PYTHONPATH=$(CURDIR)/$(AGENTS):$(CURDIR) \
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python $(AGAINST) tests/vllm/against_vllm.py tests/vllm/against_servers.py
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python PYTHONPATH=$(CURDIR)/$(AGENTS):$(CURDIR) \
 		$(BIN)/python $(AGAINST) -W default tests/vllm/against_agents.py
 
 test-trackers: $(TRACKERS)/ready
