@@ -141,6 +141,7 @@ async def weights(disk: Path) -> None:
                     report(f"weights {room}", error)
                 report(f"versions {room}", names(folder))
         await publisher.publish(trained.state_dict(), 1)
+        await publisher.written()
         async with WeightSubscriber(publisher.url) as subscriber:
             report("published", await subscriber.newer())
 
