@@ -56,10 +56,12 @@ class Head:
     finish: Finish | None
     temperature: float | Tensor
     """Logits are divided by it; [T, 1] where tokens have their own."""
+    backward_dtype: torch.dtype | None = None
+    """dtype of the numbers that are multiplied for gradients; None for that of hidden states."""
     memory: list[Tensor] = field(default_factory=list)
     """Of the tile before."""
-    cast: dict[int, Tensor] = field(default_factory=dict)
-    """The weights of the part of the tile before, by its first token, if they were cast."""
+    cast: dict[torch.dtype, tuple[int, Tensor]] = field(default_factory=dict)
+    """The weights of the part of the tile before, and its first token, by the dtype that they were cast to."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -91,22 +93,23 @@ class Head:
         """Return whether the products have fewer digits than float32."""
         return self.weight is not None and dtype_of_products(self.hidden, self.weight) != self.wide
 
-    def weights(self, part: slice) -> Tensor:
-        """Return [B, D] the weights of a part of the vocabulary, in the dtype of hidden states."""
+    def weights(self, part: slice, dtype: torch.dtype) -> Tensor:
+        """Return [B, D] the weights of a part of the vocabulary in `dtype`."""
         if self.weight is None:
             raise ValueError("expected a head with weights, got logits")
-        if self.weight.dtype == self.hidden.dtype:
+        if self.weight.dtype == dtype:
             return self.weight[part]
-        if part.start not in self.cast:
-            self.cast.clear()
-            self.cast[part.start] = self.weight[part].to(self.hidden.dtype)
-        return self.cast[part.start]
+        start, cast = self.cast.get(dtype, (None, self.weight))
+        if start != part.start:
+            cast = self.weight[part].to(dtype)
+            self.cast[dtype] = part.start, cast
+        return cast
 
     def products(self, tile: Tile) -> Tensor:
         """Return the products [C, B] of a tile, in memory that the next call overwrites."""
         if self.weight is None:
             return self._memory(tile, self.hidden.dtype).copy_(self.hidden[tile.rows, tile.part])
-        hidden, weight = self.hidden[tile.rows], self.weights(tile.part)
+        hidden, weight = self.hidden[tile.rows], self.weights(tile.part, self.hidden.dtype)
         dtype = dtype_of_products(self.hidden, self.weight)
         bias = None if self.bias is None else self.bias[tile.part]
         return products_of(hidden, weight, bias, dtype, self._memory(tile, dtype))
@@ -204,6 +207,7 @@ class ByTiles(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         into: Tensor | None,
+        backward_dtype: torch.dtype | None,
     ) -> tuple[Tensor, ...]:
         """Return the values; tensors are `Head`'s, and the gradient of its weight is added to that of `into`."""
         head = Head(hidden, weight, bias, finish, temperature)
@@ -211,7 +215,7 @@ class ByTiles(torch.autograd.Function):
         for tile in head.tiles():
             sums.add(head.logits(head.products(tile), tile), tokens[tile.rows], tile, entropy=entropy)
         normalizers, entropies = sums.highest + sums.total.log(), sums.entropies() if entropy else None
-        ctx.finish, ctx.temperature, ctx.into = finish, temperature, into
+        ctx.finish, ctx.temperature, ctx.into, ctx.backward_dtype = finish, temperature, into, backward_dtype
         ctx.save_for_backward(tokens, hidden, weight, bias, normalizers, entropies)
         ctx.set_materialize_grads(False)
         found = [sums.logprobs(), *([] if entropies is None else [entropies])]
@@ -223,7 +227,7 @@ class ByTiles(torch.autograd.Function):
         """Return the gradients of hidden states, weight and bias of the head."""
         tokens, hidden, weight, bias, normalizers, entropies = ctx.saved_tensors
         of_logprobs, of_entropies = (None if each is None else each[:, None] for each in (*given, None)[:2])
-        head = Head(hidden, weight, bias, ctx.finish, ctx.temperature)
+        head = Head(hidden, weight, bias, ctx.finish, ctx.temperature, ctx.backward_dtype)
         sums = _Gradients(head, ctx.needs_input_grad[4:7], ctx.into)
         for tile in head.tiles() if any(each is not None for each in given) else ():
             rows = tile.rows
@@ -234,7 +238,8 @@ class ByTiles(torch.autograd.Function):
                 inside, place = _places(tokens[rows], tile)
                 gradient.scatter_add_(1, place, torch.where(inside, of_logprobs[rows], 0.0))
             sums.add(tile, head.of_products(gradient, products, tile))
-        return None, None, None, None, sums.hidden, None if ctx.into is not None else sums.weight, sums.bias, None
+        of_weight = None if ctx.into is not None else sums.weight
+        return None, None, None, None, sums.hidden, of_weight, sums.bias, None, None
 
 
 class _Gradients:
@@ -243,6 +248,8 @@ class _Gradients:
     def __init__(self, head: Head, needed: tuple[bool, bool, bool], into: Tensor | None) -> None:
         self._head = head
         weight, bias = head.weight, head.bias
+        self._dtype = (None if weight is None else head.backward_dtype) or head.hidden.dtype
+        self._states = head.hidden.to(self._dtype)
         of_hidden = head.hidden.dtype if weight is None else dtype_of_products(head.hidden, weight)
         self.hidden = torch.zeros_like(head.hidden, dtype=of_hidden) if needed[0] else None
         if into is None:
@@ -255,14 +262,14 @@ class _Gradients:
     def add(self, tile: Tile, products: Tensor) -> None:
         """Add those of a tile, of the gradient of its products [C, B]."""
         rows, part, head = tile.rows, tile.part, self._head
-        factor = products.to(head.hidden.dtype)
+        factor = products.to(self._dtype)
         if self.hidden is not None:
             if head.weight is None:
                 self.hidden[rows, part] = factor
             else:
-                add_product(self.hidden[rows], factor, head.weights(part))
+                add_product(self.hidden[rows], factor, head.weights(part, self._dtype))
         if self.weight is not None:
-            add_product(self.weight[part], factor.T, head.hidden[rows])
+            add_product(self.weight[part], factor.T, self._states[rows])
         if self.bias is not None:
             self.bias[part] += products.sum(0)
 
