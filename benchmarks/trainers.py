@@ -9,8 +9,8 @@ alternate, each in a process of its own:
 - TRL's trainer, where it is installed, as its GRPOConfig is by default: it computes in bfloat16 where that is safe, on
   a CPU too, and computes activations again in the backward pass;
 - the same in float32 and with stored activations, as penstock is by default;
-- the same with the output layer at the positions that train alone, as TRL computes it on CUDA: where it asks for a
-  device with Triton to select positions, it is told that there is one; its kernels remain those of a CPU;
+- the same with the output layer at the positions that train alone, as TRL computes it on CUDA: one function of TRL's
+  that asks for a device with Triton is answered yes where it selects positions; its kernels remain those of a CPU;
 - penstock in one process;
 - penstock with a process that samples, where a step is trained while the next one is sampled.
 
