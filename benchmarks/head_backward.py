@@ -4,8 +4,8 @@
 
 Each repetition has a seed of its own. The model and the task of `examples/arithmetic_grpo.py`, in one process: every
 batch is of the weights before it. Its vocabulary has 512 tokens, and a tile 64, so that the gradient of a hidden state
-is a sum of eight products, each of them rounded in bfloat16. Processors without instructions for bfloat16 compute the
-same, more slowly.
+is a sum of eight products, each of them rounded in bfloat16. Processors without instructions for bfloat16
+compute it too, more slowly.
 """
 
 from __future__ import annotations
