@@ -9,6 +9,8 @@ alternate, each in a process of its own:
 - TRL's trainer, where it is installed, as its GRPOConfig is by default: it computes in bfloat16 where that is safe, on
   a CPU too, and computes activations again in the backward pass;
 - the same in float32 and with stored activations, as penstock is by default;
+- the same with the output layer at the positions that train alone, as TRL computes it on CUDA: one function of TRL's
+  that asks for a device with Triton is answered yes where it selects positions; its kernels remain those of a CPU;
 - penstock in one process;
 - penstock with a process that samples, where a step is trained while the next one is sampled.
 
@@ -32,6 +34,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import anyio
 import numpy as np
@@ -62,6 +65,9 @@ from .report import command_line, count, median_of, print_table, write_json
 __all__ = ["main"]
 
 GROUP = 8
+
+IN_FLOAT32: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False}
+"""Options of a GRPOConfig that computes in float32 and stores activations."""
 
 
 class Size(NamedTuple):
@@ -210,6 +216,13 @@ def measure_trl(folder: Path, rows: list[dict[str, str]], size: Size, **options:
     return Measured.of(ends, training, grown)
 
 
+def measure_trl_as_on_cuda(folder: Path, rows: list[dict[str, str]], size: Size) -> Measured:
+    """Train with TRL's GRPOTrainer in float32, with its output layer at the positions that train alone."""
+    utils: Any = importlib.import_module("trl.trainer.utils")
+    with patch.object(utils, "_use_triton", lambda _: True):
+        return measure_trl(folder, rows, size, **IN_FLOAT32)
+
+
 # -- penstock ----------------------------------------------------------------------------------------------------------
 
 
@@ -288,7 +301,8 @@ def measure_penstock(folder: Path, rows: list[dict[str, str]], size: Size, *, sa
 
 CONTESTANTS: dict[str, Callable[[Path, list[dict[str, str]], Size], Measured]] = {
     "TRL": measure_trl,
-    "TRL, float32": partial(measure_trl, bf16=False, gradient_checkpointing=False),
+    "TRL, float32": partial(measure_trl, **IN_FLOAT32),
+    "TRL, as on CUDA": measure_trl_as_on_cuda,
     "penstock": partial(measure_penstock, samplers=0),
     "penstock, 1 sampler": partial(measure_penstock, samplers=1),
 }
@@ -351,12 +365,14 @@ def main() -> None:
     parser.add_argument("--completion", type=count, default=128, help="tokens of the longest completion")
     parser.add_argument("--steps", type=count, default=3, help="measured steps, after one that warms up")
     parser.add_argument("--threads", type=count, default=2)
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
         print(json.dumps(measure_here(options.one[0], Size(*json.loads(options.one[1])))))
         return
-    names = [name for name in CONTESTANTS if not name.startswith("TRL") or importlib.util.find_spec("trl")]
+    installed = importlib.util.find_spec("trl") is not None
+    names = [name for name in options.contestants if installed or not name.startswith("TRL")]
     found: dict[tuple[int, str], list[Measured]] = defaultdict(list)
     for _ in range(options.repeats):
         for vocabulary in options.vocabularies:

@@ -53,6 +53,9 @@ class Distributions:
     adds_to_grad: bool = False
     """True if a backward pass may add the gradient of `weight` to its `grad` itself, without a tensor of its size in
     between. Then `torch.autograd.grad` does not return it."""
+    backward_dtype: torch.dtype | None = None
+    """dtype of the numbers that `over` multiplies for gradients of hidden states and head; None for that of hidden
+    states."""
 
     def __len__(self) -> int:
         """Return T."""
@@ -100,7 +103,7 @@ class Distributions:
             return self._by_tiles(functions, columns[0])
         own = self.temperature
         tempers, common = (own, 1.0) if isinstance(own, Tensor) else (None, own)
-        how = _How(functions, self.finish, common, self.vocabulary)
+        how = _How(functions, self.finish, common, self.vocabulary, self.backward_dtype)
         found: tuple[Tensor, ...] = _ByChunks.apply(  # type: ignore[no-untyped-call]
             how, self.hidden, self.weight, self.bias, tempers, *columns
         )
@@ -118,7 +121,8 @@ class Distributions:
     def _by_tiles(self, functions: Sequence[OfDistributions], tokens: Tensor) -> tuple[Tensor, ...]:
         entropy = entropy_of in functions
         into = self.weight if self._adds_to_grad else None
-        found = ByTiles.apply(self.finish, self.temperature, entropy, tokens, self.hidden, self.weight, self.bias, into)  # type: ignore[no-untyped-call]
+        head = self.hidden, self.weight, self.bias
+        found = ByTiles.apply(self.finish, self.temperature, entropy, tokens, *head, into, self.backward_dtype)  # type: ignore[no-untyped-call]
         values = dict(zip((logprobs_of, entropy_of), found, strict=False))
         return tuple(values[function] for function in functions)
 
@@ -140,6 +144,7 @@ class _How:
     finish: Finish | None
     temperature: float
     vocabulary: int
+    backward_dtype: torch.dtype | None
 
     def logprobs(self, products: Tensor, tempers: Tensor | None) -> Tensor:
         return _logprobs(products, self.finish, self.temperature if tempers is None else tempers)
@@ -176,7 +181,7 @@ class _ByChunks(torch.autograd.Function):
         given = zip(how.functions, gradients, strict=True)
         wanted = [(function, gradient) for function, gradient in given if gradient is not None]
         head = _Products(hidden, weight, bias)
-        sums = _Gradients(head, weight, bias, ctx.needs_input_grad[1:4])
+        sums = _Gradients(head, weight, bias, ctx.needs_input_grad[1:4], how.backward_dtype)
         for rows in _rows(hidden, how.vocabulary) if wanted else ():
             with torch.enable_grad():
                 products = head(rows).detach().requires_grad_()
@@ -206,9 +211,16 @@ class _Gradients:
     """Sums of the gradients of hidden states and head, over chunks."""
 
     def __init__(
-        self, head: _Products, weight: Tensor | None, bias: Tensor | None, needed: tuple[bool, bool, bool]
+        self,
+        head: _Products,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        needed: tuple[bool, bool, bool],
+        dtype: torch.dtype | None,
     ) -> None:
-        self._states, self._matrix = head.hidden, head.weight
+        dtype = (None if weight is None else dtype) or head.hidden.dtype
+        self._states = head.hidden.to(dtype)
+        self._matrix = None if head.weight is None else head.weight.to(dtype)
         self.hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if needed[0] else None
         self.weight = torch.zeros_like(weight, dtype=_wide(weight)) if weight is not None and needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None and needed[2] else None

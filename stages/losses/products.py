@@ -4,6 +4,9 @@ A CUDA device multiplies bfloat16 numbers an order of magnitude faster than floa
 products in float32 (`torch.mm(…, out_dtype=torch.float32)`). Only the inputs are rounded then: to 2⁻⁹ of each number,
 where logits in bfloat16 would have three digits. Other devices multiply in the dtype of the weights.
 
+The products of a backward pass alone may be of bfloat16 numbers too, on a processor with instructions for them. It
+rounds the product of each tile to bfloat16; tiles are summed in float32.
+
 Axes: T tokens, V vocabulary, D width of the model.
 """
 
@@ -15,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from ..._pipeline.errors import InvalidConfig
 
 OLDEST = 2, 11
 """The first version of torch with an `addmm` that adds products of bfloat16 to a float32 sum."""
@@ -35,6 +40,26 @@ def dtype_of_inputs(weight: Tensor, autocast: torch.dtype | None) -> torch.dtype
     """
     narrow = autocast == torch.bfloat16 and weight.dtype == torch.float32 and sums_in_float32(weight.device.type)
     return torch.bfloat16 if narrow else weight.dtype
+
+
+def check_backward_dtype(owner: str, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Check that products of a backward pass may be of numbers in `dtype`; None for those of the forward pass.
+
+    Raises:
+        InvalidConfig: it is another than bfloat16, or `device` computes products of bfloat16 no faster.
+    """
+    if dtype not in {None, torch.bfloat16}:
+        raise InvalidConfig(f"{owner}: expected torch.bfloat16, or None for the dtype of the forward pass, got {dtype}")
+    if dtype is not None and not (sums_in_float32(device.type) or (device.type == "cpu" and _cpu_has_bfloat16())):
+        raise InvalidConfig(
+            f"{owner}: expected a CUDA device, or a processor with instructions for bfloat16 (avx512_bf16, amx_bf16), "
+            f"got {device.type} without: leave the dtype out, products of bfloat16 would be slower here"
+        )
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Return whether the processor has instructions for products of bfloat16. Every version of torch has the names."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (there is no public name)
 
 
 def dtype_of_products(hidden: Tensor, weight: Tensor) -> torch.dtype:

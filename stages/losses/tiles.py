@@ -56,10 +56,12 @@ class Head:
     finish: Finish | None
     temperature: float | Tensor
     """Logits are divided by it; [T, 1] where tokens have their own."""
+    backward_dtype: torch.dtype | None = None
+    """dtype of the numbers that are multiplied for gradients; None for that of hidden states."""
     memory: list[Tensor] = field(default_factory=list)
     """Of the tile before."""
-    cast: dict[int, Tensor] = field(default_factory=dict)
-    """The weights of the part of the tile before, by its first token, if they were cast."""
+    cast: dict[torch.dtype, tuple[int, Tensor]] = field(default_factory=dict)
+    """The weights of the part of the tile before, and its first token, by the dtype that they were cast to."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -87,26 +89,32 @@ class Head:
         return self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
 
     @property
+    def may_be_infinite(self) -> bool:
+        """Return whether logits may be −inf: products of finite numbers in float32 are not."""
+        return self.weight is None or self.bias is not None or self.finish is not None or self.is_narrow
+
+    @property
     def is_narrow(self) -> bool:
         """Return whether the products have fewer digits than float32."""
         return self.weight is not None and dtype_of_products(self.hidden, self.weight) != self.wide
 
-    def weights(self, part: slice) -> Tensor:
-        """Return [B, D] the weights of a part of the vocabulary, in the dtype of hidden states."""
+    def weights(self, part: slice, dtype: torch.dtype) -> Tensor:
+        """Return [B, D] the weights of a part of the vocabulary in `dtype`."""
         if self.weight is None:
             raise ValueError("expected a head with weights, got logits")
-        if self.weight.dtype == self.hidden.dtype:
+        if self.weight.dtype == dtype:
             return self.weight[part]
-        if part.start not in self.cast:
-            self.cast.clear()
-            self.cast[part.start] = self.weight[part].to(self.hidden.dtype)
-        return self.cast[part.start]
+        start, cast = self.cast.get(dtype, (None, self.weight))
+        if start != part.start:
+            cast = self.weight[part].to(dtype)
+            self.cast[dtype] = part.start, cast
+        return cast
 
     def products(self, tile: Tile) -> Tensor:
         """Return the products [C, B] of a tile, in memory that the next call overwrites."""
         if self.weight is None:
             return self._memory(tile, self.hidden.dtype).copy_(self.hidden[tile.rows, tile.part])
-        hidden, weight = self.hidden[tile.rows], self.weights(tile.part)
+        hidden, weight = self.hidden[tile.rows], self.weights(tile.part, self.hidden.dtype)
         dtype = dtype_of_products(self.hidden, self.weight)
         bias = None if self.bias is None else self.bias[tile.part]
         return products_of(hidden, weight, bias, dtype, self._memory(tile, dtype))
@@ -116,10 +124,8 @@ class Head:
         logits = (products if self.finish is None else self.finish(products)).to(self.wide)
         return logits if self._is_untempered else logits.div_(self.temperature_of(tile))
 
-    def of_products(self, gradient: Tensor, products: Tensor, tile: Tile) -> Tensor:
-        """Return the gradient of the products, of that of the logits; overwrites the latter."""
-        if not self._is_untempered:
-            gradient.div_(self.temperature_of(tile))
+    def of_products(self, gradient: Tensor, products: Tensor) -> Tensor:
+        """Return the gradient of the products, of that of the logits before the temperature."""
         gradient = gradient.to(products.dtype)
         if self.finish is None:
             return gradient
@@ -153,8 +159,9 @@ class Tile(NamedTuple):
 class _Sums:
     """Normalizers and entropies of tokens over the tiles so far, [T, 1] each."""
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, like: Tensor, dtype: torch.dtype, *, may_be_infinite: bool) -> None:
         shape = len(like), 1
+        self._may_be_infinite = may_be_infinite
         self.highest = like.new_full(shape, torch.finfo(dtype).min, dtype=dtype)
         """The largest logit."""
         self.total = like.new_zeros(shape, dtype=dtype)
@@ -174,7 +181,7 @@ class _Sums:
         moved = (highest - new).clamp_(min=LOWEST)
         shifted = logits.sub_(new)
         if entropy:
-            exponentials = shifted.clamp_(min=LOWEST).exp()
+            exponentials = (shifted.clamp_(min=LOWEST) if self._may_be_infinite else shifted).exp()
             weighted.addcmul_(moved, total).mul_(moved.exp()).add_((shifted.mul_(exponentials)).sum(1, keepdim=True))
         else:
             exponentials = shifted.exp_()
@@ -204,14 +211,15 @@ class ByTiles(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         into: Tensor | None,
+        backward_dtype: torch.dtype | None,
     ) -> tuple[Tensor, ...]:
         """Return the values; tensors are `Head`'s, and the gradient of its weight is added to that of `into`."""
         head = Head(hidden, weight, bias, finish, temperature)
-        sums = _Sums(hidden, head.wide)
+        sums = _Sums(hidden, head.wide, may_be_infinite=head.may_be_infinite)
         for tile in head.tiles():
             sums.add(head.logits(head.products(tile), tile), tokens[tile.rows], tile, entropy=entropy)
         normalizers, entropies = sums.highest + sums.total.log(), sums.entropies() if entropy else None
-        ctx.finish, ctx.temperature, ctx.into = finish, temperature, into
+        ctx.finish, ctx.temperature, ctx.into, ctx.backward_dtype = finish, temperature, into, backward_dtype
         ctx.save_for_backward(tokens, hidden, weight, bias, normalizers, entropies)
         ctx.set_materialize_grads(False)
         found = [sums.logprobs(), *([] if entropies is None else [entropies])]
@@ -223,26 +231,30 @@ class ByTiles(torch.autograd.Function):
         """Return the gradients of hidden states, weight and bias of the head."""
         tokens, hidden, weight, bias, normalizers, entropies = ctx.saved_tensors
         of_logprobs, of_entropies = (None if each is None else each[:, None] for each in (*given, None)[:2])
-        head = Head(hidden, weight, bias, ctx.finish, ctx.temperature)
-        sums = _Gradients(head, ctx.needs_input_grad[4:7], ctx.into)
+        head = Head(hidden, weight, bias, ctx.finish, ctx.temperature, ctx.backward_dtype)
+        factors, own = _row_factors(of_logprobs, of_entropies, normalizers)
+        sums = _Gradients(head, ctx.needs_input_grad[4:7], ctx.into, factors / ctx.temperature)
         for tile in head.tiles() if any(each is not None for each in given) else ():
             rows = tile.rows
             products = head.products(tile)
             logprobs = head.logits(products, tile).sub_(normalizers[rows])
             gradient = _of_logits(logprobs, _rows(of_logprobs, rows), _rows(of_entropies, rows), _rows(entropies, rows))
-            if of_logprobs is not None:
+            if own is not None:
                 inside, place = _places(tokens[rows], tile)
-                gradient.scatter_add_(1, place, torch.where(inside, of_logprobs[rows], 0.0))
-            sums.add(tile, head.of_products(gradient, products, tile))
-        return None, None, None, None, sums.hidden, None if ctx.into is not None else sums.weight, sums.bias, None
+                gradient.scatter_add_(1, place, torch.where(inside, own[rows], 0.0))
+            sums.add(tile, head.of_products(gradient, products))
+        of_weight = None if ctx.into is not None else sums.weight
+        return None, None, None, None, sums.of_hidden(), of_weight, sums.bias, None, None
 
 
 class _Gradients:
-    """Sums of the gradients of hidden states and head, over tiles."""
+    """Sums of the gradients of hidden states and head, over tiles; all those of a token have its factor [T, 1]."""
 
-    def __init__(self, head: Head, needed: tuple[bool, bool, bool], into: Tensor | None) -> None:
-        self._head = head
+    def __init__(self, head: Head, needed: tuple[bool, bool, bool], into: Tensor | None, factors: Tensor) -> None:
+        self._head, self._factors = head, factors
         weight, bias = head.weight, head.bias
+        self._dtype = (None if weight is None else head.backward_dtype) or head.hidden.dtype
+        self._states = head.hidden if weight is None else (head.hidden * factors).to(self._dtype)
         of_hidden = head.hidden.dtype if weight is None else dtype_of_products(head.hidden, weight)
         self.hidden = torch.zeros_like(head.hidden, dtype=of_hidden) if needed[0] else None
         if into is None:
@@ -253,18 +265,34 @@ class _Gradients:
         self.bias = torch.zeros_like(bias, dtype=head.wide) if bias is not None and needed[2] else None
 
     def add(self, tile: Tile, products: Tensor) -> None:
-        """Add those of a tile, of the gradient of its products [C, B]."""
+        """Add those of a tile, of the gradient of its products [C, B] without the factors."""
         rows, part, head = tile.rows, tile.part, self._head
-        factor = products.to(head.hidden.dtype)
+        factor = products.to(self._dtype)
         if self.hidden is not None:
             if head.weight is None:
                 self.hidden[rows, part] = factor
             else:
-                add_product(self.hidden[rows], factor, head.weights(part))
+                add_product(self.hidden[rows], factor, head.weights(part, self._dtype))
         if self.weight is not None:
-            add_product(self.weight[part], factor.T, head.hidden[rows])
+            add_product(self.weight[part], factor.T, self._states[rows])
         if self.bias is not None:
-            self.bias[part] += products.sum(0)
+            self.bias[part] += (products * self._factors[rows]).sum(0)
+
+    def of_hidden(self) -> Tensor | None:
+        """Return that of hidden states."""
+        return None if self.hidden is None else self.hidden.mul_(self._factors)
+
+
+def _row_factors(
+    of_logprobs: Tensor | None, of_entropies: Tensor | None, normalizers: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return [T, 1] factors of all gradients of a token's logits, and [T, 1] the part of its own logit.
+
+    Such a factor is multiplied with hidden states [T, D]: with each tile it would be one more pass over the vocabulary.
+    """
+    if of_logprobs is None or of_entropies is not None:
+        return torch.ones_like(normalizers), of_logprobs
+    return -of_logprobs, -torch.ones_like(of_logprobs)
 
 
 def _of_logits(
@@ -272,10 +300,11 @@ def _of_logits(
 ) -> Tensor:
     """Return the gradient [C, B] of logits, without the part of the token's own logit; overwrites `logprobs` [C, B].
 
-    That of a log-probability is −p, that of an entropy H is −p · (log p + H).
+    That of a log-probability is −p, that of an entropy H is −p · (log p + H). That of log-probabilities alone is
+    returned without its factor; see `_row_factors`.
     """
     if of_entropies is None or entropies is None:
-        return logprobs.exp_() if of_logprobs is None else logprobs.exp_().mul_(-of_logprobs)
+        return logprobs.exp_()
     probabilities = logprobs.clamp_(min=LOWEST).exp()
     factors = logprobs.add_(entropies).mul_(-of_entropies)
     return (factors if of_logprobs is None else factors.sub_(of_logprobs)).mul_(probabilities)

@@ -43,6 +43,7 @@ from .lora_config import LoRA
 from .model_files import ADAPTER_CONFIG, check_configurations, check_model_files
 from .model_identity import model_identity
 from .positions import table_positions, trained_positions
+from .tied_embedding import add_to_gradient_of_head
 from .torch_sharding import device_of
 from .torch_weights_file import stored_weights
 from .transformers_import import import_transformers, quiet_transformers
@@ -89,6 +90,7 @@ class HFModel(nn.Module):
         if lora is not None:
             adapters_of.insert(module, lora)
         _compute_head_in_own_dtype(module.get_output_embeddings())
+        add_to_gradient_of_head(module.get_input_embeddings(), module.get_output_embeddings())
         self._finish = _finish_of(module)
         """Function of the products of the head."""
         self._passes_hidden = _is_head_of(module, self._finish)

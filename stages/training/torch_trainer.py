@@ -46,6 +46,7 @@ from ..losses.distillation import TOKENS_USED
 from ..losses.distributions import Distributions, entropy_of, logprobs_of
 from ..losses.metrics import Mean, Metric, check_used, merge
 from ..losses.policy import PPOClip
+from ..losses.products import check_backward_dtype
 from ..losses.scored import Scored
 from ..losses.terms import Loss, LossValue
 from ..models.gathering import gathered
@@ -113,12 +114,16 @@ class TorchTrainer:
             `LossScale`); its parameters, the loss and the optimizer stay float32. None computes everything in the dtype
             of the parameters. A head that computes in bfloat16 changes every ratio by percents: have the model compute
             it with autocast off.
+        head_backward_dtype: dtype of the numbers that are multiplied for gradients of the output layer,
+            `torch.bfloat16`, where the device has instructions for it: log-probabilities stay as they are. None for the
+            dtype of the forward pass.
         compile: makes the function that is called in place of the model: `partial(torch.compile, dynamic=True)`.
         state: further state in checkpoints, by name: `{"normalizer": normalizer}`.
 
     Raises:
-        InvalidConfig: parameters that train are in bfloat16 or float16, another `autocast`, a number out
-            of range, or updates of a reference that is absent, or of a model that ranks share in parts.
+        InvalidConfig: parameters that train are in bfloat16 or float16, another `autocast`, a `head_backward_dtype`
+            that the device computes no faster, a number out of range, or updates of a reference that is absent, or of
+            a model that ranks share in parts.
         WeightsMismatch: the reference is to be updated, and has other tensors than the model.
     """
 
@@ -136,6 +141,7 @@ class TorchTrainer:
         reference: CausalModel | None = None,
         reference_updates: ReferenceUpdates | None = None,
         autocast: torch.dtype | None = None,
+        head_backward_dtype: torch.dtype | None = None,
         compile: Callable[[Any], Callable[..., Tensor]] | None = None,  # noqa: A002 (torch's name for it)
         state: Mapping[str, Stateful] | None = None,
     ) -> None:
@@ -150,6 +156,7 @@ class TorchTrainer:
         self._reference = None if reference is None else reference.train(mode=False)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         _check_precision(autocast, model)
+        check_backward_dtype("TorchTrainer.head_backward_dtype", head_backward_dtype, self._device)
         self._optimizer = GivenOptimizer(optimizer, self._parameters, schedule)
         self._tensors = SavedTensors(bare(model), self._optimizer)
         self._reference_updates = reference_updates
@@ -166,6 +173,7 @@ class TorchTrainer:
         self._temperature = finite_number("temperature", temperature)
         self._updates = whole_number("updates", updates)
         self._autocast = autocast
+        self._head_backward_dtype = head_backward_dtype
         self._loss_scale = LossScale(autocast, self._device)
         self._state = dict(state or {})
         if self._adaptive_kl is not None:
@@ -206,6 +214,7 @@ class TorchTrainer:
             "temperature": self._temperature,
             "updates": self._updates,
             "autocast": str(self._autocast),
+            "head_backward_dtype": str(self._head_backward_dtype),
             "reference_updates": repr(self._reference_updates),
         }
         return StageFacts(fixed={"optimizer": self._optimizer.name, **identity}, options=options)
@@ -351,7 +360,8 @@ class TorchTrainer:
 
     def _loss_of(self, distributions: Distributions, part: MicroBatch, batch: TrainBatch) -> LossValue:
         """Return the loss of `part` with all its metrics; store the proximal policy's log-probabilities in it."""
-        scored = self._scored(replace(distributions, adds_to_grad=self.ranks is None), part, batch)
+        adds, dtype = self.ranks is None, self._head_backward_dtype
+        scored = self._scored(replace(distributions, adds_to_grad=adds, backward_dtype=dtype), part, batch)
         value, reported = self._loss(scored)
         return LossValue(value, {**diagnostics(scored), **reported, "loss": Mean(value.detach())})
 

@@ -18,6 +18,7 @@ KeyClass: TypeAlias = Literal["applied", "free", "refused"]
 APPLIED = """
 model.precision
 model.base_dtype
+model.head_backward_dtype
 model.lora.dropout
 data.max_prompt_tokens
 environment.max_calls

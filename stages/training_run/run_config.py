@@ -67,6 +67,9 @@ class ModelConfig(Config, frozen=True):
     base_dtype: BaseDtype | None = None
     """dtype of weights that do not train: the base of adapters, the reference, and the torch engine's; null for
     bfloat16 on a CUDA device in a run whose precision is bfloat16, and else float32."""
+    head_backward_dtype: Literal["bfloat16"] | None = None
+    """bfloat16: the gradients of the output layer are products of numbers in it, on a device with instructions for
+    it; null for the dtype of the forward pass, which stays as it is."""
     attention: Text = "sdpa"
     """Kernel of the attention, by transformers' name."""
     gradient_checkpointing: bool = False

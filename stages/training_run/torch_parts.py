@@ -46,6 +46,7 @@ from ..losses.adaptive_kl import AdaptiveKL
 from ..losses.entropy import Entropy
 from ..losses.kl import KL
 from ..losses.policy import CISPO, DPPO, SAPO, AdvantageWeighted, PPOClip
+from ..losses.products import check_backward_dtype
 from ..losses.sequence_policy import GMPO, GSPO, VESPO
 from ..losses.terms import Aggregated, Loss, LossTerm, Term
 from ..models.hf_model import HFModel
@@ -98,6 +99,7 @@ class RunParts:
         self.config = config
         for key in ("device", "sampler_device"):
             check_device(key, getattr(config.placement, key))
+        check_backward_dtype("config: model.head_backward_dtype", self._head_backward_dtype, device_of(config))
         self.folder = model_folder(config.model.path)
         """The folder of the model, downloaded first if its path is a name of the hub."""
         self.tokenizer = PretrainedTokenizer(self.folder)
@@ -279,6 +281,11 @@ class RunParts:
         return AUTOCAST[self.config.model.precision]
 
     @property
+    def _head_backward_dtype(self) -> torch.dtype | None:
+        name = self.config.model.head_backward_dtype
+        return None if name is None else DTYPES[name]
+
+    @property
     def _sampled_dtype(self) -> torch.dtype:
         return DTYPES[sampled_dtype(self.config, device_of(self.config).type)]
 
@@ -378,6 +385,7 @@ class RunParts:
             if reference is not None and share
             else None,
             autocast=self._autocast,
+            head_backward_dtype=self._head_backward_dtype,
             compile=partial(torch.compile, dynamic=True) if config.model.compile else None,
         )
 

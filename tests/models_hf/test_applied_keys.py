@@ -121,6 +121,7 @@ def agent(name: str, of_mix: str = "") -> Callable[[Continued], Any]:
 EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
     "model.precision": ("bfloat16", precision, (torch.bfloat16, "torch.bfloat16")),
     "model.base_dtype": ("bfloat16", base, torch.bfloat16),
+    "model.head_backward_dtype": ("bfloat16", option("head_backward_dtype"), "torch.bfloat16"),
     "model.lora.dropout": (0.5, dropout, 0.5),
     "data.max_prompt_tokens": (99, lambda run: prompts(run).max_prompt_tokens, 99),
     "algorithm.clip": ([0.1, 0.3], lambda run: "0.1" in option("loss")(run) and "0.3" in option("loss")(run), True),
@@ -225,6 +226,12 @@ TOGETHER += [AGENTS, MIXED, tuple(APART)]
 TOGETHER.append(tuple(key for key in EFFECTS if key not in {*ALONE, *AGENTS, *MIXED, *APART}))
 
 
+@pytest.fixture
+def bfloat16_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+
+
+@pytest.mark.usefixtures("bfloat16_is_fast")
 @pytest.mark.parametrize("keys", TOGETHER, ids=lambda keys: keys[0] if len(keys) == 1 else f"{len(keys)} keys")
 def test_applied_keys_have_their_effects_in_a_continued_run(
     keys: tuple[str, ...], values: dict[str, Any], checkpoint: Path, unchanged: Continued, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from tests.as_on_cuda import as_on_cuda, operators_on_cuda
 from torch import Tensor
 
 from penstock._stages.losses.distributions import Distributions, entropy_of, logprobs_of
-from penstock._stages.losses.products import dtype_of_inputs, linear, sums_in_float32
+from penstock._stages.losses.products import check_backward_dtype, dtype_of_inputs, linear, sums_in_float32
+from penstock.errors import InvalidConfig
 
 TOKENS, WIDTH, VOCABULARY = 40, 32, 300
 
@@ -184,3 +186,82 @@ def test_a_cuda_device_is_given_torchs_own_operator(inputs: Any, weights: Any, o
 
     assert {name for name in operators if name.startswith("aten.mm")} == {operator}
     assert logits.dtype == SINGLE
+
+
+# -- the backward pass in bfloat16 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("functions", [[logprobs_of, entropy_of], [logprobs_of, largest_of]], ids=["tiles", "chunks"])
+@pytest.mark.parametrize("weights", [SINGLE, DOUBLE, NARROW])
+@pytest.mark.parametrize("finish", [None, softcapped])
+def test_a_backward_pass_in_bfloat16_leaves_values_and_rounds_gradients(
+    monkeypatch: pytest.MonkeyPatch, functions: Any, weights: Any, finish: Any
+) -> None:
+    monkeypatch.setattr("penstock._stages.losses.tiles.NUMBERS_OF_A_TILE", 64 * TOKENS)  # five tiles
+    monkeypatch.setattr("penstock._stages.losses.distributions.NUMBERS_AT_ONCE", 10 * VOCABULARY)  # four chunks
+    given = [each.to(weights) for each in head()[:3]]
+    options = {"finish": finish, "temperature": 0.7}
+
+    values, found = values_and_gradients(functions, given, backward_dtype=NARROW, **options)
+    expected, exact = values_and_gradients(functions, given, **options)
+
+    assert all(torch.equal(*pair) for pair in zip(values, expected, strict=True))
+    for one, other in zip(found, exact, strict=True):
+        assert one is not None
+        assert other is not None
+        assert one.dtype == other.dtype == weights
+        assert float((one - other).norm() / other.norm()) < 4e-3
+    assert torch.equal(found[0], exact[0]) == (weights == NARROW)  # type: ignore[arg-type]  # else it was not rounded
+
+
+def test_gradients_in_bfloat16_are_added_to_those_before() -> None:
+    hidden, weight, _, tokens = head()
+    weight.requires_grad_()
+
+    for adds_to_grad in (True, False):
+        found = Distributions(hidden, weight, adds_to_grad=adds_to_grad, backward_dtype=NARROW).logprobs_of(tokens)
+        torch.autograd.backward(found.sum())
+    twice, weight.grad = weight.grad, None
+    torch.autograd.backward(Distributions(hidden, weight, backward_dtype=NARROW).logprobs_of(tokens).sum())
+
+    assert twice is not None
+    assert weight.grad is not None
+    assert twice.dtype == SINGLE
+    assert torch.equal(twice, 2 * weight.grad)
+
+
+def test_gradients_of_logits_are_those_of_their_dtype() -> None:
+    hidden, weight, _, tokens = head()
+    found = []
+    for dtype in (NARROW, None):
+        logits = (hidden @ weight.T).requires_grad_()
+        torch.autograd.backward(Distributions(logits, backward_dtype=dtype).logprobs_of(tokens).sum())
+        found.append(logits.grad)
+
+    assert found[0] is not None
+    assert found[1] is not None
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "instructions", "message"),
+    [
+        (None, "cpu", (), None),
+        (None, "mps", (), None),
+        (NARROW, "cpu", ("avx512_bf16",), None),
+        (NARROW, "cpu", ("amx_tile",), None),
+        (NARROW, "cuda", (), None),
+        (NARROW, "cpu", (), r"a processor with instructions for bfloat16 .* got cpu without: leave the dtype out"),
+        (NARROW, "mps", ("avx512_bf16",), "got mps without"),
+        (torch.float16, "cuda", ("avx512_bf16",), "expected torch.bfloat16, or None .* got torch.float16"),
+        (SINGLE, "cpu", ("avx512_bf16",), "got torch.float32"),
+    ],
+)
+def test_a_backward_pass_in_bfloat16_needs_instructions_for_it(
+    *, monkeypatch: pytest.MonkeyPatch, dtype: Any, kind: str, instructions: tuple[str, ...], message: str | None
+) -> None:
+    for name in ("avx512_bf16", "amx_tile"):
+        monkeypatch.setattr(f"torch.cpu._is_{name}_supported", lambda name=name: name in instructions)
+
+    with nullcontext() if message is None else pytest.raises(InvalidConfig, match=f"key: .*{message}"):
+        check_backward_dtype("key", dtype, torch.device(kind))

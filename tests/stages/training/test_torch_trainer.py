@@ -593,6 +593,10 @@ def test_a_step_reports_its_timings() -> None:
             {"autocast": torch.float64},
             r"autocast: expected torch.bfloat16, torch.float16, or None .* got torch.float64",
         ),
+        (
+            {"head_backward_dtype": torch.float16},
+            r"TorchTrainer.head_backward_dtype: expected torch.bfloat16, or None .* got torch.float16",
+        ),
     ],
 )
 def test_options_that_would_train_backwards_or_not_at_all_are_refused(options: dict[str, Any], message: str) -> None:

@@ -128,6 +128,7 @@ CHANGED: dict[str, Any] = {
     "model.path": "elsewhere",
     "model.precision": "bfloat16",
     "model.base_dtype": "bfloat16",
+    "model.head_backward_dtype": "bfloat16",
     "model.attention": "eager",
     "model.gradient_checkpointing": True,
     "model.compile": True,
