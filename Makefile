@@ -79,7 +79,7 @@ OPTIONS :=
 # Machines with a GPU are lent for minutes: kernels come first, and the session ends in time.
 test-gpu: $(READY)
 	$(BIN)/python $(AGAINST) --session-timeout=480 --durations=10 tests/gpu_real/against_*kernels.py \
-		tests/gpu_real/against_gpu.py
+		tests/gpu_real/against_*.py
 
 test-vllm: $(VLLM)/ready $(AGENTS)/ready
 	VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python $(AGAINST) tests/vllm/against_vllm.py tests/vllm/against_servers.py
