@@ -44,8 +44,8 @@ def check_head(device: torch.device | str, dtype: torch.dtype) -> None:
     tokens = torch.randint(3000, (50,), generator=generator)
 
     def computed(states: Tensor, matrix: Tensor) -> list[Tensor]:
-        leaves = [states.detach().requires_grad_(), matrix.detach().requires_grad_()]
-        logprobs, entropy = Distributions(*leaves).over([logprobs_of, entropy_of], tokens.to(states.device))
+        leaves = states, matrix = states.detach().requires_grad_(), matrix.detach().requires_grad_()
+        logprobs, entropy = Distributions(states, matrix).over([logprobs_of, entropy_of], tokens.to(states.device))
         torch.autograd.backward((logprobs - 0.1 * entropy).mean())
         return [logprobs.detach(), entropy.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -67,9 +67,9 @@ def check_packed_rows(
     tokens, positions, attend = packed_rows(*ROWS)
     exact = torch.cat([logits_of_transformers(folder, sequence) for row in ROWS for sequence in row])
 
-    def logits(*given: Any) -> Tensor:
-        ids, places, sight = given
-        there = Attention(*(each.to(device) if isinstance(each, Tensor) else each for each in sight))
+    def logits(ids: Tensor, places: Tensor, sight: Attention) -> Tensor:
+        starts = None if sight.cu_seqlens is None else sight.cu_seqlens.to(device)
+        there = sight._replace(sequences=sight.sequences.to(device), cu_seqlens=starts)
         narrow = torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
         with torch.no_grad(), narrow:
             found = model(ids.to(device), positions=places.to(device), attend=there)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from itertools import pairwise
@@ -58,7 +59,7 @@ def counted(sequences: list[list[int]], folder: Path) -> float:
         for tokens in sequences:
             logits = module(torch.tensor([tokens]), logits_to_keep=len(tokens) - 1).logits
             torch.autograd.backward(logits.sum())
-    by_name = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+    by_name = {str(name): float(count) for name, count in counter.get_flop_counts()["Global"].items()}
     pairs = by_name.pop("aten.bmm")
     return sum(by_name.values()) + pairs / 2
 
@@ -166,7 +167,7 @@ def test_a_part_begins_only_before_the_time_is_over() -> None:
         now += seconds
         return {"left": left}
 
-    parts = [Part(f"{seconds}", lambda left, seconds=seconds: taking(seconds, left)) for seconds in (3, 4, 5, 6)]
+    parts = [Part(f"{seconds}", partial(taking, seconds)) for seconds in (3, 4, 5, 6)]
 
     results = run_parts(parts, 7, lambda _: None, clock=lambda: now)
 
