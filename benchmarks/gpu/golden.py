@@ -13,6 +13,7 @@ from typing import Any
 
 from .cases import Load
 from .devices import Device
+from .parts import Skipped
 
 __all__ = ["measure_golden_run"]
 
@@ -24,8 +25,8 @@ def measure_golden_run(load: Load, device: Device, timeout_s: float) -> dict[str
     """Return the rewards of a run of the task of `penstock init --tiny`, the mean of the last ones, and its seconds.
 
     Raises:
-        subprocess.CalledProcessError: the run failed.
-        subprocess.TimeoutExpired: it took longer than `timeout_s`.
+        Skipped: it took longer than `timeout_s`.
+        RuntimeError: it failed; the message has what it said last.
     """
     with TemporaryDirectory() as made:
         folder = Path(made) / "task"
@@ -41,4 +42,9 @@ def measure_golden_run(load: Load, device: Device, timeout_s: float) -> dict[str
 
 def _penstock(arguments: list[str], folder: Path, timeout_s: float) -> None:
     command = [sys.executable, "-m", "penstock", *arguments]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=timeout_s)  # noqa: S603 (penstock itself)
+    try:
+        ended = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, timeout=timeout_s)  # noqa: S603 (penstock itself)
+    except subprocess.TimeoutExpired:
+        raise Skipped("time") from None
+    if ended.returncode:
+        raise RuntimeError(f"penstock {arguments[0]}: {(ended.stderr.strip() or ended.stdout).splitlines()[-1]}")

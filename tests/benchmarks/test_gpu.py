@@ -15,12 +15,14 @@ import torch
 from benchmarks.gpu.__main__ import main, measure, show
 from benchmarks.gpu.cases import CASES, Case, Load
 from benchmarks.gpu.devices import SHEETS, Device, Kernel, Sheet
+from benchmarks.gpu.golden import measure_golden_run
 from benchmarks.gpu.parts import Part, Result, Skipped, run_parts
 from benchmarks.gpu.peer import measure_trl
 from benchmarks.gpu.serving import measure_publication, measure_sampling
 from benchmarks.gpu.step import flops, grouped, measure_step
 from benchmarks.shapes import make_module
 from rich.console import Console
+from tests.failsafe import FAILSAFE_S
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock import TrainBatch
@@ -148,6 +150,16 @@ def test_a_publication_is_of_all_tensors_and_to_the_host_where_there_is_no_gpu(c
         assert found["gib"] * 2**30 == width * sum(each.numel() for each in model.parameters())
     assert list(found["publish_s"]) == ["host"]
     assert len(found["publish_s"]["host"]) == 2
+
+
+def test_a_golden_run_without_time_is_left_out() -> None:
+    with pytest.raises(Skipped, match="time"):
+        measure_golden_run(SMALL, CPU, timeout_s=0.0)
+
+
+def test_a_golden_run_that_fails_has_what_it_said_last() -> None:
+    with pytest.raises(RuntimeError, match=r"penstock run: .*algorithm\.steps"):
+        measure_golden_run(SMALL._replace(golden_steps=-1), CPU, timeout_s=FAILSAFE_S)
 
 
 @pytest.mark.skipif(find_spec("trl") is not None, reason="TRL is installed")
