@@ -12,7 +12,7 @@
 #   make test-atropos-skyrl ATROPOS=../atropos SKYRL_PYTHON=python3.12   environments of Atropos and SkyRL's own trainers,
 #                        each with an interpreter of its own; installs what test-atropos and test-skyrl install
 #   make test-atropos-roll ATROPOS=../atropos ROLL=../roll   environments of Atropos, trained by ROLL's pipeline on a CPU
-#   make test-cuda       weights, training, sampling and runs on a GPU of this machine
+#   make test-gpu        kernels, weights, training, sampling and runs on a GPU of this machine; eight minutes at most
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
 #   make test-ray        stages on clusters of Ray on this machine; installs Ray first (100 MB)
@@ -51,7 +51,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-cuda test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check check-mypy check-pyright docs chaos bench setup clean
+.PHONY: demo test test-all test-gpu test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check check-mypy check-pyright docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -76,8 +76,10 @@ WARNINGS :=
 BELOW :=
 OPTIONS :=
 
-test-cuda: $(READY)
-	$(BIN)/python $(AGAINST) tests/cuda_real/against_*.py
+# Machines with a GPU are lent for minutes: kernels come first, and the session ends in time.
+test-gpu: $(READY)
+	$(BIN)/python $(AGAINST) --session-timeout=480 --durations=10 tests/gpu_real/against_*kernels.py \
+		tests/gpu_real/against_*.py
 
 test-vllm: $(VLLM)/ready $(AGENTS)/ready
 	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python $(AGAINST) tests/vllm/against_vllm.py tests/vllm/against_servers.py

@@ -16,6 +16,7 @@ python -m benchmarks.journal       cost of the journal in a pipeline, beside the
 python -m benchmarks.halt          a trainer that stops for half a minute, and its sources meanwhile
 python -m benchmarks.soak          workers killed, stopped and restarted, for any time
 python -m benchmarks.many_senders  one receiver with as many senders as descriptors permit, and its restart
+python -m benchmarks.gpu           on a GPU, in eight minutes: steps, kernels, sampling, publication, a run
 python -m benchmarks.weights       weights over tcp and through a folder, beside shared memory and a plain TCP copy
 python -m benchmarks.atropos_load  a gateway and many environments of Atropos, with trainers that die and restart
 """

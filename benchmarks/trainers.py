@@ -33,6 +33,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -131,13 +132,8 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 def make_files(folder: Path, size: Size) -> list[dict[str, str]]:
     """Write a model with its tokenizer into `folder`, and return the rows of the data."""
     import transformers  # noqa: PLC0415 (takes seconds)
-    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 (as above)
 
-    names = ["<end>", "<pad>", *(f"w{number}" for number in range(2, size.vocabulary))]
-    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="w2"))  # noqa: S106 (no secret)
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast: Any = transformers.PreTrainedTokenizerFast
-    fast(tokenizer_object=words, eos_token="<end>", pad_token="<pad>").save_pretrained(folder)  # noqa: S106 (as above)
+    make_tokenizer(folder, size.vocabulary)
     config = transformers.Qwen2Config(
         vocab_size=size.vocabulary,
         hidden_size=size.width,
@@ -157,63 +153,106 @@ def make_files(folder: Path, size: Size) -> list[dict[str, str]]:
     return [{"prompt": " ".join(f"w{number}" for number in row)} for row in rows]
 
 
+def make_tokenizer(folder: Path, vocabulary: int) -> Any:
+    """Write a tokenizer of so many words into `folder`, and return it."""
+    import transformers  # noqa: PLC0415 (takes seconds)
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 (as above)
+
+    names = ["<end>", "<pad>", *(f"w{number}" for number in range(2, vocabulary))]
+    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="w2"))  # noqa: S106 (no secret)
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast: Any = transformers.PreTrainedTokenizerFast
+    tokenizer = fast(tokenizer_object=words, eos_token="<end>", pad_token="<pad>")  # noqa: S106 (as above)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
 
 def measure_trl(folder: Path, rows: list[dict[str, str]], size: Size, **options: Any) -> Measured:
     """Train with TRL's GRPOTrainer, with `options` of its GRPOConfig."""
+    import transformers  # noqa: PLC0415 (takes seconds)
+
+    trainer, ends, training = trl_trainer(
+        str(folder),
+        rows,
+        transformers.PreTrainedTokenizerFast.from_pretrained(folder),
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=GROUP,
+        gradient_accumulation_steps=size.prompts,
+        max_completion_length=size.completion,
+        max_steps=size.steps + 1,
+        use_cpu=True,
+        **options,
+    )
+    before = peak_from_here()
+    trainer.train()
+    return Measured.of(ends, training, resident_mb("VmHWM") - before)
+
+
+def trl_trainer(
+    model: Any,
+    rows: list[dict[str, str]],
+    tokenizer: Any,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    finish: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> tuple[Any, list[Times], list[Times]]:
+    """Return TRL's GRPOTrainer, and two lists that it fills: the end of each step, and what training took in it.
+
+    Args:
+        model: a folder, or a model of transformers.
+        rows: prompts.
+        tokenizer: of transformers.
+        given: further arguments of the trainer.
+        finish: waits until the device has done a step.
+        options: of its GRPOConfig.
+    """
     import datasets  # noqa: PLC0415 (takes seconds)
     import transformers  # noqa: PLC0415 (as above)
 
     trl: Any = importlib.import_module("trl")  # it may be absent
     ends: list[Times] = []
-    preparing: list[list[Times]] = [[]]
+    training: list[Times] = []
+    prepared: list[Times] = []
 
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
+            finish()
             ends.append(Times.now())
-            preparing.append([])
+            last = ends[-2] if len(ends) > 1 else ends[-1]
+            training.append(Times(*np.subtract(ends[-1].since(last), np.sum(prepared, axis=0)).tolist()))
+            prepared.clear()
 
     class Trainer(trl.GRPOTrainer):  # type: ignore[misc] # of any type
         def _prepare_inputs(self, batch: Any) -> Any:
             began = Times.now()
-            prepared = super()._prepare_inputs(batch)
-            preparing[-1].append(Times.now().since(began))
-            return prepared
+            inputs = super()._prepare_inputs(batch)
+            prepared.append(Times.now().since(began))
+            return inputs
 
+    common: dict[str, Any] = {
+        "num_generations": GROUP,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "beta": 0.0,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 0,
+    }
     trainer = Trainer(
-        model=str(folder),
+        model=model,
         reward_funcs=reward,
-        args=trl.GRPOConfig(
-            output_dir=str(folder / "trl"),
-            per_device_train_batch_size=GROUP,
-            gradient_accumulation_steps=size.prompts,
-            num_generations=GROUP,
-            max_completion_length=size.completion,
-            max_steps=size.steps + 1,
-            learning_rate=1e-5,
-            lr_scheduler_type="constant",
-            beta=0.0,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            seed=0,
-            **options,
-        ),
+        args=trl.GRPOConfig(**common | options),
         train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(folder),
+        processing_class=tokenizer,
         callbacks=[Clock()],
+        **given,
     )
-    before = peak_from_here()
-    trainer.train()
-    grown = resident_mb("VmHWM") - before
-    training = [
-        Times(*np.subtract(end.since(last), np.sum(prepared, axis=0)))
-        for last, end, prepared in zip([ends[0], *ends], ends, preparing, strict=False)
-    ]
-    return Measured.of(ends, training, grown)
+    return trainer, ends, training
 
 
 def measure_trl_as_on_cuda(folder: Path, rows: list[dict[str, str]], size: Size) -> Measured:

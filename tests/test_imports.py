@@ -67,6 +67,7 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/integrations/prime_rl/*.py",
         "benchmarks/agents.py",
         "benchmarks/decoder.py",
+        "benchmarks/gpu/*.py",
         "benchmarks/head_backward.py",
         "benchmarks/head_tiles.py",
         "benchmarks/shapes.py",

@@ -4,7 +4,7 @@ The driver itself allocates the memory, not torch: a handle of torch's allocator
 users, and SIGKILL leaves that behind. This memory has no name and is freed with its owner. Its first page holds the
 publisher's generation, so that a handle that outlived its owner is not mistaken for one of another publisher.
 
-The suite tests the code above `CudaDriver` with another driver; `make test-cuda` runs it on a GPU.
+The suite tests the code above `CudaDriver` with another driver; `make test-gpu` runs it on a GPU.
 """
 
 from __future__ import annotations

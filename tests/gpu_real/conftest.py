@@ -9,5 +9,5 @@ import torch
 def pytest_configure() -> None:
     if not torch.cuda.is_available():
         pytest.exit(
-            "expected a GPU that torch finds, got none: run `make test-cuda` on a machine with one", returncode=1
+            "expected a GPU that torch finds, got none: run `make test-gpu` on a machine with one", returncode=1
         )

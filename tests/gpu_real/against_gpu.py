@@ -1,6 +1,6 @@
 """Memory of a GPU that processes share, a trainer and a sampler there, and runs that are killed.
 
-`make test-cuda` runs this file, on a machine with one GPU or more.
+`make test-gpu` runs this file, on a machine with one GPU or more.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tests.cuda_real.versions import Model, tensors
 from tests.failsafe import FAILSAFE_S
+from tests.gpu_real.versions import Model, tensors
 from tests.stages.engines.test_torch_policy import EOS, PROMPTS, fresh_logprobs, logprobs_of
 from tests.tiny_model import TinyModel
 from torch import Tensor
@@ -69,7 +69,7 @@ class Publishing:
 
 @contextmanager
 def publishing() -> Iterator[Publishing]:
-    command = [sys.executable, "-m", "tests.cuda_real.publishing"]
+    command = [sys.executable, "-m", "tests.gpu_real.publishing"]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

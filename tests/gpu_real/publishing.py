@@ -6,7 +6,7 @@ import sys
 
 import anyio
 import torch
-from tests.cuda_real.versions import Model, tensors
+from tests.gpu_real.versions import Model, tensors
 
 from penstock.weights import WeightPublisher
 

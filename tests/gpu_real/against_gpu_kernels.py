@@ -1,4 +1,4 @@
-"""The kernels of a CUDA device compute what a CPU computes in float32: `make test-cuda`.
+"""The kernels of a CUDA device compute what a CPU computes in float32: `make test-gpu`.
 
 Models are small and have random weights, whose logits are as far apart as those of a trained one. `pytest -s` shows the
 errors of log-probabilities and ratios, and the kernels that took most of the time.
