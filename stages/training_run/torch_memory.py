@@ -172,13 +172,18 @@ def _needs(config: RunConfig, numbers: Numbers, *, sharded: bool) -> list[Device
         if device != "cpu" or config.model.lora is not None:  # others map the published weights
             exact[device]["weights of samplers"] += sampled * numbers.parameters
         bounds[device]["cache of samplers"] += sampled * numbers.cached * rows
-    if config.engine == "torch":  # others read them from a folder
-        published = FLOAT32 if config.model.lora is not None else sampled
-        exact["cpu"]["published versions"] += VERSIONS * published * numbers.trained
+    exact["cpu"]["published versions"] += VERSIONS * _published(config, numbers, sampled)
     return [
         DeviceNeeds(device, _bytes_of(device), dict(exact[device]), dict(bounds[device]))
         for device in sorted({*exact, *bounds}, reverse=True)
     ]
+
+
+def _published(config: RunConfig, numbers: Numbers, sampled: int) -> int:
+    """Return the bytes of a published version, whose samplers have `sampled` bytes for a parameter."""
+    if config.engine == "torch":
+        return numbers.trained * (FLOAT32 if config.model.lora is not None else sampled)
+    return numbers.parameters * (sampled if config.server is None else FLOAT32)  # merged
 
 
 def _training_devices(config: RunConfig, trains: torch.device) -> list[str]:

@@ -291,9 +291,9 @@ class RunParts:
 
     @property
     def published_as(self) -> dict[str, str]:
-        """Return the dtypes that the torch engine receives as another one; adapters are float32 everywhere."""
-        narrow = self.config.model.lora is None and self._sampled_dtype == torch.bfloat16
-        return {"float32": "bfloat16"} if narrow else {}
+        """Return the dtypes that samplers of the run receive as another one; adapters alone are float32 everywhere."""
+        whole = self.config.model.lora is None or self.config.placement.servers is not None
+        return {"float32": "bfloat16"} if whole and self._sampled_dtype == torch.bfloat16 else {}
 
     def model(self) -> HFModel:
         """Return the model with its weights, on the device that trains."""

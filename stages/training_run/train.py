@@ -345,7 +345,7 @@ async def _published(parts: RunParts, model: HFModel, view: View | None) -> Asyn
         own = await anyio.to_thread.run_sync(config.run_folder.absolute) / "weights"
         folder: MemoryFolder | WeightFolder
         if config.server is None:  # those that were started are of this host
-            folder = await stack.enter_async_context(MemoryFolder(own, model.merged()))
+            folder = await stack.enter_async_context(MemoryFolder(own, model.merged(), cast=parts.published_as))
         else:
             folder = await stack.enter_async_context(WeightFolder(config.server.weights or own, model.merged()))
         engines = [await stack.enter_async_context(policy.open(Worker(place, len(urls)))) for place in range(len(urls))]
