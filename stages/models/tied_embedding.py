@@ -53,10 +53,11 @@ class _Embedded(torch.autograd.Function):
             real = flat != ctx.padding_idx
             rows, flat = rows[real], flat[real]
         # The head adds its gradient in a backward pass before this; without such a head it returns it, and so do we.
-        added = weight.grad is not None and _state_of(weight.grad) != ctx.before
-        into = weight.grad if added else torch.zeros_like(weight)
-        into.index_add_(0, flat, rows.to(into.dtype))
-        return None, None if added else into, None
+        if weight.grad is not None and _state_of(weight.grad) != ctx.before:
+            weight.grad.index_add_(0, flat, rows.to(weight.grad.dtype))
+            return None, None, None
+        own = torch.zeros_like(weight).index_add_(0, flat, rows.to(weight.dtype))
+        return None, own, None
 
 
 def _state_of(gradient: Tensor | None) -> tuple[int, int] | None:
