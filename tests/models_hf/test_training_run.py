@@ -90,7 +90,7 @@ def test_a_run_says_what_it_does_before_its_first_step_and_prints_its_steps(ran:
         "calling each reward function with a first row",
         f"loading the model {model}",
     ]
-    assert any(line.startswith("step 0/4, ") and "start of SourceEnv" in line for line in lines)
+    assert any(line.startswith("step 0/4, ") for line in lines)
     assert any(line.startswith("step 4/4, ") for line in lines)
 
 
