@@ -270,7 +270,7 @@ class AlgorithmConfig(Config, frozen=True):
     """The algorithm: advantages, loss and batches."""
 
     advantages: Mode = "grpo"
-    """Mode of the AdvantageNormalizer."""
+    """Mode of the AdvantageNormalizer; with gdpo, the parts of the reward are its components."""
     rewards: Literal["sequence", "token"] = "sequence"
     """`token` compares the rewards of turns, on the last token of each, in place of those of rollouts."""
     preset: Library | None = None
@@ -457,6 +457,11 @@ class RunConfig(Config, frozen=True):
             )
         if self.algorithm.rewards != "sequence" and self.environment is None:
             raise InvalidConfig("algorithm.rewards: expected an environment beside it, whose turns have rewards")
+        if self.algorithm.advantages == "gdpo" and (self.reward.clip or self.reward.combine != "add"):
+            raise InvalidConfig(
+                "algorithm.advantages: expected neither reward.clip nor combine: fallback with gdpo, which compares "
+                "the parts of rewards"
+            )
         for name in self.trackers:
             if name not in TRACKERS and ":" not in name:
                 known = f"{', '.join(TRACKERS)} or module:function"

@@ -464,7 +464,11 @@ class RunParts:
         )
         try:
             normalizer = AdvantageNormalizer(
-                algorithm.advantages, batch_groups=gathered, rewards=algorithm.rewards, preset=algorithm.preset
+                algorithm.advantages,
+                batch_groups=gathered,
+                rewards=algorithm.rewards,
+                preset=algorithm.preset,
+                components=self.rewards.part_weights() if algorithm.advantages == "gdpo" else None,
             )
         except InvalidConfig as error:
             raise InvalidConfig(f"config: algorithm.advantages: {error}") from None

@@ -133,3 +133,12 @@ def test_code_is_named_and_never_written_into_the_file(path: Path) -> None:
 
     with pytest.raises(InvalidConfig, match="expected YAML of plain values"):
         load_run_config(path)
+
+
+@pytest.mark.parametrize("reward", [{"clip": [-1, 1]}, {"combine": "fallback"}], ids=["clip", "fallback"])
+def test_gdpo_compares_parts_of_rewards_which_nothing_corrects(reward: dict[str, Any]) -> None:
+    assert refusal("algorithm.advantages=gdpo", reward=reward) == (
+        "config: algorithm.advantages: expected neither reward.clip nor combine: fallback with gdpo, which compares "
+        "the parts of rewards"
+    )
+    assert load_run_config(LEAST, ["algorithm.advantages=gdpo"]).algorithm.advantages == "gdpo"
