@@ -149,12 +149,14 @@ class Estimator:
         """
         total, noise = np.zeros_like(rewards.values), np.zeros_like(rewards.values)
         weights = stack.completion_lengths() if self.preset.gdpo_is_whitened_by_token else rewards.counted
-        differ = np.full(len(stack.sizes), self.preset.masked_count)
+        differ, epsilon = np.full(len(stack.sizes), self.preset.masked_count), self.preset.epsilon
         for name, weight in self.components.items():
             part = self._component(stack, rewards, name, weight)
             groups = part.beside(stack.sizes)
-            total += weight * self._with_lone(self._scaled(groups), part.values, groups)
-            noise += weight * part.noise / (groups.deviations + self.preset.epsilon)[groups.owners]
+            scaled = self._with_lone(self._scaled(groups), part.values, groups)
+            total += weight * scaled
+            moved = part.noise + epsilon * self.preset.separates_noise * abs(scaled)  # ε moves σ of small values more
+            noise += weight * moved / (groups.deviations + epsilon)[groups.owners]
             differ |= groups.deviations > 0
         return self._whitened(total, weights * differ.repeat(stack.sizes), noise)
 

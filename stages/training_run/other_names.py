@@ -148,7 +148,6 @@ VALUES = {
     "algorithm.loss=vanilla": "algorithm.loss=ppo",
     "algorithm.loss=dppo_tv": "algorithm.loss=dppo",
     "algorithm.loss=geo_mean": "algorithm.loss=gmpo",
-    "algorithm.loss=clip_cov": "a function of your own: algorithm.loss=module:function",
     "algorithm.advantages=reinforce_plus_plus": "algorithm.advantages=reinforce++",
     "algorithm.advantages=reinforce_plus_plus_baseline": "algorithm.advantages=reinforce++-baseline",
     "algorithm.advantages=group": "algorithm.advantages=grpo",

@@ -39,10 +39,10 @@ NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.m
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 FunctionName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[\w.]+:[\w.]+$", description="module:function")]
 
-BOUNDED = ("ppo", "gspo", "gmpo", "cispo", "dppo")
+BOUNDED = ("ppo", "gspo", "gmpo", "cispo", "dppo", "clip_cov")
 """Losses with bounds on the ratio, or on the change of the probability."""
 
-LOSSES = (*BOUNDED, "sapo", "vespo", "reinforce")
+LOSSES = (*BOUNDED, "kl_cov", "sapo", "vespo", "reinforce")
 
 TRACKERS = ("tensorboard", "wandb")
 """Trackers that have names of their own."""
@@ -276,7 +276,8 @@ class AlgorithmConfig(Config, frozen=True):
     preset: Library | None = None
     """Library whose advantages are computed where they differ."""
     loss: Text = "ppo"
-    """ppo, gspo, gmpo, cispo, dppo, sapo, vespo or reinforce; or `module:function` for a loss of `penstock.losses`."""
+    """ppo, gspo, gmpo, cispo, dppo, clip_cov, kl_cov, sapo, vespo or reinforce; or `module:function` for a loss of
+    `penstock.losses`."""
     clip: tuple[NotNegative, NotNegative] | None = None
     """Bounds of the ratio below and above 1, with dppo of the change of the probability; null for those of the loss."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"] = "token-mean"

@@ -43,6 +43,7 @@ from ..data.prompt_order import Split
 from ..engines.http_policy import HttpPolicy
 from ..engines.torch_policy import TorchPolicy
 from ..losses.adaptive_kl import AdaptiveKL
+from ..losses.covariance import ClipCov, KLCov
 from ..losses.entropy import Entropy
 from ..losses.kl import KL
 from ..losses.policy import CISPO, DPPO, SAPO, AdvantageWeighted, PPOClip
@@ -547,6 +548,8 @@ _TERMS: dict[str, Callable[..., Term]] = {
     "gmpo": GMPO,
     "cispo": CISPO,
     "dppo": DPPO,
+    "clip_cov": ClipCov,
+    "kl_cov": KLCov,
     "sapo": SAPO,
     "vespo": VESPO,
     "reinforce": AdvantageWeighted,

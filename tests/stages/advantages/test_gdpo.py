@@ -180,9 +180,10 @@ async def test_a_sequence_alone_has_advantage_zero() -> None:
     assert await advantages([of_parts(right=[5.0])], {"right": 1.0}) == [0.0]
 
 
-async def test_parts_that_cancel_but_for_rounding_have_advantages_of_exactly_zero() -> None:
+@pytest.mark.parametrize("scale", [1.0, 0.1, 3e4])
+async def test_parts_that_cancel_but_for_rounding_have_advantages_of_exactly_zero(scale: float) -> None:
     values = [0.1, 0.7, 0.3, 0.9]
-    given = of_parts(right=values, short=[-value * (1 + 1e-7) for value in values])
+    given = of_parts(right=values, short=[-scale * value * 3 / 7 for value in values])
 
     assert await advantages([given], {"right": 1.0, "short": 1.0}) == [0.0] * 4
 
