@@ -175,6 +175,7 @@ BUILDERS = {"batch", "drive_source", "group", "trajectory", "write_checkpoint"}
 
 RATIOS = {
     *(
+        "AdaptiveEntropy",
         "AdaptiveKL",
         "Aggregated",
         "CISPO",

@@ -9,7 +9,7 @@ with extra("torch", "penstock.losses"):
     from ._stages.losses.choices import TokenChoice
     from ._stages.losses.covariance import ClipCov, KLCov
     from ._stages.losses.distillation import Distillation, SampledDistillation
-    from ._stages.losses.entropy import Entropy
+    from ._stages.losses.entropy import AdaptiveEntropy, Entropy
     from ._stages.losses.importance import ImportanceWeight
     from ._stages.losses.kl import KL
     from ._stages.losses.masks import GeometricMask, Mask, OffPolicyMask, ProductMask, TokenMask, WorstTokenMask
@@ -28,6 +28,7 @@ __all__ = [
     "KL",
     "SAPO",
     "VESPO",
+    "AdaptiveEntropy",
     "AdaptiveKL",
     "AdvantageWeighted",
     "Aggregated",

@@ -40,7 +40,7 @@ from ..._schemas.conversion import decode_json
 from ..._schemas.numbers import finite_number, whole_number
 from ..contracts.autocast import check_autocast, computing_in
 from ..contracts.causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
-from ..losses.adaptive_kl import adaptive_kl_of
+from ..losses.adaptive import adaptive_terms_of
 from ..losses.choices import TokenChoice
 from ..losses.diagnostics import diagnostics
 from ..losses.distillation import TOKENS_USED
@@ -168,7 +168,7 @@ class TorchTrainer:
         if reference_updates is not None:
             _check_reference(reference, model)
         self._loss = loss
-        self._adaptive_kl = adaptive_kl_of(loss)
+        self._adaptive = adaptive_terms_of(loss)
         self._choices: tuple[TokenChoice, ...] = loss.choices if isinstance(loss, LossTerm | Aggregated) else ()
         """The rules by which the loss chooses among all tokens of a batch."""
         self._max_grad_norm = math.inf if max_grad_norm is None else finite_number("max_grad_norm", max_grad_norm)
@@ -182,9 +182,7 @@ class TorchTrainer:
         self._autocast = autocast
         self._head_backward_dtype = head_backward_dtype
         self._loss_scale = LossScale(autocast, self._device)
-        self._state = dict(state or {})
-        if self._adaptive_kl is not None:
-            self._state["adaptive_kl"] = self._adaptive_kl
+        self._state = {**(state or {}), **self._adaptive}
         self._steps = 0
         self._committed = CommittedPrompts()
 
@@ -291,8 +289,8 @@ class TorchTrainer:
         if self._reference is not None and self._reference_updates is not None:
             self._reference_updates.apply(self._reference, bare(self._model), self._steps)
         found = {name: metric.value() for name, metric in metrics.items()}
-        if self._adaptive_kl is not None:
-            found |= self._adaptive_kl.adapt(found, batch.total_rollouts)
+        for term in self._adaptive.values():
+            found |= term.adapt(found, batch.total_rollouts)
         unused = {} if batch.teacher_ids is None else {TOKENS_USED: 0.0}  # shows that no loss uses the teacher
         return unused | found | {"lr": rate} | self._loss_scale.metrics() | clock.seconds()
 

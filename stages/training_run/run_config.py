@@ -266,6 +266,17 @@ class AdaptiveKLConfig(Config, frozen=True):
     """Number of sequences that correct the relative error."""
 
 
+class AdaptiveEntropyConfig(Config, frozen=True):
+    """The controller of the weight of the entropy bonus; see `AdaptiveEntropy`."""
+
+    target: Positive
+    """Entropy, in nats per token, that is not to be fallen below."""
+    delta: Positive = 0.005
+    """Change of the weight in a step."""
+    most: Positive = 1.0
+    """Largest weight."""
+
+
 class AlgorithmConfig(Config, frozen=True):
     """The algorithm: advantages, loss and batches."""
 
@@ -288,6 +299,8 @@ class AlgorithmConfig(Config, frozen=True):
     reference: ReferenceConfig = ReferenceConfig()
     entropy: NotNegative = 0.0
     """Weight of an entropy bonus."""
+    adaptive_entropy: AdaptiveEntropyConfig | None = None
+    """Controller that starts from this weight, which may be 0; null keeps the weight."""
     group_size: Annotated[int, msgspec.Meta(ge=2, le=LARGEST)] = 8
     """Completions of a prompt."""
     prompts: Count = 32
@@ -314,11 +327,14 @@ class AlgorithmConfig(Config, frozen=True):
             known = f"{', '.join(LOSSES)} or module:function"
             advice = counterpart_of_value(RunConfig, "algorithm.loss", self.loss) or nearest(self.loss, LOSSES)
             raise InvalidConfig(f"loss: expected {known}, got {self.loss!r}{advice}")
-        if ":" in self.loss and (self.entropy or self.adaptive_kl is not None or self.aggregation != "token-mean"):
+        adapts = self.adaptive_kl is not None or self.adaptive_entropy is not None
+        if ":" in self.loss and (self.entropy or adapts or self.aggregation != "token-mean"):
             raise InvalidConfig(
-                f"loss: expected neither entropy, adaptive_kl nor aggregation beside {self.loss}, which returns the "
-                f"whole loss: set them in the function"
+                f"loss: expected neither entropy, adaptive_entropy, adaptive_kl nor aggregation beside {self.loss}, "
+                f"which returns the whole loss: set them in the function"
             )
+        if self.adaptive_entropy is not None and self.entropy > self.adaptive_entropy.most:
+            raise InvalidConfig(f"entropy: expected at most adaptive_entropy.most, got {self.entropy}")
         if self.clip is not None and self.loss not in BOUNDED:
             raise InvalidConfig(f"clip: expected with loss {', '.join(BOUNDED)}, got loss {self.loss}")
 

@@ -44,7 +44,7 @@ from ..engines.http_policy import HttpPolicy
 from ..engines.torch_policy import TorchPolicy
 from ..losses.adaptive_kl import AdaptiveKL
 from ..losses.covariance import ClipCov, KLCov
-from ..losses.entropy import Entropy
+from ..losses.entropy import AdaptiveEntropy, Entropy
 from ..losses.kl import KL
 from ..losses.policy import CISPO, DPPO, SAPO, AdvantageWeighted, PPOClip
 from ..losses.products import check_backward_dtype
@@ -537,7 +537,9 @@ def loss_of(algorithm: AlgorithmConfig) -> Loss:
         term = term + AdaptiveKL(algorithm.kl, algorithm.adaptive_kl.target, algorithm.adaptive_kl.horizon)
     elif algorithm.kl:
         term = term + algorithm.kl * KL("k3")
-    if algorithm.entropy:
+    if (adaptive := algorithm.adaptive_entropy) is not None:
+        term = term + AdaptiveEntropy(adaptive.target, algorithm.entropy, adaptive.delta, adaptive.most)
+    elif algorithm.entropy:
         term = term - algorithm.entropy * Entropy()
     return term.aggregated(algorithm.aggregation)
 

@@ -99,7 +99,7 @@ def test_overrides_leave_the_given_mapping_as_it_is() -> None:
         ("algorithm.steps=0", "Expected `int` >= 1, got 0 - at `$.algorithm.steps`"),
         (
             "algorithm={loss: my:loss, entropy: 0.01}",
-            "loss: expected neither entropy, adaptive_kl nor aggregation beside my:loss",
+            "loss: expected neither entropy, adaptive_entropy, adaptive_kl nor aggregation beside my:loss",
         ),
         (
             "algorithm.loss=pppo",
