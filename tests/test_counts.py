@@ -175,6 +175,7 @@ BUILDERS = {"batch", "drive_source", "group", "trajectory", "write_checkpoint"}
 
 RATIOS = {
     *(
+        "AdaptiveEntropy",
         "AdaptiveKL",
         "Aggregated",
         "CISPO",
@@ -186,7 +187,8 @@ RATIOS = {
         "ImportanceWeight",
         "KLReward",
     ),
-    *("OffPolicyMask", "PPOClip", "ProductMask", "SAPO", "TokenMask", "VESPO", "WorstTokenMask", "adamw"),
+    *("ClipCov", "KLCov", "OffPolicyMask", "PPOClip", "ProductMask", "SAPO", "TokenMask", "TopEntropyMask", "VESPO"),
+    *("WorstTokenMask", "adamw"),
 }
 """Names whose numbers have other bounds, tested elsewhere; a loss makes `Aggregated`, and torch checks `adamw`."""
 

@@ -6,8 +6,10 @@ from ._pipeline.util.extras import extra
 
 with extra("torch", "penstock.losses"):
     from ._stages.losses.adaptive_kl import AdaptiveKL
+    from ._stages.losses.choices import TokenChoice
+    from ._stages.losses.covariance import ClipCov, KLCov
     from ._stages.losses.distillation import Distillation, SampledDistillation
-    from ._stages.losses.entropy import Entropy
+    from ._stages.losses.entropy import AdaptiveEntropy, Entropy
     from ._stages.losses.importance import ImportanceWeight
     from ._stages.losses.kl import KL
     from ._stages.losses.masks import GeometricMask, Mask, OffPolicyMask, ProductMask, TokenMask, WorstTokenMask
@@ -16,6 +18,7 @@ with extra("torch", "penstock.losses"):
     from ._stages.losses.scored import Scored
     from ._stages.losses.sequence_policy import GMPO, GSPO, VESPO
     from ._stages.losses.terms import Aggregated, Loss, LossValue, PerToken, Term
+    from ._stages.losses.top_entropy import TopEntropyMask
 
 __all__ = [
     "CISPO",
@@ -25,15 +28,18 @@ __all__ = [
     "KL",
     "SAPO",
     "VESPO",
+    "AdaptiveEntropy",
     "AdaptiveKL",
     "AdvantageWeighted",
     "Aggregated",
+    "ClipCov",
     "Distillation",
     "EffectiveSamples",
     "Entropy",
     "Extreme",
     "GeometricMask",
     "ImportanceWeight",
+    "KLCov",
     "Loss",
     "LossValue",
     "Mask",
@@ -46,7 +52,9 @@ __all__ = [
     "SampledDistillation",
     "Scored",
     "Term",
+    "TokenChoice",
     "TokenMask",
     "TokensUsed",
+    "TopEntropyMask",
     "WorstTokenMask",
 ]

@@ -22,14 +22,14 @@ from ..._pipeline.graph.flush import FlushableInbox
 from ..._pipeline.graph.stage_info import StageInfo
 from ..._schemas import TrajectoryGroup
 from ..._schemas.choices import check_choice
-from ..._schemas.numbers import normalize_counts, number_or_nan
+from ..._schemas.numbers import finite_number, normalize_counts, number_or_nan
 from ..contracts.group_stack import GroupStack
 from .estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
 from .formulas import Mode, RunningStatistics
 from .presets import OURS, PRESETS, Library
 from .zero_advantages import zero_advantages
 
-GATHERING: tuple[Mode, ...] = ("batch", "reinforce++", "reinforce++-baseline")
+GATHERING: tuple[Mode, ...] = ("batch", "gdpo", "reinforce++", "reinforce++-baseline")
 """Modes that compare across groups."""
 
 
@@ -42,8 +42,9 @@ class AdvantageNormalizer:
 
     Args:
         mode: `none` (the reward itself), `grpo`, `dr_grpo`, `rloo`, `maxrl`, `opo` (against the group), `batch`,
-            `reinforce++`, `reinforce++-baseline` (against the `batch_groups` groups that are gathered), `global`
-            (against all rewards of the run so far), or `gae` (against the values of a critic, the column `values`).
+            `gdpo`, `reinforce++`, `reinforce++-baseline` (against the `batch_groups` groups that are gathered),
+            `global` (against all rewards of the run so far), or `gae` (against the values of a critic, the column
+            `values`).
         clip: bounds on an advantage: a number c for [−c, c], or a pair.
         batch_groups: number of groups that are gathered; the last ones of a stream, or before a flush, may be fewer.
             `gae` whitens over the gathered groups, and does not whiten where this is left out.
@@ -51,6 +52,8 @@ class AdvantageNormalizer:
         gamma: discount of `reinforce++` and `gae`, a step for each token that trains.
         gae_lambda: λ of `gae`.
         preset: the library whose results are computed where they differ from ours.
+        components: weight of each reward part that `gdpo` compares, by its name in `reward_parts`: the magnitude of
+            the weight that the part was computed with. `score` is the reward itself in groups without such a part.
 
     Raises:
         InvalidConfig: an unknown mode or preset, bounds in the wrong order, a discount outside [0, 1], or an
@@ -64,6 +67,7 @@ class AdvantageNormalizer:
     gamma: float = 1.0
     gae_lambda: float = 1.0
     preset: Library | None = None
+    components: Mapping[str, float] | None = None
     _estimator: Estimator = field(init=False, repr=False, compare=False)
     """Built from all fields above except `clip`."""
     _seen: RunningStatistics = field(default_factory=RunningStatistics, init=False, repr=False, compare=False)
@@ -83,8 +87,11 @@ class AdvantageNormalizer:
         self._check_batch_groups(gae_is_whitened=preset.gae_is_whitened)
         _check_discount("gamma", self.gamma, BY_TOKEN, self.mode)
         _check_discount("gae_lambda", self.gae_lambda, ("gae",), self.mode)
+        self._check_components()
         whitens = self.batch_groups is not None
-        self._estimator = Estimator(self.mode, self.rewards, self.gamma, self.gae_lambda, whitens, preset)
+        self._estimator = Estimator(
+            self.mode, self.rewards, self.gamma, self.gae_lambda, whitens, preset, self.components or {}
+        )
 
     def _check_batch_groups(self, *, gae_is_whitened: bool) -> None:
         if self.batch_groups is None:
@@ -93,6 +100,19 @@ class AdvantageNormalizer:
                 raise InvalidConfig(f"batch_groups: expected a number with {modes}, got none with {self.mode}")
         elif self.mode not in (*GATHERING, "gae"):
             raise InvalidConfig(f"batch_groups: expected none with {self.mode}, got {self.batch_groups}")
+
+    def _check_components(self) -> None:
+        if self.mode != "gdpo":
+            if self.components is not None:
+                raise InvalidConfig(f"components: expected none with {self.mode}, got {self.components}")
+            return
+        if not isinstance(self.components, Mapping) or not self.components:
+            raise InvalidConfig(f"components: expected weights by name with gdpo, got {self.components!r}")
+        if self.rewards != "sequence":
+            raise InvalidConfig(f"rewards: expected sequence with gdpo, got {self.rewards}")
+        self.components = {
+            name: finite_number(f"components[{name!r}]", weight) for name, weight in self.components.items()
+        }
 
     def stage_info(self) -> StageInfo:
         """State the columns that the mode and the rewards need."""

@@ -8,6 +8,7 @@ Axes: B sequences, G groups, N tokens, M steps (see `returns`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -73,6 +74,8 @@ class Estimator:
     whitens: bool
     """True if advantages of tokens are whitened over the stack."""
     preset: Preset
+    components: Mapping[str, float]
+    """The weights of the reward parts that `gdpo` compares, by name."""
 
     def estimate(self, stack: GroupStack, seen: RunningStatistics) -> Estimate:
         """Return advantages, neither clipped nor spread; mode `global` compares with all rewards in `seen` and these.
@@ -117,6 +120,8 @@ class Estimator:
                 return seen.whitened(rewards.values, rewards.counted)
             case "batch":
                 return self._against_batch(rewards, groups)
+            case "gdpo":
+                return self._by_component(stack, rewards)
             case "opo":
                 advantages = opo(groups, stack.completion_lengths())
             case "grpo":
@@ -127,10 +132,40 @@ class Estimator:
                 advantages = maxrl(groups, self.preset.mean_epsilon)
             case _:
                 advantages = dr_grpo(groups)
+        return self._with_lone(advantages, rewards.values, groups)
+
+    def _with_lone(self, advantages: Floats, values: Floats, groups: Groups) -> Floats:
+        """Return `advantages` [B], in groups of one computed from `values` [B] where the preset keeps these."""
         if self.mode not in self.preset.modes_keeping_lone_rewards:
             return advantages
-        deviation = 1 + self.preset.epsilon if self.mode == "grpo" else 1.0
-        return np.where((groups.counts == 1)[groups.owners], rewards.values / deviation, advantages)
+        deviation = 1 + self.preset.epsilon if self.mode in ("gdpo", "grpo") else 1.0
+        return np.where((groups.counts == 1)[groups.owners], values / deviation, advantages)
+
+    def _by_component(self, stack: GroupStack, rewards: Compared) -> Floats:
+        """Return [B] the weighted sum of the components, each scaled within its group, whitened over the batch.
+
+        Liu et al., "GDPO" (arXiv:2601.05242). A part contains its weight already: dividing by it gives the values that
+        ε was chosen for. As in `reinforce++-baseline`, groups in which nothing differs do not enter the batch.
+        """
+        total, noise = np.zeros_like(rewards.values), np.zeros_like(rewards.values)
+        weights = stack.completion_lengths() if self.preset.gdpo_is_whitened_by_token else rewards.counted
+        differ, epsilon = np.full(len(stack.sizes), self.preset.masked_count), self.preset.epsilon
+        for name, weight in self.components.items():
+            part = self._component(stack, rewards, name, weight)
+            groups = part.beside(stack.sizes)
+            scaled = self._with_lone(self._scaled(groups), part.values, groups)
+            total += weight * scaled
+            moved = part.noise + epsilon * self.preset.separates_noise * abs(scaled)  # ε moves σ of small values more
+            noise += weight * moved / (groups.deviations + epsilon)[groups.owners]
+            differ |= groups.deviations > 0
+        return self._whitened(total, weights * differ.repeat(stack.sizes), noise)
+
+    def _component(self, stack: GroupStack, rewards: Compared, name: str, weight: float) -> Compared:
+        """Return the values of a component before their weight; `score` is the reward in groups without such a part."""
+        score = name == "score"
+        values = stack.reward_parts(name, rewards.values if score else None) / weight
+        noise = rewards.noise / weight if score else rounding(values) * self.preset.separates_noise
+        return Compared(values, noise, rewards.counted)
 
     def _against_batch(self, rewards: Compared, groups: Groups) -> Floats:
         batch = rewards.beside(np.array([len(rewards.values)]))
@@ -169,7 +204,7 @@ class Estimator:
     def _whitened(self, values: Floats, weights: NDArray[np.int64] | Flags, noise: Floats) -> Floats:
         preset = self.preset
         return whitened(
-            values, weights, noise, epsilon=preset.token_epsilon, epsilon_of_variance=preset.token_epsilon_of_variance
+            values, weights, noise, epsilon=preset.white_epsilon, epsilon_of_variance=preset.white_epsilon_of_variance
         )
 
     # -- rewards that count -----------------------------------------------------------------------------------------

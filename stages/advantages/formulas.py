@@ -37,6 +37,7 @@ Mode: TypeAlias = Literal[
     "none",
     "batch",
     "global",
+    "gdpo",
     "grpo",
     "dr_grpo",
     "rloo",

@@ -27,10 +27,10 @@ class Preset:
     """Added to σ where rewards are divided by it."""
     mean_epsilon: float | None = None
     """Added to μ in maxrl, where rewards are divided by it; None divides by μ itself, and gives 0 where μ <= 0."""
-    token_epsilon: float = 0.0
-    """Added to σ where tokens are whitened."""
-    token_epsilon_of_variance: float = 1e-8
-    """Added to σ² where tokens are whitened."""
+    white_epsilon: float = 0.0
+    """Added to σ where advantages are whitened."""
+    white_epsilon_of_variance: float = 1e-8
+    """Added to σ² where advantages are whitened."""
     separates_noise: bool = False
     """True if rewards that differ by no more than their noise count as equal."""
     least_deviation: float = 0.0
@@ -46,14 +46,16 @@ class Preset:
     """Treatment of tokens that do not train, in gae."""
     gae_is_whitened: bool = True
     """True if gae always whitens."""
+    gdpo_is_whitened_by_token: bool = False
+    """True if gdpo counts each sequence in the statistics of the batch once for each token that trains."""
     batch_deviation_only: bool = False
     """True if mode batch takes μ over the group, and only σ over the batch."""
 
 
 OURS = Preset(
     modes=get_args(Mode),
-    token_epsilon=EPSILON,
-    token_epsilon_of_variance=0.0,
+    white_epsilon=EPSILON,
+    white_epsilon_of_variance=0.0,
     separates_noise=True,
     masked_count=False,
     returns="skipped",
@@ -64,10 +66,11 @@ OURS = Preset(
 
 PRESETS: dict[Library, Preset] = {
     "verl": Preset(
-        modes=("grpo", "dr_grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "gae"),
-        modes_keeping_lone_rewards=("grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline"),
+        modes=("gdpo", "grpo", "dr_grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "gae"),
+        modes_keeping_lone_rewards=("gdpo", "grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline"),
         returns="skipped",
         gae="skipped",
+        gdpo_is_whitened_by_token=True,
     ),
     "skyrl": Preset(
         modes=("grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "gae"),
@@ -77,8 +80,10 @@ PRESETS: dict[Library, Preset] = {
         gae="counted",
     ),
     "trl": Preset(
-        modes=("grpo", "dr_grpo", "rloo", "batch"),
+        modes=("gdpo", "grpo", "dr_grpo", "rloo", "batch"),
         epsilon=1e-4,
+        white_epsilon=1e-4,
+        white_epsilon_of_variance=0.0,
         returns="skipped",
         gae="skipped",
         batch_deviation_only=True,

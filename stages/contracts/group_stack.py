@@ -96,8 +96,15 @@ class GroupStack:
         ]
         return np.maximum(own, self._of_rollouts(parts))
 
-    def reward_parts(self, name: str, otherwise: Floats) -> Floats:
-        """Return [R] the reward part `name`; where a group has none, `otherwise` [R]."""
+    def reward_parts(self, name: str, otherwise: Floats | None = None) -> Floats:
+        """Return [R] the reward part `name`; where a group has none, `otherwise` [R].
+
+        Raises:
+            InvalidRecord: without `otherwise`, a group has no such part; the message names the group.
+        """
+        if otherwise is None:
+            self._check_part(name)
+            otherwise = self._rewards
         if name not in self._part_names:
             return otherwise
         firsts: Sequence[Any] = [slice(None)] * len(self._groups) if self._firsts is None else self._firsts
@@ -106,6 +113,12 @@ class GroupStack:
             for group, span, places in zip(self._groups, self._spans, firsts, strict=True)
         ]
         return np.concatenate(parts, dtype=np.float64)
+
+    def _check_part(self, name: str) -> None:
+        for group in self._groups:
+            if name not in group.reward_parts:
+                parts = ", ".join(sorted(group.reward_parts)) or "none"
+                raise InvalidRecord(f"{group.env}/{group.instance_id}: reward_parts: expected {name}, got {parts}")
 
     def column(self, name: str, used: NDArray[np.bool_]) -> Floats:
         """Return [N] the column `name` over tokens; 0 where `used` [N] is false, also in place of NaN.

@@ -1,7 +1,4 @@
-"""AdaptiveKL: a KL term with a weight that follows the measured divergence.
-
-The only term with state: a trainer adapts the weight after each step, and its checkpoints contain it.
-"""
+"""AdaptiveKL: a KL term with a weight that follows the measured divergence."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..._pipeline.errors import InvalidConfig
 from ..._schemas.numbers import normalize_numbers, whole_number
+from .adaptive import AdaptiveTerm
 from .kl import KL, TermEstimator
 from .metrics import Mean
 from .scored import Scored
-from .terms import Aggregated, Loss, LossTerm, PerToken, Term
+from .terms import PerToken
 
 MEASURED, WEIGHT = "adaptive_kl/kl", "adaptive_kl/weight"
 """Metrics: the divergence of the policy from the reference in a step, and the weight that the step used."""
@@ -24,7 +21,7 @@ MOST_ERROR = 0.2
 
 
 @dataclass(slots=True, eq=False)
-class AdaptiveKL(Term):
+class AdaptiveKL(AdaptiveTerm):
     """β times the divergence of the policy from the reference policy, per token: `PPOClip() + AdaptiveKL(0.01, 0.05)`.
 
     After a step with n sequences, β ← β · (1 + clip(kl / target − 1, −0.2, 0.2) · n / horizon), where kl is the mean
@@ -50,6 +47,7 @@ class AdaptiveKL(Term):
     """The weight of the first step."""
 
     name: ClassVar[str] = "kl"
+    state_name: ClassVar[str] = "adaptive_kl"
 
     def __post_init__(self) -> None:
         KL(self.estimator)
@@ -82,17 +80,3 @@ class AdaptiveKL(Term):
         """Restore the state that `state_dict` returned, if it began with the same β; else begin with this one."""
         if state.get("given", self._given) == self._given:
             self.weight = state["weight"]
-
-
-def adaptive_kl_of(loss: Loss) -> AdaptiveKL | None:
-    """Return the term of `loss` that adapts, if it has one.
-
-    Raises:
-        InvalidConfig: it has several.
-    """
-    total = loss.total if isinstance(loss, Aggregated) else loss
-    terms = [term for _, term in total.parts()] if isinstance(total, LossTerm) else []
-    found = [term for term in terms if isinstance(term, AdaptiveKL)]
-    if len(found) > 1:
-        raise InvalidConfig(f"loss: expected at most one AdaptiveKL, got {len(found)}")
-    return found[0] if found else None

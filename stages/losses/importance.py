@@ -15,6 +15,7 @@ import torch
 from ..._pipeline.errors import InvalidConfig
 from ..._schemas.choices import check_choice
 from ..._schemas.numbers import number_or_nan
+from .choices import TokenChoice
 from .metrics import Mean, Metric, weights_metrics
 from .policy import PolicyTerm
 from .scored import Scored, clamped
@@ -91,6 +92,11 @@ class Weighted(Term):
     def needs_columns(self) -> tuple[str, ...]:
         """Return the columns of the term, and the log-probabilities that the weight compares with; see `Term`."""
         return (*self.term.needs_columns, "behavior_logprobs")
+
+    @property
+    def choices(self) -> tuple[TokenChoice, ...]:
+        """Return the rules of the term; see `Term`."""
+        return self.term.choices
 
     def uncorrected(self, scored: Scored, /) -> torch.Tensor:
         """Return the log-ratio that the weight corrects; see `PolicyTerm`."""

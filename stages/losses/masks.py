@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..._pipeline.errors import InvalidConfig
 from ..._schemas.numbers import number_or_nan
+from .choices import TokenChoice
 from .importance import Weighted
 from .metrics import Mean
 from .policy import PolicyTerm
@@ -39,6 +40,11 @@ class Mask(ABC):
     def needs_columns(self) -> tuple[str, ...]:
         """Return the columns that the rule needs: at least the log-probabilities that every mask compares with."""
         return ("behavior_logprobs",)
+
+    @property
+    def choices(self) -> tuple[TokenChoice, ...]:
+        """Return the rules whose tokens `masked` reads; by default none."""
+        return ()
 
     @abstractmethod
     def masked(self, log_ratio: Tensor, scored: Scored, /) -> Tensor:
@@ -184,6 +190,11 @@ class Masked(Term):
     def needs_columns(self) -> tuple[str, ...]:
         """Return the columns of the term and of the mask; see `Term`."""
         return (*self.term.needs_columns, *self.mask.needs_columns)
+
+    @property
+    def choices(self) -> tuple[TokenChoice, ...]:
+        """Return the rules of the term and of the mask; see `Term`."""
+        return (*self.term.choices, *self.mask.choices)
 
     def uncorrected(self, scored: Scored, /) -> Tensor:
         """Return the log-ratio of the masked term; see `PolicyTerm`."""

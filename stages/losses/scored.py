@@ -8,7 +8,8 @@ Axes: T tokens that train, S sequences of the micro-batch, K candidates of a tea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
@@ -61,6 +62,8 @@ class Scored:
     """[T, K] candidates of the teacher, −1 where there are fewer."""
     teacher_logprobs: Tensor | None = None
     """[T, K]."""
+    chosen: Mapping[object, Tensor] = field(default_factory=dict)
+    """[T] true on the tokens that a `TokenChoice` of the loss chose among those of the *global* batch."""
 
     def advantage(self) -> Tensor:
         """Return [T] the advantage of each token.
@@ -124,6 +127,14 @@ class Scored:
             _present(self.teacher_ids, "teacher_ids", remedy),
             _present(self.teacher_logprobs, "teacher_logprobs", remedy),
         )
+
+    def chosen_by(self, choice: object) -> Tensor:
+        """Return [T] true on the tokens that `choice` chose.
+
+        Raises:
+            InvalidRecord: nothing chose.
+        """
+        return _present(self.chosen.get(choice), "chosen", "give the loss to a TorchTrainer, which chooses them")
 
     def token_mean(self, values: Tensor) -> Tensor:
         """Return [] this micro-batch's share of the mean of `values` [T] over all tokens of the global batch."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..._pipeline.errors import InvalidConfig
 from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts
+from .choices import TokenChoice
 from .metrics import Mean, Metric
 from .scored import Scored
 
@@ -75,6 +76,11 @@ class LossTerm(ABC):
         """Return the columns that its terms need, besides those that every batch has."""
         return tuple(dict.fromkeys(name for _, term in self.parts() for name in term.needs_columns))
 
+    @property
+    def choices(self) -> tuple[TokenChoice, ...]:
+        """Return the rules by which its terms choose among the tokens of the batch."""
+        return tuple(dict.fromkeys(choice for _, term in self.parts() for choice in term.choices))
+
     def aggregated(
         self, aggregation: Aggregation, *, longest: int | None = None, counted: Counted = "trained"
     ) -> Aggregated:
@@ -106,6 +112,11 @@ class Term(LossTerm):
     @property
     def needs_columns(self) -> tuple[str, ...]:
         """Return the columns that `per_token` needs; by default none, and a missing one ends the first step."""
+        return ()
+
+    @property
+    def choices(self) -> tuple[TokenChoice, ...]:
+        """Return the rules whose tokens `per_token` reads; by default none."""
         return ()
 
     @property
@@ -203,6 +214,11 @@ class Aggregated:
     def needs_columns(self) -> tuple[str, ...]:
         """Return the columns that its terms need; see `LossTerm`."""
         return self.total.needs_columns
+
+    @property
+    def choices(self) -> tuple[TokenChoice, ...]:
+        """Return the rules of its terms; see `LossTerm`."""
+        return self.total.choices
 
     def _names(self) -> list[str]:
         """Return a unique name for each term: the second of a name is `<name>_2`."""

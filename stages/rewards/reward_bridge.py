@@ -105,6 +105,17 @@ class RewardBridge:
         weights = {component.name: component.weight for component in self.components}
         return StageFacts(options={"config": self.config, "weights": weights})
 
+    def part_weights(self) -> dict[str, float]:
+        """Return the magnitude of the weight of each part that it records, by name: 1 but for functions.
+
+        Corrections are none of them, nor are functions of weight 0.
+        """
+        config = self.config
+        given = {"format_markers": config.format_markers, "length_bounty": config.length_bounty}
+        names = ["score", *(name for name, part in (given | {"overlong": config.overlong}).items() if part)]
+        weights = {component.name: abs(component.weight) for component in self.components if component.weight}
+        return dict.fromkeys(names, 1.0) | weights
+
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         """Run the stage; see `Stage`. Groups leave in the order of their arrival, also with functions.
 

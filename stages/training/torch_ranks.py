@@ -143,17 +143,20 @@ class Ranks:
             TypeError: a metric is of an unknown class.
         """
         mine = _encode_metrics({name: (_kind(metric), metric) for name, metric in metrics.items()})
+        merged: dict[str, Metric] = {}
+        for encoded in self.gathered(mine):
+            merge(merged, {name: _metric(*each) for name, each in _decode_metrics(encoded).items()})
+        return merged
+
+    def gathered(self, mine: bytes) -> list[bytes]:
+        """Return the bytes of each rank, in their order; the same on every one."""
         padded = torch.zeros(self.maximum(len(mine)), dtype=torch.uint8)
         padded[: len(mine)] = _bytes_of(mine)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
         dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._work)
-        gathered = [torch.empty_like(padded) for _ in range(self.count)]
-        dist.all_gather(gathered, padded, group=self._work)
-        merged: dict[str, Metric] = {}
-        for length, encoded in zip(lengths, gathered, strict=True):
-            decoded = _decode_metrics(encoded[: int(length)].numpy().tobytes())
-            merge(merged, {name: _metric(*each) for name, each in decoded.items()})
-        return merged
+        every = [torch.empty_like(padded) for _ in range(self.count)]
+        dist.all_gather(every, padded, group=self._work)
+        return [of_rank[: int(length)].numpy().tobytes() for length, of_rank in zip(lengths, every, strict=True)]
 
     @contextmanager
     def connected(self) -> Iterator[None]:

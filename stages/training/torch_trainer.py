@@ -40,7 +40,8 @@ from ..._schemas.conversion import decode_json
 from ..._schemas.numbers import finite_number, whole_number
 from ..contracts.autocast import check_autocast, computing_in
 from ..contracts.causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
-from ..losses.adaptive_kl import adaptive_kl_of
+from ..losses.adaptive import adaptive_terms_of
+from ..losses.choices import TokenChoice
 from ..losses.diagnostics import diagnostics
 from ..losses.distillation import TOKENS_USED
 from ..losses.distributions import Distributions, entropy_of, logprobs_of
@@ -48,7 +49,7 @@ from ..losses.metrics import Mean, Metric, check_used, merge
 from ..losses.policy import PPOClip
 from ..losses.products import check_backward_dtype
 from ..losses.scored import Scored
-from ..losses.terms import Loss, LossValue
+from ..losses.terms import Aggregated, Loss, LossTerm, LossValue
 from ..models.gathering import gathered
 from ..models.micro_batches import MicroBatch, Packed, empty_micro_batch, micro_batches
 from ..models.scoring import TEMPERATURE, check_lengths, check_temperature, own_temperatures, read_distributions, reads
@@ -62,6 +63,7 @@ from .step_clock import StepClock
 from .torch_optimizer import GivenOptimizer
 from .torch_ranks import Ranks
 from .torch_saved_tensors import Address, Gather, SavedTensors
+from .torch_token_choices import KEYS, choose_tokens, chosen_of, measurements_of, token_keys
 
 R = TypeVar("R")
 
@@ -72,6 +74,9 @@ The moments have the format of safetensors, and another name: vLLM takes every f
 
 SCORED_COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_ids", "teacher_logprobs")
 """Columns of a batch that a loss receives, where present."""
+
+SCORED_FIELDS = {*SCORED_COLUMNS, "group_tokens", "rollout_tokens", "proximal_logprobs"}
+"""Those, and the columns that the trainer fills."""
 
 
 class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,9 +166,11 @@ class TorchTrainer:
         self._tensors = SavedTensors(bare(model), self._optimizer)
         self._reference_updates = reference_updates
         if reference_updates is not None:
-            self._check_reference()
+            _check_reference(reference, model)
         self._loss = loss
-        self._adaptive_kl = adaptive_kl_of(loss)
+        self._adaptive = adaptive_terms_of(loss)
+        self._choices: tuple[TokenChoice, ...] = loss.choices if isinstance(loss, LossTerm | Aggregated) else ()
+        """The rules by which the loss chooses among all tokens of a batch."""
         self._max_grad_norm = math.inf if max_grad_norm is None else finite_number("max_grad_norm", max_grad_norm)
         self._micro_batch_tokens: int | Literal["auto"] | None = (
             micro_batch_tokens
@@ -175,9 +182,7 @@ class TorchTrainer:
         self._autocast = autocast
         self._head_backward_dtype = head_backward_dtype
         self._loss_scale = LossScale(autocast, self._device)
-        self._state = dict(state or {})
-        if self._adaptive_kl is not None:
-            self._state["adaptive_kl"] = self._adaptive_kl
+        self._state = {**(state or {}), **self._adaptive}
         self._steps = 0
         self._committed = CommittedPrompts()
 
@@ -258,6 +263,8 @@ class TorchTrainer:
         self._check_packing()
         self._model.train()
         columns = _columns(batch, self._temperature)
+        if self._choices:
+            columns[KEYS] = token_keys(batch)
         if self._micro_batch_tokens == "auto":
             has_moments = bool(self._optimizer.optimizer.state)
             forward, longest = partial(self._forward_of, batch), int(batch.lengths().max())
@@ -269,7 +276,11 @@ class TorchTrainer:
             parts += [None] * (self.ranks.maximum(len(parts)) - len(parts))
         clock.lap("prepare")
         metrics: dict[str, Metric] = {}
-        for _ in range(self._updates):
+        for update in range(self._updates):
+            if self._choices:
+                turn = self._steps * self._updates + update
+                choose_tokens(self._choices, parts, partial(self._measured, batch), self.ranks, turn)
+                clock.lap("forward")
             reported = self._update(parts, batch, clock)
             merge(metrics, {name: metric.over(self._updates) for name, metric in reported.items()})
         self._steps += 1
@@ -278,8 +289,8 @@ class TorchTrainer:
         if self._reference is not None and self._reference_updates is not None:
             self._reference_updates.apply(self._reference, bare(self._model), self._steps)
         found = {name: metric.value() for name, metric in metrics.items()}
-        if self._adaptive_kl is not None:
-            found |= self._adaptive_kl.adapt(found, batch.total_rollouts)
+        for term in self._adaptive.values():
+            found |= term.adapt(found, batch.total_rollouts)
         unused = {} if batch.teacher_ids is None else {TOKENS_USED: 0.0}  # shows that no loss uses the teacher
         return unused | found | {"lr": rate} | self._loss_scale.metrics() | clock.seconds()
 
@@ -299,17 +310,6 @@ class TorchTrainer:
         row = Packed(ids, np.array([0, tokens]), np.arange(tokens) > 0)
         (part,) = micro_batches(row, {}, None, self._device)
         return self._read(bare(self._model), part, lambda found: found.logprobs_of(part.targets))
-
-    def _check_reference(self) -> None:
-        if self._reference is None:
-            raise InvalidConfig("reference_updates: expected with a reference, got none")
-        model = bare(self._model)
-        if is_shared(model):
-            raise InvalidConfig(
-                "reference_updates: expected a model that every rank has whole, got one in parts (FSDP2)"
-            )
-        problem = "the reference, which is to be updated, does not fit the model"
-        check_weights(specs_of(model.state_dict()), specs_of(self._reference.state_dict()), problem)
 
     def _update(self, parts: Sequence[MicroBatch | None], batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
         """Do one optimizer update on the whole batch; return its metrics."""
@@ -358,10 +358,20 @@ class TorchTrainer:
         clock.lap("backward")
         return dict(metrics)
 
+    @torch.no_grad()
+    def _measured(self, batch: TrainBatch, part: MicroBatch | None) -> list[Tensor]:
+        """Return what the choices of the loss measure of `part`; the model also runs if only other ranks have one."""
+        if part is None:
+            empty = empty_micro_batch(batch, self._device)
+            return [self._read(self._forward, empty, lambda found: found.logprobs_of(empty.targets))]
+        use = partial(measurements_of, self._choices)
+        return self._read(self._forward, part, lambda found: use(self._scored(found, part, batch)))
+
     def _loss_of(self, distributions: Distributions, part: MicroBatch, batch: TrainBatch) -> LossValue:
         """Return the loss of `part` with all its metrics; store the proximal policy's log-probabilities in it."""
         adds, dtype = self.ranks is None, self._head_backward_dtype
         scored = self._scored(replace(distributions, adds_to_grad=adds, backward_dtype=dtype), part, batch)
+        part.columns.setdefault("proximal_logprobs", scored.logprobs.detach())
         value, reported = self._loss(scored)
         return LossValue(value, {**diagnostics(scored), **reported, "loss": Mean(value.detach())})
 
@@ -374,8 +384,7 @@ class TorchTrainer:
 
     def _scored(self, distributions: Distributions, part: MicroBatch, batch: TrainBatch) -> Scored:
         logprobs, entropy = distributions.over([logprobs_of, entropy_of], part.targets)
-        known = {name: column for name, column in part.columns.items() if name != TEMPERATURE}
-        part.columns.setdefault("proximal_logprobs", logprobs.detach())
+        known = {name: column for name, column in part.columns.items() if name in SCORED_FIELDS}
         return Scored(
             distributions=distributions,
             logprobs=logprobs,
@@ -386,6 +395,7 @@ class TorchTrainer:
             loss_rollouts=batch.loss_rollouts,
             loss_groups=batch.loss_groups,
             total_rollouts=batch.total_rollouts,
+            chosen=chosen_of(self._choices, part.columns),
             **known,
         )
 
@@ -535,6 +545,16 @@ def _columns(batch: TrainBatch, temperature: float) -> dict[str, Array]:
     ends = np.cumsum([group.sequences for group in batch.groups])
     own = own_temperatures(batch.groups, np.split(batch.rollout_ids, ends[:-1]), batch.lengths(), temperature)
     return columns if own is None else columns | {TEMPERATURE: own}
+
+
+def _check_reference(reference: CausalModel | None, model: Trainable) -> None:
+    """Check that the reference can be updated with the weights of the model."""
+    if reference is None:
+        raise InvalidConfig("reference_updates: expected with a reference, got none")
+    if is_shared(bare(model)):
+        raise InvalidConfig("reference_updates: expected a model that every rank has whole, got one in parts (FSDP2)")
+    problem = "the reference, which is to be updated, does not fit the model"
+    check_weights(specs_of(bare(model).state_dict()), specs_of(reference.state_dict()), problem)
 
 
 def _check_precision(autocast: torch.dtype | None, model: Trainable) -> None:

@@ -32,6 +32,9 @@ algorithm.adaptive_kl.target
 algorithm.adaptive_kl.horizon
 algorithm.reference.every
 algorithm.entropy
+algorithm.adaptive_entropy.target
+algorithm.adaptive_entropy.delta
+algorithm.adaptive_entropy.most
 algorithm.group_size
 algorithm.prompts
 algorithm.steps
@@ -186,6 +189,7 @@ algorithm.preset
 algorithm.loss
 algorithm.aggregation
 algorithm.adaptive_kl
+algorithm.adaptive_entropy
 algorithm.reference.share
 sampling.seed
 evaluation.samples

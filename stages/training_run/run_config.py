@@ -39,10 +39,10 @@ NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.m
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 FunctionName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[\w.]+:[\w.]+$", description="module:function")]
 
-BOUNDED = ("ppo", "gspo", "gmpo", "cispo", "dppo")
+BOUNDED = ("ppo", "gspo", "gmpo", "cispo", "dppo", "clip_cov")
 """Losses with bounds on the ratio, or on the change of the probability."""
 
-LOSSES = (*BOUNDED, "sapo", "vespo", "reinforce")
+LOSSES = (*BOUNDED, "kl_cov", "sapo", "vespo", "reinforce")
 
 TRACKERS = ("tensorboard", "wandb")
 """Trackers that have names of their own."""
@@ -266,17 +266,29 @@ class AdaptiveKLConfig(Config, frozen=True):
     """Number of sequences that correct the relative error."""
 
 
+class AdaptiveEntropyConfig(Config, frozen=True):
+    """The controller of the weight of the entropy bonus; see `AdaptiveEntropy`."""
+
+    target: Positive
+    """Entropy, in nats per token, that is not to be fallen below."""
+    delta: Positive = 0.005
+    """Change of the weight in a step."""
+    most: Positive = 1.0
+    """Largest weight."""
+
+
 class AlgorithmConfig(Config, frozen=True):
     """The algorithm: advantages, loss and batches."""
 
     advantages: Mode = "grpo"
-    """Mode of the AdvantageNormalizer."""
+    """Mode of the AdvantageNormalizer; with gdpo, the parts of the reward are its components."""
     rewards: Literal["sequence", "token"] = "sequence"
     """`token` compares the rewards of turns, on the last token of each, in place of those of rollouts."""
     preset: Library | None = None
     """Library whose advantages are computed where they differ."""
     loss: Text = "ppo"
-    """ppo, gspo, gmpo, cispo, dppo, sapo, vespo or reinforce; or `module:function` for a loss of `penstock.losses`."""
+    """ppo, gspo, gmpo, cispo, dppo, clip_cov, kl_cov, sapo, vespo or reinforce; or `module:function` for a loss of
+    `penstock.losses`."""
     clip: tuple[NotNegative, NotNegative] | None = None
     """Bounds of the ratio below and above 1, with dppo of the change of the probability; null for those of the loss."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"] = "token-mean"
@@ -287,6 +299,8 @@ class AlgorithmConfig(Config, frozen=True):
     reference: ReferenceConfig = ReferenceConfig()
     entropy: NotNegative = 0.0
     """Weight of an entropy bonus."""
+    adaptive_entropy: AdaptiveEntropyConfig | None = None
+    """Controller that starts from this weight, which may be 0; null keeps the weight."""
     group_size: Annotated[int, msgspec.Meta(ge=2, le=LARGEST)] = 8
     """Completions of a prompt."""
     prompts: Count = 32
@@ -313,11 +327,14 @@ class AlgorithmConfig(Config, frozen=True):
             known = f"{', '.join(LOSSES)} or module:function"
             advice = counterpart_of_value(RunConfig, "algorithm.loss", self.loss) or nearest(self.loss, LOSSES)
             raise InvalidConfig(f"loss: expected {known}, got {self.loss!r}{advice}")
-        if ":" in self.loss and (self.entropy or self.adaptive_kl is not None or self.aggregation != "token-mean"):
+        adapts = self.adaptive_kl is not None or self.adaptive_entropy is not None
+        if ":" in self.loss and (self.entropy or adapts or self.aggregation != "token-mean"):
             raise InvalidConfig(
-                f"loss: expected neither entropy, adaptive_kl nor aggregation beside {self.loss}, which returns the "
-                f"whole loss: set them in the function"
+                f"loss: expected neither entropy, adaptive_entropy, adaptive_kl nor aggregation beside {self.loss}, "
+                f"which returns the whole loss: set them in the function"
             )
+        if self.adaptive_entropy is not None and self.entropy > self.adaptive_entropy.most:
+            raise InvalidConfig(f"entropy: expected at most adaptive_entropy.most, got {self.entropy}")
         if self.clip is not None and self.loss not in BOUNDED:
             raise InvalidConfig(f"clip: expected with loss {', '.join(BOUNDED)}, got loss {self.loss}")
 
@@ -457,6 +474,11 @@ class RunConfig(Config, frozen=True):
             )
         if self.algorithm.rewards != "sequence" and self.environment is None:
             raise InvalidConfig("algorithm.rewards: expected an environment beside it, whose turns have rewards")
+        if self.algorithm.advantages == "gdpo" and (self.reward.clip or self.reward.combine != "add"):
+            raise InvalidConfig(
+                "algorithm.advantages: expected neither reward.clip nor combine: fallback with gdpo, which compares "
+                "the parts of rewards"
+            )
         for name in self.trackers:
             if name not in TRACKERS and ":" not in name:
                 known = f"{', '.join(TRACKERS)} or module:function"

@@ -43,7 +43,8 @@ from ..data.prompt_order import Split
 from ..engines.http_policy import HttpPolicy
 from ..engines.torch_policy import TorchPolicy
 from ..losses.adaptive_kl import AdaptiveKL
-from ..losses.entropy import Entropy
+from ..losses.covariance import ClipCov, KLCov
+from ..losses.entropy import AdaptiveEntropy, Entropy
 from ..losses.kl import KL
 from ..losses.policy import CISPO, DPPO, SAPO, AdvantageWeighted, PPOClip
 from ..losses.products import check_backward_dtype
@@ -464,7 +465,11 @@ class RunParts:
         )
         try:
             normalizer = AdvantageNormalizer(
-                algorithm.advantages, batch_groups=gathered, rewards=algorithm.rewards, preset=algorithm.preset
+                algorithm.advantages,
+                batch_groups=gathered,
+                rewards=algorithm.rewards,
+                preset=algorithm.preset,
+                components=self.rewards.part_weights() if algorithm.advantages == "gdpo" else None,
             )
         except InvalidConfig as error:
             raise InvalidConfig(f"config: algorithm.advantages: {error}") from None
@@ -532,7 +537,9 @@ def loss_of(algorithm: AlgorithmConfig) -> Loss:
         term = term + AdaptiveKL(algorithm.kl, algorithm.adaptive_kl.target, algorithm.adaptive_kl.horizon)
     elif algorithm.kl:
         term = term + algorithm.kl * KL("k3")
-    if algorithm.entropy:
+    if (adaptive := algorithm.adaptive_entropy) is not None:
+        term = term + AdaptiveEntropy(adaptive.target, algorithm.entropy, adaptive.delta, adaptive.most)
+    elif algorithm.entropy:
         term = term - algorithm.entropy * Entropy()
     return term.aggregated(algorithm.aggregation)
 
@@ -543,6 +550,8 @@ _TERMS: dict[str, Callable[..., Term]] = {
     "gmpo": GMPO,
     "cispo": CISPO,
     "dppo": DPPO,
+    "clip_cov": ClipCov,
+    "kl_cov": KLCov,
     "sapo": SAPO,
     "vespo": VESPO,
     "reinforce": AdvantageWeighted,

@@ -35,6 +35,7 @@ BASE: dict[str, Any] = {
     "algorithm": {
         "kl": 0.1,
         "adaptive_kl": {"target": 0.1},
+        "adaptive_entropy": {"target": 0.1},
         "reference": {"share": 0.5},
         "optimizer": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2},
     },
@@ -129,7 +130,10 @@ EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
     "algorithm.adaptive_kl.target": (0.25, lambda run: "target=0.25" in option("loss")(run), True),
     "algorithm.adaptive_kl.horizon": (99, lambda run: "horizon=99" in option("loss")(run), True),
     "algorithm.reference.every": (2, option("reference_updates"), "ReferenceUpdates(every=2, share=0.5)"),
-    "algorithm.entropy": (0.1, lambda run: "Entropy" in option("loss")(run), True),
+    "algorithm.entropy": (0.1, lambda run: "weight=0.095, delta" in option("loss")(run), True),
+    "algorithm.adaptive_entropy.target": (0.25, lambda run: "target=0.25, weight" in option("loss")(run), True),
+    "algorithm.adaptive_entropy.delta": (0.125, lambda run: "delta=0.125" in option("loss")(run), True),
+    "algorithm.adaptive_entropy.most": (2.5, lambda run: "most=2.5" in option("loss")(run), True),
     "algorithm.group_size": (4, lambda run: (run.source.group_size, run.batcher.sequences), (4, 32 * 4)),
     "algorithm.prompts": (16, lambda run: run.batcher.sequences, 16 * 8),
     "algorithm.steps": (8, lambda run: (run.sink.max_steps, round(run.metrics["lr"], 6)), (8, 667e-6)),
@@ -206,6 +210,7 @@ ALONE = ("model.lora.dropout", "algorithm.steps", "algorithm.optimizer.warmup_st
 """Keys that are changed in a run of their own: adapters have another checkpoint, and these decide the rate alone."""
 
 APART = {"algorithm.prompts", "algorithm.optimizer.schedule", "algorithm.adaptive_kl.target", "algorithm.max_lag"}
+APART |= {"algorithm.entropy"}
 """Keys whose effects those of other ones would hide."""
 
 AGENTS = tuple(key for key in EFFECTS if key.startswith("environment.") and "[]" not in key)

@@ -8,7 +8,7 @@ import pytest
 from tests.run_parts import configured_loss
 
 from penstock.errors import InvalidConfig
-from penstock.losses import DPPO, GMPO, SAPO, VESPO, Loss, PPOClip
+from penstock.losses import DPPO, GMPO, SAPO, VESPO, ClipCov, KLCov, Loss, PPOClip
 
 
 @pytest.mark.parametrize(
@@ -22,15 +22,19 @@ from penstock.losses import DPPO, GMPO, SAPO, VESPO, Loss, PPOClip
         ),
         ({"loss": "gmpo", "clip": (0.3, 0.5)}, GMPO(0.3, 0.5).aggregated("token-mean")),
         ({"loss": "vespo"}, VESPO().aggregated("token-mean")),
+        ({"loss": "clip_cov", "clip": (0.1, 0.3)}, ClipCov(0.1, 0.3).aggregated("token-mean")),
+        ({"loss": "kl_cov"}, KLCov().aggregated("token-mean")),
     ],
-    ids=["dppo", "bounded dppo", "sapo", "gmpo", "vespo"],
+    ids=["dppo", "bounded dppo", "sapo", "gmpo", "vespo", "clip_cov", "kl_cov"],
 )
 def test_a_loss_is_configured_by_name(values: dict[str, Any], loss: Loss) -> None:
     assert configured_loss(**values) == loss
 
 
 def test_a_loss_without_bounds_takes_none() -> None:
-    with pytest.raises(InvalidConfig, match="clip: expected with loss ppo, gspo, gmpo, cispo, dppo, got loss sapo"):
+    with pytest.raises(
+        InvalidConfig, match="clip: expected with loss ppo, gspo, gmpo, cispo, dppo, clip_cov, got loss sapo"
+    ):
         configured_loss(loss="sapo", clip=(0.1, 0.2))
 
 

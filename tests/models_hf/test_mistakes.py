@@ -133,6 +133,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("algorithm.optimizer.betas=[0.9]", "at `$.algorithm.optimizer.betas`"),
     ("algorithm.advantages=grop", "did you mean 'grpo'?"),
     ("algorithm={advantages: maxrl, preset: verl}", "config: algorithm.advantages: mode with preset 'verl': expected"),
+    ("algorithm={advantages: gdpo, preset: skyrl}", "config: algorithm.advantages: mode with preset 'skyrl': expected"),
     ("algorithm.advantages=gae", "AdvantageNormalizer: it needs the column values, which no stage before it fills"),
     ("algorithm={advantages: gae, preset: verl}", "AdvantageNormalizer: it needs the column values"),
     ("algorithm.preset=vrl", "did you mean 'verl'?"),

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import GroupId, ReceiveChannel, SendChannel, SinkTrainer, TrainBatch, TrajectoryGroup, source
 from penstock.errors import RunStopped
-from penstock.losses import KL, PPOClip
+from penstock.losses import KL, ClipCov, KLCov, PPOClip
 from penstock.testing import batch, group
 from penstock.torch import RankedTrainer, TorchTrainer
 
@@ -78,7 +78,8 @@ def fsdp(offload: OffloadPolicy) -> ReadModel:
 
 def trainer(model: Any) -> TorchTrainer:
     sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)  # Adam makes as much of rounding as of a gradient
-    return TorchTrainer(model, optimizer=sgd, loss=PPOClip() + 0.1 * KL(), max_grad_norm=0.5, micro_batch_tokens=48)
+    loss = PPOClip() + 0.1 * KL() + ClipCov(share=0.1, least=0.0) + KLCov(share=0.2)
+    return TorchTrainer(model, optimizer=sgd, loss=loss, max_grad_norm=0.5, micro_batch_tokens=48)
 
 
 def plain(metrics: Mapping[str, float]) -> dict[str, float]:

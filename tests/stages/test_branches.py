@@ -122,6 +122,7 @@ MODES: dict[str, dict[str, Any]] = {
     "opo": {},
     "global": {},
     "batch": {"batch_groups": 5},
+    "gdpo": {"batch_groups": 5, "components": {"score": 1.0}},
     "reinforce++": {"batch_groups": 5, "gamma": 0.9},
     "reinforce++-baseline": {"batch_groups": 5},
     "gae": {"batch_groups": 5, "gamma": 0.9, "gae_lambda": 0.8},

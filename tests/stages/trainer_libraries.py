@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["FORMULAS", "Row"]
+__all__ = ["FORMULAS", "Row", "trl_gdpo", "verl_gdpo"]
 
 Advantages = list[list[float]]
 
@@ -29,6 +29,8 @@ class Row:
     mask: list[int]
     rewards: list[float]
     values: list[float]
+    parts: tuple[float, ...] = ()
+    """The value of each reward function, in the order of their weights."""
 
     @property
     def score(self) -> float:
@@ -165,6 +167,53 @@ def trl_batch(rows: Sequence[Row]) -> Advantages:
     """
     sigma = deviation([row.score for row in rows])
     return broadcast(rows, lambda row: (row.score - mean(scores_beside(rows, row))) / (sigma + 1e-4))
+
+
+def scaled_parts(rows: Sequence[Row], *, weights: Sequence[float], epsilon: float, lone_keeps: bool) -> list[float]:
+    """Return, for each row, the weighted sum of its parts, each scaled within its group as `grpo` scales the reward.
+
+    verl core_algos.py:452-464, trl grpo_trainer.py:2791-2796:
+        normalized_score, _ = compute_grpo_outcome_advantage(token_level_rewards=score_list[i], …)
+        …
+        new_advantage += weights[i] * normalized_score
+    """
+    total = [0.0] * len(rows)
+    for number, weight in enumerate(weights):
+        of_part = [Row(row.group, [1], [row.parts[number]], []) for row in rows]
+        for place, (scaled,) in enumerate(grpo(of_part, epsilon=epsilon, lone_keeps=lone_keeps)):
+            total[place] += weight * scaled
+    return total
+
+
+def verl_gdpo(rows: Sequence[Row], weights: Sequence[float]) -> Advantages:
+    """Whitened over tokens.
+
+    verl core_algos.py:466:
+        advantages = verl_F.masked_whiten(new_advantage, response_mask) * response_mask
+    """
+    total = scaled_parts(rows, weights=weights, epsilon=1e-6, lone_keeps=True)
+    return masked_whiten(rows, [[x] * len(row.mask) for row, x in zip(rows, total, strict=True)])
+
+
+def trl_gdpo(rows: Sequence[Row], weights: Sequence[float]) -> Advantages:
+    """Whitened over sequences.
+
+    trl grpo_trainer.py:2796-2799, `multi_objective_aggregation="normalize_then_sum"`:
+        rewards = (reward_k * self.reward_weights.to(device).unsqueeze(0)).nansum(dim=1)
+        …
+        std_rewards = nanstd(rewards).expand_as(rewards) if rewards.numel() > 1 else torch.zeros_like(rewards)
+        advantages = (rewards - torch.nanmean(rewards)) / (std_rewards + 1e-4)
+    """
+    total = scaled_parts(rows, weights=weights, epsilon=1e-4, lone_keeps=False)
+    m, sigma = mean(total), deviation(total)
+    return [[(x - m) / (sigma + 1e-4) * trains for trains in row.mask] for row, x in zip(rows, total, strict=True)]
+
+
+def of_the_reward(
+    gdpo: Callable[[Sequence[Row], Sequence[float]], Advantages],
+) -> Callable[[Sequence[Row]], Advantages]:
+    """Return the advantages with the reward as the only part."""
+    return lambda rows: gdpo([replace(row, parts=(row.score,)) for row in rows], [1.0])
 
 
 def roll_norm(scores: Sequence[float], score: float) -> float:
@@ -308,6 +357,7 @@ def masked(per_row: Callable[[Row], list[float]]) -> Callable[[Sequence[Row]], A
 FORMULAS: dict[tuple[str, str], Callable[[Sequence[Row]], Advantages]] = {
     ("verl", "grpo"): lambda rows: grpo(rows, epsilon=1e-6),
     ("verl", "dr_grpo"): lambda rows: grpo(rows, epsilon=0.0, scaled=False),
+    ("verl", "gdpo"): of_the_reward(verl_gdpo),
     ("verl", "rloo"): lambda rows: rloo(rows, lone_keeps=True),
     ("verl", "opo"): opo,
     ("verl", "reinforce++"): whitened(verl_returns),
@@ -321,6 +371,7 @@ FORMULAS: dict[tuple[str, str], Callable[[Sequence[Row]], Advantages]] = {
     ("skyrl", "gae"): whitened(lambda row: plain_gae(row.rewards, row.values)),
     ("trl", "grpo"): lambda rows: grpo(rows, epsilon=1e-4, lone_keeps=False),
     ("trl", "dr_grpo"): lambda rows: grpo(rows, epsilon=0.0, scaled=False, lone_keeps=False),
+    ("trl", "gdpo"): of_the_reward(trl_gdpo),
     ("trl", "rloo"): lambda rows: rloo(rows, lone_keeps=False),
     ("trl", "batch"): trl_batch,
     ("roll", "grpo"): roll_grpo,

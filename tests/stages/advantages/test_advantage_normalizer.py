@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.stages.holding import lets_go_of_what_it_sent
-from tests.stages.modes import GATHERING, MODES
+from tests.stages.modes import GATHERING, MODES, of_score
 from tests.stages.turns import of_turns
 
 from penstock import AdvantageNormalizer, Context, TrajectoryGroup
@@ -22,7 +22,7 @@ BY_GROUP: list[Any] = ["grpo", "dr_grpo", "rloo", "opo"]
 
 
 def normalizer(mode: Any, **more: Any) -> AdvantageNormalizer:
-    return AdvantageNormalizer(mode, batch_groups=2 if mode in GATHERING else None, **more)
+    return AdvantageNormalizer(mode, batch_groups=2 if mode in GATHERING else None, components=of_score(mode), **more)
 
 
 def expecting(of: TrajectoryGroup, value: float = 0.0) -> TrajectoryGroup:
@@ -281,14 +281,17 @@ async def test_a_group_of_empty_sequences_passes() -> None:
         ({"mode": "grpo", "clip": -1}, "clip: expected a positive number"),
         ({"mode": "grpo", "clip": (1, 2)}, "clip: expected a positive number, or a pair with 0 between"),
         ({"mode": "grpo", "clip": float("nan")}, "clip: expected a positive number"),
-        ({"mode": "batch"}, "batch_groups: expected a number with batch, reinforce"),
+        ({"mode": "batch"}, "batch_groups: expected a number with batch, gdpo, reinforce"),
         ({"mode": "reinforce++"}, r"batch_groups: expected a number with .* got none with reinforce\+\+"),
         ({"mode": "gae", "preset": "verl"}, "batch_groups: expected a number with .*, got none with gae"),
         ({"mode": "grpo", "batch_groups": 2}, "batch_groups: expected none with grpo, got 2"),
         ({"mode": "batch", "batch_groups": 0}, "batch_groups: expected a whole number of at least 1, got 0"),
         ({"mode": "grpo", "rewards": "tokens"}, "rewards: expected one of sequence, token, both, got 'tokens'"),
         ({"mode": "grpo", "preset": "vrel"}, "preset: expected one of verl, skyrl, trl, roll, got 'vrel'"),
-        ({"mode": "opo", "preset": "trl"}, "mode with preset 'trl': expected one of grpo, dr_grpo, rloo, batch, got"),
+        (
+            {"mode": "opo", "preset": "trl"},
+            "mode with preset 'trl': expected one of gdpo, grpo, dr_grpo, rloo, batch, got",
+        ),
         ({"mode": "gae", "gamma": 1.01}, "gamma: expected a number from 0 to 1, got 1.01"),
         ({"mode": "gae", "gamma": float("nan")}, "gamma: expected a number from 0 to 1, got nan"),
         ({"mode": "grpo", "gamma": 0.9}, r"gamma: expected 1 but with reinforce\+\+ and gae, got 0.9 with grpo"),
@@ -296,6 +299,20 @@ async def test_a_group_of_empty_sequences_passes() -> None:
         (
             {"mode": "reinforce++", "batch_groups": 2, "gae_lambda": 0.9},
             r"gae_lambda: expected 1 but with gae, got 0.9 with reinforce\+\+",
+        ),
+        ({"mode": "gdpo", "batch_groups": 2}, "components: expected weights by name with gdpo, got None"),
+        (
+            {"mode": "gdpo", "batch_groups": 2, "components": {}},
+            "components: expected weights by name with gdpo, got {}",
+        ),
+        ({"mode": "grpo", "components": {"a": 1}}, "components: expected none with grpo, got {'a': 1}"),
+        (
+            {"mode": "gdpo", "batch_groups": 2, "components": {"a": -1.0}},
+            r"components\['a'\]: expected a finite number above 0, got -1.0",
+        ),
+        (
+            {"mode": "gdpo", "batch_groups": 2, "components": {"a": 1.0}, "rewards": "both"},
+            "rewards: expected sequence with gdpo, got both",
         ),
     ],
 )

@@ -36,7 +36,7 @@ def estimated(
     whitens: bool = False,
 ) -> list[float]:
     """Return [B] or [N] advantages, 0 where nothing trains."""
-    estimate = Estimator(mode, level, gamma, gae_lambda, whitens, OURS).estimate(
+    estimate = Estimator(mode, level, gamma, gae_lambda, whitens, OURS, {"score": 1.0}).estimate(
         GroupStack(groups), RunningStatistics()
     )
     advantages: list[float] = np.where(estimate.trains, estimate.advantages, 0.0).tolist()
@@ -103,7 +103,7 @@ def test_sums_that_cancel_are_zero_and_not_noise() -> None:
         assert estimated(mode, group, level="token") == [0, 0]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("none", "gae")])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("none", "gdpo", "gae")])
 @pytest.mark.parametrize("level", ["sequence", "both"])
 def test_rewards_that_differ_by_what_rounding_left_of_their_parts_are_equal(mode: Mode, level: RewardLevel) -> None:
     """0.7 − 0.7 and 0.3 − 0.3, as sums of float32: the rest is 1e-8, and no advantage."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.stages.modes import LIBRARIES, MODES_OF_LIBRARIES
+from tests.stages.modes import GATHERING, LIBRARIES, MODES_OF_LIBRARIES, of_score
 from tests.stages.trainer_libraries import FORMULAS, GAMMA, LAMBDA, Row
 
 from penstock import AdvantageNormalizer, TrajectoryGroup
@@ -53,7 +53,7 @@ def rows_of(groups: list[TrajectoryGroup], level: Any) -> list[Row]:
 
 def stage(library: Any, mode: Any, level: Any = "sequence") -> AdvantageNormalizer:
     by_token = mode in ("reinforce++", "gae")
-    whitens = mode in ("batch", "reinforce++", "reinforce++-baseline") or (mode, library) in (
+    whitens = mode in GATHERING or (mode, library) in (
         ("gae", "verl"),
         ("gae", "skyrl"),
     )
@@ -64,6 +64,7 @@ def stage(library: Any, mode: Any, level: Any = "sequence") -> AdvantageNormaliz
         gamma=GAMMA if by_token else 1.0,
         gae_lambda=LAMBDA if mode == "gae" else 1.0,
         preset=library,
+        components=of_score(mode),
     )
 
 
@@ -72,8 +73,11 @@ def test_every_mode_of_every_preset_is_compared() -> None:
     assert {library for library, _ in FORMULAS} == set(LIBRARIES)
 
 
-@pytest.mark.parametrize("level", ["sequence", "token", "both"])
-@pytest.mark.parametrize(("library", "mode"), FORMULAS)
+OF_SEQUENCES = [(*key, "sequence") for key in FORMULAS]
+OF_TOKENS = [(*key, level) for key in FORMULAS for level in ("token", "both") if key[1] != "gdpo"]
+
+
+@pytest.mark.parametrize(("library", "mode", "level"), [*OF_SEQUENCES, *OF_TOKENS])
 async def test_a_preset_gives_the_numbers_of_its_library(library: Any, mode: Any, level: Any) -> None:
     random = np.random.default_rng(7)
     groups = [of_many_turns(random, str(number), size) for number, size in enumerate(SIZES)]

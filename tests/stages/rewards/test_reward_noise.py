@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.stages.modes import GATHERING, MODES, MODES_OF_LIBRARIES
+from tests.stages.modes import GATHERING, MODES, MODES_OF_LIBRARIES, MODES_OF_SUMS, of_score
 
 from penstock import AdvantageNormalizer, Batcher, RewardBridge, TrajectoryGroup
 from penstock.rewards import RewardFunction
@@ -35,7 +35,9 @@ def of_rewards(rewards: Sequence[float], number: int = 0, **more: Any) -> Trajec
 
 def normalizer(mode: Any, preset: Any = None, batch_groups: int = 2) -> AdvantageNormalizer:
     gathers = mode in GATHERING or (mode == "gae" and preset in ("verl", "skyrl"))
-    return AdvantageNormalizer(mode, batch_groups=batch_groups if gathers else None, preset=preset)
+    return AdvantageNormalizer(
+        mode, batch_groups=batch_groups if gathers else None, preset=preset, components=of_score(mode)
+    )
 
 
 def advantages(out: Sequence[TrajectoryGroup]) -> list[list[float]]:
@@ -54,7 +56,10 @@ async def clipped(groups: Sequence[TrajectoryGroup], **config: Any) -> list[Traj
 # -- one reward that was cut off -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("library", "mode"), [*[(None, mode) for mode in MODES], *MODES_OF_LIBRARIES], ids=str)
+OF_SUMS = [*[(None, mode) for mode in MODES], *MODES_OF_LIBRARIES]
+
+
+@pytest.mark.parametrize(("library", "mode"), [pair for pair in OF_SUMS if pair[1] in MODES_OF_SUMS], ids=str)
 async def test_a_score_that_was_cut_off_counts_as_the_bound(library: Any, mode: Any) -> None:
     given = [of_rewards(ISSUED), of_rewards([1, 1, 0, 0], 1)]
     plain = [of_rewards(CLIPPED), of_rewards([1, 1, 0, 0], 1)]
@@ -279,7 +284,7 @@ def expected(mode: Any, groups: Sequence[Sequence[tuple[float, float]]]) -> list
     return [a for rows in by_group for a in rows]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("none", "gae", "maxrl")])
+@pytest.mark.parametrize("mode", [mode for mode in MODES_OF_SUMS if mode not in ("none", "gae", "maxrl")])
 @settings(max_examples=15)
 @given(batch=st.lists(rows, min_size=1, max_size=3), clip=st.none() | bounds, diagnostic=numbers)
 def test_advantages_are_those_of_the_final_rewards_but_for_equal_ones(

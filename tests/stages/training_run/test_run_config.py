@@ -99,11 +99,11 @@ def test_overrides_leave_the_given_mapping_as_it_is() -> None:
         ("algorithm.steps=0", "Expected `int` >= 1, got 0 - at `$.algorithm.steps`"),
         (
             "algorithm={loss: my:loss, entropy: 0.01}",
-            "loss: expected neither entropy, adaptive_kl nor aggregation beside my:loss",
+            "loss: expected neither entropy, adaptive_entropy, adaptive_kl nor aggregation beside my:loss",
         ),
         (
             "algorithm.loss=pppo",
-            "loss: expected ppo, gspo, gmpo, cispo, dppo, sapo, vespo, reinforce or module:function, got 'pppo'; did",
+            "gmpo, cispo, dppo, clip_cov, kl_cov, sapo, vespo, reinforce or module:function, got 'pppo'; did",
         ),
         ("prepare=print", ", got 'print' - at `$.prepare`"),
         ("algorithm.advantages=grop", "got 'grop' - at `$.algorithm.advantages`; did you mean 'grpo'?"),
@@ -133,3 +133,12 @@ def test_code_is_named_and_never_written_into_the_file(path: Path) -> None:
 
     with pytest.raises(InvalidConfig, match="expected YAML of plain values"):
         load_run_config(path)
+
+
+@pytest.mark.parametrize("reward", [{"clip": [-1, 1]}, {"combine": "fallback"}], ids=["clip", "fallback"])
+def test_gdpo_compares_parts_of_rewards_which_nothing_corrects(reward: dict[str, Any]) -> None:
+    assert refusal("algorithm.advantages=gdpo", reward=reward) == (
+        "config: algorithm.advantages: expected neither reward.clip nor combine: fallback with gdpo, which compares "
+        "the parts of rewards"
+    )
+    assert load_run_config(LEAST, ["algorithm.advantages=gdpo"]).algorithm.advantages == "gdpo"
