@@ -22,9 +22,9 @@ from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.channels.channel import SendChannel
 from ..._pipeline.durability.resumption import ResumePoint
 from ..._pipeline.durability.run_changes import StageFacts
-from ..._pipeline.errors import InvalidData, UnstableTemplate
+from ..._pipeline.errors import InvalidConfig, InvalidData, UnstableTemplate
 from ..._pipeline.graph.context import current, drop
-from ..._pipeline.graph.stage_info import StageInfo
+from ..._pipeline.graph.stage_info import StageInfo, tokenizer_of
 from ..._pipeline.util.repeated_errors import RepeatedErrors
 from ..._schemas import GroupId, TrajectoryGroup
 from ..._schemas.numbers import normalize_counts
@@ -54,13 +54,11 @@ class Demonstrations:
     '2'
 
     Raises:
-        InvalidConfig: a number that is not whole, or too small.
+        InvalidConfig: a set without a `ChatFormat`, or a number that is not whole, or too small.
     """
 
     data: PromptDataset | Mixture
-    """Rows whose column `prompt` has messages, answers included."""
-    chat: ChatFormat
-    """The template that makes tokens of them."""
+    """Rows whose column `prompt` has messages, answers included, and the `ChatFormat` that makes tokens of them."""
     max_length: int | None = None
     """Maximum length of a sequence in tokens; a longer conversation ends as rejected."""
     first: int = 0
@@ -69,11 +67,22 @@ class Demonstrations:
     def __post_init__(self) -> None:
         normalize_counts(self, "max_length")
         normalize_counts(self, "first", least=0)
+        _ = self._formats  # checks them
+
+    @property
+    def _formats(self) -> dict[str, ChatFormat]:
+        """Return the chat format of each set, by its name."""
+        formats: dict[str, ChatFormat] = {}
+        for each in self.data.sets if isinstance(self.data, Mixture) else (self.data,):
+            if not isinstance(each.chat, ChatFormat):
+                raise InvalidConfig(f"Demonstrations.data: expected {each.data_source} with chat, got {each.chat!r}")
+            formats[each.data_source] = each.chat
+        return formats
 
     def stage_info(self) -> StageInfo:
         """State the bound on a group, the tokenizer and the column."""
         return StageInfo(
-            sends_at_most_tokens=self.max_length, tokenizers=(self.chat.tokenizer,), fills_columns=("advantages",)
+            sends_at_most_tokens=self.max_length, tokenizers=tokenizer_of(self.data), fills_columns=("advantages",)
         )
 
     def facts(self) -> StageFacts:
@@ -140,7 +149,7 @@ class Demonstrations:
         """Return conversation `number` as a group, of the weights of `version`."""
         said = prompts.conversation(number)
         try:
-            tokens, mask = trained_turns(self.chat, said.messages)
+            tokens, mask = trained_turns(self._formats[said.data_source], said.messages)
         except (InvalidData, UnstableTemplate) as error:
             raise type(error)(f"{said.place}: {error}") from error
         if self.max_length is not None and len(tokens) > self.max_length:

@@ -49,7 +49,7 @@ def trained_turns(chat: ChatFormat, messages: Sequence[Message]) -> tuple[NDArra
         if not turn.startswith(prompt):
             raise UnstableTemplate(
                 f"{chat.tokenizer!r}: expected a chat template that writes messages[{number}] after the beginning of "
-                f"a turn, {prompt[-40:]!r}, got {turn[-80:]!r}; {ADVICE}"
+                f"a turn, {prompt[-40:]!r}, got {turn[-80:]!r}: begin the content with what is missing; or {ADVICE}"
             )
         if not prompt.startswith(text):
             raise UnstableTemplate(
@@ -57,7 +57,7 @@ def trained_turns(chat: ChatFormat, messages: Sequence[Message]) -> tuple[NDArra
                 f"got other text for those before messages[{number}], for example without their thoughts: {LAST_ALONE}"
             )
         before = _continued(chat.tokenizer, ids, text, prompt)
-        text, ids = turn, _continued(chat.tokenizer, before, prompt, turn)
+        text, ids = _ended(chat.tokenizer, turn, _continued(chat.tokenizer, before, prompt, turn), len(before))
         spans.append((len(before), len(ids)))
     return _masked(chat.tokenizer, ids, spans)
 
@@ -79,6 +79,17 @@ def _continued(tokenizer: Tokenizer, ids: list[int], text: str, longer: str) -> 
     if whole[: len(ids)] == ids:
         return whole
     return [*ids, *tokenizer.encode(longer[len(text) :])]  # a token would lie across the border
+
+
+def _ended(tokenizer: Tokenizer, text: str, ids: list[int], begin: int) -> tuple[str, list[int]]:
+    """Return text and tokens up to the first token from `begin` on that ends a completion; all if there is none.
+
+    Some templates write more at the end of a conversation, and not where another message follows.
+    """
+    ends = end_ids_of(tokenizer)
+    stop = next((place + 1 for place in range(begin, len(ids)) if ids[place] in ends), len(ids))
+    rest = tokenizer.decode(ids[stop:])
+    return (text.removesuffix(rest), ids[:stop]) if text.endswith(rest) else (text, ids)
 
 
 def _masked(

@@ -134,8 +134,7 @@ class RunParts:
     @property
     def demonstrations(self) -> Demonstrations:
         """Return the source of a run with the loss sft."""
-        assert self.chat is not None  # noqa: S101 (the configuration requires it)
-        return Demonstrations(self._prompts(), self.chat, max_length=max_length_of(self.config))
+        return Demonstrations(self._prompts(), max_length=max_length_of(self.config))
 
     def first_tokens(self) -> Sequence[int]:
         """Return the tokens of the first prompt, or conversation, that trains and can be read. Blocks.
