@@ -48,11 +48,6 @@ class _TooLong(InvalidData):
 class Demonstrations:
     """Sends the conversations of a data set, epoch after epoch, to be imitated.
 
-    >>> from penstock.data import PromptDataset
-    >>> rows = [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}]
-    >>> PromptDataset(rows, prompt="messages")().conversation(0).messages[-1]["content"]
-    '2'
-
     Raises:
         InvalidConfig: a set without a `ChatFormat`, or a number that is not whole, or too small.
     """

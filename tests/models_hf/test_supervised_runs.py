@@ -13,6 +13,7 @@ import anyio
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file
 from tests.letter_model import write_letter_model
 from tests.models_hf.chat_families import FAMILIES, write_tokenizer
@@ -298,6 +299,15 @@ def test_a_key_without_meaning_is_refused_by_name(override: str, values: dict[st
 
     key = override.partition("=")[0]
     assert f"{key}: expected none beside algorithm.loss sft" in str(refused.value)
+
+
+def test_the_configuration_in_the_docs_is_one() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "training.md").read_text()
+    block = page.partition("```yaml\n# sft.yaml")[2].partition("```")[0].partition("\n")[2]
+
+    config = load_run_config(yaml.safe_load(block))
+
+    assert (config.algorithm.loss, config.folder) == ("sft", "sft")
 
 
 def test_text_that_is_no_chat_is_refused(values: dict[str, Any]) -> None:
