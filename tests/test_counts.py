@@ -71,6 +71,11 @@ def environment() -> Any:
     """Make an environment; no test gets so far."""
 
 
+def demonstrations(**options: Any) -> Any:
+    chat = PUBLIC.ChatFormat(SimpleNamespace(chat_template="a template"))
+    return PUBLIC.Demonstrations(PUBLIC.PromptDataset([{"prompt": "?"}], chat=chat), **options)
+
+
 MAKING: dict[str, Callable[..., Any]] = {
     "AdvantageNormalizer": partial(PUBLIC.AdvantageNormalizer, "batch", batch_groups=4),
     "AgentEnv": partial(PUBLIC.AgentEnv, length, PUBLIC.PromptDataset([{"prompt": "?"}])),
@@ -107,6 +112,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "PrimeRLSink": partial(PUBLIC.PrimeRLSink, "output", ranks=1, seq_len=1),
     "PrimeRLTrainer": partial(PUBLIC.PrimeRLTrainer, "output", ranks=1, seq_len=1),
     "DataProtoBatches": partial(PUBLIC.DataProtoBatches, environment, sequences=4, prompt_length=4, response_length=4),
+    "Demonstrations": demonstrations,
     "TRLWorker": partial(PUBLIC.TRLWorker, environment),
     "Teacher": partial(PUBLIC.Teacher, Idle(), top_k=4),
     "TorchPolicy": partial(PUBLIC.TorchPolicy, TinyModel, eos_id=0),
@@ -219,7 +225,7 @@ FROM_ZERO = {
         "SinkTrainer.cancel_timeout_s",
         "WeightPublisher.release_timeout_s",
     ),
-    *("source.max_lag", "SourceEnv.groups", "SourceEnv.first_task", "ServerConfig.port"),
+    *("source.max_lag", "SourceEnv.groups", "SourceEnv.first_task", "Demonstrations.first", "ServerConfig.port"),
     *("OutsideServer.ready_timeout_s", "OutsideServer.stop_timeout_s", "AtroposGateway.num_steps"),
     *("AtroposClient.num_steps", "AtroposClient.starting_step", "AtroposClient.save_checkpoint_interval"),
     *("AtroposClient.first_pause_s", "AtroposClient.longest_pause_s", "AtroposClient.away_s"),

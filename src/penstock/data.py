@@ -1,9 +1,19 @@
-"""Prompts from files and lists, for `SourceEnv`."""
+"""Prompts from files and lists, for `SourceEnv`; and conversations to imitate."""
 
 from __future__ import annotations
 
 from ._stages.contracts.prompts import Prompt, PromptSource
 from ._stages.data.mixture import MixedPrompts, Mixture
-from ._stages.data.prompt_dataset import PromptDataset, PromptSet
+from ._stages.data.prompt_dataset import ChatRow, PromptDataset, PromptSet
+from ._stages.sampling.demonstrations import Demonstrations
 
-__all__ = ["MixedPrompts", "Mixture", "Prompt", "PromptDataset", "PromptSet", "PromptSource"]
+__all__ = [
+    "ChatRow",
+    "Demonstrations",
+    "MixedPrompts",
+    "Mixture",
+    "Prompt",
+    "PromptDataset",
+    "PromptSet",
+    "PromptSource",
+]

@@ -13,7 +13,7 @@ from typing import Any
 from ..._pipeline.errors import InvalidConfig
 from ..._schemas.tokenizer import check_tokenizers
 from ..contracts.prompts import Prompt
-from .prompt_dataset import PromptDataset, PromptSet
+from .prompt_dataset import ChatRow, PromptDataset, PromptSet
 from .weighted_places import WeightedPlaces
 
 
@@ -86,6 +86,11 @@ class MixedPrompts:
         """Return prompt `number`. Raises the errors of `PromptSet.prompt`."""
         which, own = self._places.at(number)
         return self._sets[which].prompt(own)
+
+    def conversation(self, number: int) -> ChatRow:
+        """Return the messages of row `number`. Raises the errors of `PromptSet.conversation`."""
+        which, own = self._places.at(number)
+        return self._sets[which].conversation(own)
 
     def row_of(self, number: int) -> dict[str, Any]:
         """Return the row of prompt `number`. Raises the errors of `PromptSet.row_of`."""

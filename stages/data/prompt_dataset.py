@@ -8,17 +8,17 @@ by the source, messages by the chat format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..._pipeline.errors import InvalidConfig, InvalidData
 from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..contracts.prompts import Prompt
-from ..tokenizers.messages import Message, are_messages, asked
+from ..tokenizers.messages import Message, are_messages, asked, normalized
 from .prompt_order import Shuffled, Split, split_rows
 from .row_digests import digest_of
 from .rows import Rows, Source, open_rows
@@ -33,6 +33,16 @@ class PromptFormat(Protocol):
     def prompt(self, messages: Sequence[Message], /) -> Sequence[int]:
         """Return the tokens of `messages`, the beginning of the policy's turn included."""
         ...
+
+
+class ChatRow(NamedTuple):
+    """The messages of a row, answers included."""
+
+    messages: Sequence[Message]
+    data_source: str
+    """The name of the set."""
+    place: str
+    """The set, the number of the row and the column, for messages of errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +164,18 @@ class PromptSet:
         place = self._place(number)
         return self._prompt_of(self.row(place), self._index(place))
 
+    def conversation(self, number: int) -> ChatRow:
+        """Return the messages of row `number`, answers included; numbers go on from epoch to epoch.
+
+        Raises:
+            InvalidData: the row cannot be read, or has no messages.
+        """
+        place = self._place(number)
+        index, content = self._index(place), self._content(self.row(place))
+        if isinstance(content, str):
+            raise InvalidData(f"{self._named(index)}: expected a list of messages with role and content, got text")
+        return ChatRow(self._messages(content, index, normalized), self._dataset.data_source, self._named(index))
+
     def row_of(self, number: int) -> dict[str, Any]:
         """Return the row of prompt `number`, without its text.
 
@@ -232,13 +254,18 @@ class PromptSet:
             f"{type(content).__name__}{advice}"
         )
 
-    def _messages(self, content: Any, index: int) -> Sequence[Message]:
+    def _messages(
+        self, content: Any, index: int, read: Callable[[Sequence[Message]], list[dict[str, Any]]] = asked
+    ) -> Sequence[Message]:
+        """Return the messages of a row as `read` returns them, after that of the system."""
         said = [{"role": "user", "content": content}] if isinstance(content, str) else content
         try:
-            messages = asked(said)
+            messages = read(said)
         except InvalidData as error:
-            place = f"{self._dataset.data_source}: row {index}, column {self._dataset.prompt!r}"
-            raise InvalidData(f"{place}: {error}") from None
+            raise InvalidData(f"{self._named(index)}: {error}") from None
         if self._dataset.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._dataset.system})
         return messages
+
+    def _named(self, index: int) -> str:
+        return f"{self._dataset.data_source}: row {index}, column {self._dataset.prompt!r}"

@@ -30,6 +30,7 @@ from ..models.lora_config import LoRA
 from ..rewards.reward_shaping import RewardConfig
 from ..tokenizers.chat_format import History, ObservationRole
 from .other_names import OTHER_NAMES
+from .supervised_config import SUPERVISED, refuse_unused
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
@@ -42,7 +43,7 @@ FunctionName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[\w.]+:[\w.]+$"
 BOUNDED = ("ppo", "gspo", "gmpo", "cispo", "dppo", "clip_cov")
 """Losses with bounds on the ratio, or on the change of the probability."""
 
-LOSSES = (*BOUNDED, "kl_cov", "sapo", "vespo", "reinforce")
+LOSSES = (*BOUNDED, "kl_cov", "sapo", "vespo", "reinforce", SUPERVISED)
 
 TRACKERS = ("tensorboard", "wandb")
 """Trackers that have names of their own."""
@@ -99,7 +100,7 @@ class DataConfig(Config, frozen=True):
     """JSONL or Parquet file, a folder of Parquet files or of `datasets`; left out where there are `sets`, or where the
     `environment` brings its prompts."""
     prompt: Text = "prompt"
-    """Column of the prompt: text, or a list of messages."""
+    """Column of the prompt: text, or a list of messages; with the loss sft, of messages with their answers."""
     sets: tuple[DataSetConfig, ...] = ()
     """Several sets, mixed by weight."""
     chat: bool = True
@@ -111,7 +112,7 @@ class DataConfig(Config, frozen=True):
     evaluation: Natural | NotNegative = 0
     """Rows that are kept apart and evaluated before and after training: below 1 their share, from 1 on their number."""
     max_prompt_tokens: Count = 512
-    """Longer prompts are not sampled, and counted as rejected."""
+    """Longer prompts are not sampled, and counted as rejected; with the loss sft, longer conversations."""
 
     def __post_init__(self) -> None:
         """Check that there is at most one source of rows, and a chat for arguments of its template."""
@@ -287,8 +288,8 @@ class AlgorithmConfig(Config, frozen=True):
     preset: Library | None = None
     """Library whose advantages are computed where they differ."""
     loss: Text = "ppo"
-    """ppo, gspo, gmpo, cispo, dppo, clip_cov, kl_cov, sapo, vespo or reinforce; or `module:function` for a loss of
-    `penstock.losses`."""
+    """ppo, gspo, gmpo, cispo, dppo, clip_cov, kl_cov, sapo, vespo or reinforce; sft to imitate the conversations of the
+    data; or `module:function` for a loss of `penstock.losses`."""
     clip: tuple[NotNegative, NotNegative] | None = None
     """Bounds of the ratio below and above 1, with dppo of the change of the probability; null for those of the loss."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"] = "token-mean"
@@ -304,7 +305,7 @@ class AlgorithmConfig(Config, frozen=True):
     group_size: Annotated[int, msgspec.Meta(ge=2, le=LARGEST)] = 8
     """Completions of a prompt."""
     prompts: Count = 32
-    """Prompts in a step."""
+    """Prompts in a step; with sft, conversations."""
     steps: Count = 100
     """Optimizer steps of the run."""
     updates: Count = 1
@@ -316,6 +317,16 @@ class AlgorithmConfig(Config, frozen=True):
     mask_truncated: bool = False
     """Do not train completions that did not end by themselves; their rewards still count in those of the others."""
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    @property
+    def is_supervised(self) -> bool:
+        """Return whether the run imitates the conversations of its data, and samples nothing."""
+        return self.loss == SUPERVISED
+
+    @property
+    def sequences(self) -> int:
+        """Return the number of rollouts, or of conversations, in a step."""
+        return self.prompts if self.is_supervised else self.prompts * self.group_size
 
     def __post_init__(self) -> None:
         """Check the values that depend on each other."""
@@ -464,6 +475,8 @@ class RunConfig(Config, frozen=True):
 
     def __post_init__(self) -> None:
         """Check the values that depend on each other."""
+        if self.algorithm.is_supervised:
+            self._check_supervised()
         self._check_engine()
         self._check_rows()
         evaluation = self.evaluation
@@ -492,6 +505,12 @@ class RunConfig(Config, frozen=True):
             )
         if self.placement.python is not None and (self.placement.ray or self.placement.joining):
             raise InvalidConfig("placement: expected python without ray and joining, whose workers have their own")
+
+    def _check_supervised(self) -> None:
+        """Check that a run that samples nothing has no key for it, and messages."""
+        refuse_unused(self, RunConfig(model=self.model, data=DataConfig(path=self.model.path), reward=RewardConfig()))
+        if not self.data.chat:
+            raise InvalidConfig(f"data.chat: expected true with algorithm.loss {SUPERVISED}, whose rows are messages")
 
     def _check_engine(self) -> None:
         """Check that there is one engine, that of servers which the run starts included."""

@@ -17,6 +17,8 @@ def max_length_of(config: RunConfig) -> int:
     """Return the most tokens of a sequence."""
     if config.environment is not None and config.environment.max_length is not None:
         return config.environment.max_length
+    if config.algorithm.is_supervised:
+        return config.data.max_prompt_tokens
     return config.data.max_prompt_tokens + config.sampling.max_completion_tokens
 
 
@@ -41,7 +43,8 @@ def sampler_devices(config: RunConfig) -> list[str]:
     They share the GPUs that do not train, or, where all do, those.
     """
     placement, trains = config.placement, device_of(config)
-    if config.engine != "torch" or placement.ray is not None or placement.joining is not None:
+    supervised = config.algorithm.is_supervised
+    if supervised or config.engine != "torch" or placement.ray is not None or placement.joining is not None:
         return []
     if placement.sampler_device or trains.type != "cuda":
         return [placement.sampler_device or str(trains)] * placement.samplers

@@ -181,6 +181,8 @@ def _needs(config: RunConfig, numbers: Numbers, *, sharded: bool) -> list[Device
 
 def _published(config: RunConfig, numbers: Numbers, sampled: int) -> int:
     """Return the bytes of a published version, whose samplers have `sampled` bytes for a parameter."""
+    if config.algorithm.is_supervised:
+        return 0
     if config.engine == "torch":
         return numbers.trained * (FLOAT32 if config.model.lora is not None else sampled)
     return numbers.parameters * (sampled if config.server is None else FLOAT32)  # merged
@@ -202,7 +204,7 @@ def _activations(config: RunConfig, numbers: Numbers, kind: str) -> int:
     if tokens == "auto":
         tokens = CHOICES[0] if kind == "cuda" else TOKENS_ON_A_CPU
     if tokens is None:
-        tokens = config.algorithm.prompts * config.algorithm.group_size * max_length_of(config)
+        tokens = config.algorithm.sequences * max_length_of(config)
     layer = STORED * numbers.width + STORED_WIDE * numbers.wide
     stored = numbers.layers * numbers.width + layer if config.model.gradient_checkpointing else numbers.layers * layer
     return tokens * stored * (FLOAT32 if config.model.precision == "float32" else 2)

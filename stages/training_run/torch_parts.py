@@ -20,7 +20,7 @@ from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.errors import InvalidConfig, InvalidData, InvalidPipeline
 from ..._pipeline.graph.context import current
 from ..._pipeline.graph.placement import Remote, joining, processes, ray
-from ..._pipeline.runtime.flow import Pipeline, source
+from ..._pipeline.runtime.flow import Flow, Pipeline, source
 from ..._pipeline.trackers.tensorboard import TensorBoard
 from ..._pipeline.trackers.tracker import Tracker
 from ..._pipeline.trackers.wandb import WandB
@@ -28,6 +28,7 @@ from ..._pipeline.util.extras import extra
 from ..._pipeline.util.hub import dataset_path, model_folder
 from ..._pipeline.util.named_objects import call_object, import_object
 from ..._pipeline.weights.weight_address import WeightAddress
+from ..._schemas import TrajectoryGroup
 from ..advantages.advantage_normalizer import GATHERING, AdvantageNormalizer
 from ..advantages.truncation_mask import TruncationMask
 from ..batching.batcher import Batcher
@@ -55,6 +56,7 @@ from ..models.lora import insert
 from ..models.torch_sharding import Trainable, shard
 from ..rewards.reward_bridge import RewardBridge
 from ..rewards.reward_trial import try_functions
+from ..sampling.demonstrations import Demonstrations
 from ..sampling.environment_trial import try_environments
 from ..sampling.environments import Environment
 from ..sampling.evaluation import Evaluation
@@ -63,6 +65,7 @@ from ..sampling.source_env import SourceEnv
 from ..sink.sink_trainer import SinkTrainer, Trainer, WeightSink
 from ..tokenizers.end_tokens import check_end_of_turn
 from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer
+from ..tokenizers.start_tokens import prompt_ids
 from ..training.optimizers import ReferenceUpdates, adamw
 from ..training.torch_ranked_trainer import RankedTrainer
 from ..training.torch_trainer import TorchTrainer
@@ -129,13 +132,22 @@ class RunParts:
         weights = [each.weight for each in self.config.data.sets]
         return Mixture(datasets, weights) if weights else datasets[0]
 
-    def first_prompt(self) -> Prompt:
-        """Return the first prompt that trains and can be read. Blocks.
+    @property
+    def demonstrations(self) -> Demonstrations:
+        """Return the source of a run with the loss sft."""
+        return Demonstrations(self._prompts(), max_length=max_length_of(self.config))
+
+    def first_tokens(self) -> Sequence[int]:
+        """Return the tokens of the first prompt, or conversation, that trains and can be read. Blocks.
 
         Raises:
             InvalidData: no such prompt exists.
+            UnstableTemplate: see `Demonstrations.check`.
         """
-        return _first_prompt(self._prompts()())
+        if self.config.algorithm.is_supervised:
+            return [int(token) for token in self.demonstrations.check().tokens]
+        content = _first_prompt(self._prompts()()).content
+        return prompt_ids(self.tokenizer, content) if isinstance(content, str) else list(content)
 
     async def tried(self) -> list[str]:
         """Do one rollout of each environment with a made-up model, and return each as text.
@@ -143,6 +155,8 @@ class RunParts:
         Raises:
             InvalidConfig: it fails, or cannot begin.
         """
+        if self.config.algorithm.is_supervised:
+            return []
         source, python = self.source(self.policy(None)), self.config.placement.python
         return await try_environments(source, python, START_TIMEOUT_S)
 
@@ -262,14 +276,18 @@ class RunParts:
             autocast=self._autocast,
         )
 
-    async def try_rewards(self) -> None:
-        """Call every reward function once with the first readable row of each set of prompts.
+    async def try_data(self) -> None:
+        """Call every reward function once with the first readable row of each set; or read the first conversations.
 
         Raises:
             InvalidConfig: a function has no value for two made-up completions.
-            InvalidData: a set has no prompt.
+            InvalidData: a set has no prompt, or no conversation that trains.
             MissingColumn: a set lacks a column that a function takes.
+            UnstableTemplate: see `Demonstrations.check`.
         """
+        if self.config.algorithm.is_supervised:
+            await anyio.to_thread.run_sync(self.demonstrations.check)
+            return
         for dataset in [*self._datasets("train"), *self._further_sets()]:
             prompt = await anyio.to_thread.run_sync(lambda rows: _first_prompt(rows()), dataset)
             await try_functions(self.rewards.components, prompt, self.tokenizer)
@@ -341,6 +359,8 @@ class RunParts:
         if config.environment is not None and config.environment.max_length is not None:
             length = config.environment.max_length
             return length, "environment.max_length", str(length)
+        if config.algorithm.is_supervised:
+            return max_length_of(config), "data.max_prompt_tokens", str(max_length_of(config))
         bounds = [(config.sampling.max_completion_tokens, key)]
         if config.evaluation is not None and config.evaluation.sampling is not None:
             bounds.append((config.evaluation.sampling.max_completion_tokens, f"evaluation.{key}"))
@@ -436,24 +456,21 @@ class RunParts:
         self._check_lengths(model)
         check_servers(self.config, model)
         check_memory(self.config, model, lambda config: RunParts(config).empty_model())
-        pipeline = self.pipeline(
-            self.policy(None), self.trainer(model, model if self.config.algorithm.kl else None), None
-        )
+        policy = None if self.config.algorithm.is_supervised else self.policy(None)
+        pipeline = self.pipeline(policy, self.trainer(model, model if self.config.algorithm.kl else None), None)
         try:
             pipeline.check()
         except InvalidPipeline as error:
             raise InvalidConfig(f"config: {error}") from None
         return pipeline, model
 
-    def pipeline(self, policy: Policy, trainer: Trainer, publisher: WeightSink | None) -> Pipeline:
-        """Return the pipeline of the run."""
+    def pipeline(self, policy: Policy | None, trainer: Trainer, publisher: WeightSink | None) -> Pipeline:
+        """Return the pipeline of the run; without a policy, that of a run with the loss sft."""
         config, algorithm = self.config, self.config.algorithm
-        sequences = algorithm.prompts * algorithm.group_size
-        gathered = algorithm.prompts if algorithm.advantages in {*GATHERING, "gae"} else None
         batcher = Batcher(
-            max_tokens=sequences * max_length_of(self.config) * (1 if config.environment is None else BRANCHES),
+            max_tokens=algorithm.sequences * max_length_of(config) * (1 if config.environment is None else BRANCHES),
             drop_zero_variance=algorithm.drop_zero_variance,
-            sequences=sequences,
+            sequences=algorithm.sequences,
         )
         sink = SinkTrainer(
             trainer,
@@ -461,8 +478,15 @@ class RunParts:
             max_steps=algorithm.steps,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
-            samples=Samples(every=config.samples.every, count=config.samples.count),
+            samples=None if policy is None else Samples(every=config.samples.every, count=config.samples.count),
         )
+        groups = source(self.demonstrations) if policy is None else self._compared(policy)
+        return groups.then(batcher).sink(sink)
+
+    def _compared(self, policy: Policy) -> Flow[TrajectoryGroup]:
+        """Return the stages that sample groups, reward them and compute their advantages."""
+        algorithm = self.config.algorithm
+        gathered = algorithm.prompts if algorithm.advantages in {*GATHERING, "gae"} else None
         try:
             normalizer = AdvantageNormalizer(
                 algorithm.advantages,
@@ -474,10 +498,8 @@ class RunParts:
         except InvalidConfig as error:
             raise InvalidConfig(f"config: algorithm.advantages: {error}") from None
         sampled = source(self.source(policy), on=self._samplers(policy), max_lag=algorithm.max_lag)
-        rewarded = sampled.then(self.rewards)
-        compared = rewarded.then(normalizer)
-        trained = compared.then(TruncationMask()) if algorithm.mask_truncated else compared
-        return trained.then(batcher).sink(sink)
+        compared = sampled.then(self.rewards).then(normalizer)
+        return compared.then(TruncationMask()) if algorithm.mask_truncated else compared
 
 
 def _same_names(found: Sequence[tuple[str, object]]) -> InvalidConfig:
@@ -555,6 +577,7 @@ _TERMS: dict[str, Callable[..., Term]] = {
     "sapo": SAPO,
     "vespo": VESPO,
     "reinforce": AdvantageWeighted,
+    "sft": AdvantageWeighted,  # of advantages that are 1
 }
 
 

@@ -54,7 +54,6 @@ from ..contracts.policies import Policy
 from ..sink.best_checkpoint import best_checkpoint
 from ..sink.sink_trainer import WeightSink
 from ..tokenizers.end_tokens import named
-from ..tokenizers.start_tokens import prompt_ids
 from .config_changes import refuse_changes, values_of
 from .own_rank import follows, is_rank
 from .run_config import PlacementConfig, RunConfig
@@ -160,8 +159,9 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
     await say(view, f"importing torch and transformers, and reading the tokenizer of {config.model.path}")
     parts = await anyio.to_thread.run_sync(parts_of, config)
     await anyio.to_thread.run_sync(parts.sketch)
-    await say(view, "calling each reward function with a first row")
-    await parts.try_rewards()
+    supervised = config.algorithm.is_supervised
+    await say(view, "reading the first rows" if supervised else "calling each reward function with a first row")
+    await parts.try_data()
     folder = config.run_folder
     earlier = await anyio.to_thread.run_sync(_begun, config)
     metrics = Metrics()
@@ -280,7 +280,7 @@ def describe_run(config: RunConfig) -> str:
 
     pipeline, model = parts.sketch()
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop
-        thread.submit(anyio.run, parts.try_rewards).result()
+        thread.submit(anyio.run, parts.try_data).result()
         shown = [] if config.environment is not None else [_first_prompt(parts)]
         shown += thread.submit(anyio.run, parts.tried).result()
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -295,9 +295,9 @@ def describe_run(config: RunConfig) -> str:
 
 
 def _first_prompt(parts: RunParts) -> str:
-    content = parts.first_prompt().content
-    tokens = prompt_ids(parts.tokenizer, content) if isinstance(content, str) else list(content)
-    return f"first prompt, {len(tokens)} tokens:\n{parts.tokenizer.decode(tokens)}"
+    tokens = parts.first_tokens()
+    kind = "conversation" if parts.config.algorithm.is_supervised else "prompt"
+    return f"first {kind}, {len(tokens)} tokens:\n{parts.tokenizer.decode(tokens)}"
 
 
 def _prepare(config: RunConfig) -> None:
@@ -321,9 +321,14 @@ def parts_of(config: RunConfig) -> RunParts:
 
 
 @asynccontextmanager
-async def _published(parts: RunParts, model: HFModel, view: View | None) -> AsyncGenerator[tuple[Policy, WeightSink]]:
-    """Yield the policy, and the publisher of its weights."""
+async def _published(
+    parts: RunParts, model: HFModel, view: View | None
+) -> AsyncGenerator[tuple[Policy, WeightSink] | tuple[None, None]]:
+    """Yield the policy, and the publisher of its weights; neither in a run that samples nothing."""
     config = parts.config
+    if config.algorithm.is_supervised:
+        yield None, None
+        return
     async with AsyncExitStack() as stack:
         if config.engine == "torch":
             from ..._pipeline.weights.weight_publisher import WeightPublisher  # noqa: PLC0415 (needs torch)

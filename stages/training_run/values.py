@@ -24,6 +24,7 @@ from ..._schemas.yaml_values import parse_argument
 from .given_objects import with_names
 from .paths import at_home, beside
 from .run_config import RunConfig
+from .supervised_config import SUPERVISED
 
 PREFIX = "PENSTOCK__"
 """Beginning of the environment variables that are values; two underscores separate the parts of a path."""
@@ -61,6 +62,9 @@ def load_run_config(source: str | Path | Mapping[str, Any], overrides: Iterable[
         values = _with_text(values, key.split("."), text, root=key)
     if values.get("environment") is not None:
         values = {"data": {}, "reward": {}, **values}  # an environment may have both
+    algorithm = values.get("algorithm")
+    if isinstance(algorithm, Mapping) and algorithm.get("loss") == SUPERVISED:
+        values = {"reward": {}, **values}
     return parse_config(RunConfig, at_home(values), root="config")
 
 

@@ -103,7 +103,7 @@ def test_overrides_leave_the_given_mapping_as_it_is() -> None:
         ),
         (
             "algorithm.loss=pppo",
-            "gmpo, cispo, dppo, clip_cov, kl_cov, sapo, vespo, reinforce or module:function, got 'pppo'; did",
+            "cispo, dppo, clip_cov, kl_cov, sapo, vespo, reinforce, sft or module:function, got 'pppo'; did",
         ),
         ("prepare=print", ", got 'print' - at `$.prepare`"),
         ("algorithm.advantages=grop", "got 'grop' - at `$.algorithm.advantages`; did you mean 'grpo'?"),
