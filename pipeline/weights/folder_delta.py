@@ -12,11 +12,9 @@ from io import BufferedReader
 from pathlib import Path
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import WeightsDamaged
-from .span_delta import changes_of, delta_of, largest_delta
+from .span_delta import apply_delta, delta_of, largest_delta
 from .weight_transfer import digest, span_count, span_extent
 from .weights import WeightWriter
 
@@ -104,7 +102,7 @@ class ChangesReader:
             whole.seek(self._header_bytes + start)
             whole.readinto(span.data)
         else:
-            _apply(_delta(changes, changed.delta_bytes, len(span)), base, span)
+            apply_delta(_delta(changes, changed.delta_bytes, len(span)), base, span)
         if (found := digest(span.data, self._version, index).hex()) != changed.xxh3:
             raise ValueError(f"expected xxh3 {changed.xxh3}, got {found}: it was altered")
 
@@ -121,9 +119,3 @@ def _delta(changes: BufferedReader, nbytes: int, span_bytes: int) -> bytes:
     if len(content) != nbytes:
         raise ValueError(f"expected a delta of {nbytes} bytes, got {len(content)}: it is torn")
     return content
-
-
-def _apply(delta: bytes, base: NDArray[np.uint8], span: NDArray[np.uint8]) -> None:
-    changes = changes_of(delta, len(span))
-    span[:] = base
-    changes.apply(span)

@@ -107,6 +107,17 @@ def changes_of(delta: bytes, nbytes: int) -> SpanChanges:
     return SpanChanges(positions, values, np.frombuffer(delta, np.uint8, offset=4 * entries))
 
 
+def apply_delta(delta: bytes, base: NDArray[np.uint8], span: NDArray[np.uint8]) -> None:
+    """Write into `span` what `base`, of the version before, becomes by `delta`.
+
+    Raises:
+        ValueError: it is no delta of such a span; nothing is written.
+    """
+    changes = changes_of(delta, len(span))
+    span[:] = base
+    changes.apply(span)
+
+
 def _words(span: NDArray[np.uint8]) -> NDArray[np.uint16]:
     """Return the bytes of a span as words, without the last of an odd number; not a copy."""
     return span[: len(span) // 2 * 2].view(WORD)

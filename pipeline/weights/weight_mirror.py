@@ -47,7 +47,7 @@ from ..util.file_descriptors import available
 from ..util.retry_pace import RetryPace
 from ..util.waiting import Waiters
 from .folder_mirror import FolderReader, folder_mirror
-from .span_delta import changes_of
+from .span_delta import apply_delta
 from .tensor_layout import LENGTH, TensorLayout, WritePlan
 from .weight_address import WeightAddress
 from .weight_connection import SCHEME, listening_in
@@ -214,12 +214,10 @@ class WeightMirror:
         start, end = span_extent(delta.index, self._nbytes)
         base, span = self._writer.spans(start, end)
         try:
-            changes = changes_of(delta.content, end - start)
+            apply_delta(delta.content, base, span)
         except ValueError as error:
             reason = str(error)
         else:
-            span[:] = base
-            changes.apply(span)
             if digest(span.data, delta.policy_version, delta.index) == delta.xxh3:
                 return True
             reason = "expected another hash: the delta, or this host's version before, was altered"
