@@ -26,6 +26,12 @@ ADAPTER = "default"
 """The name of the adapter within the modules; peft's files leave it out."""
 
 
+ALL = "all-linear"
+"""The targets that mean every linear layer but the head."""
+
+PARAMETER = "parameter_name"
+"""Attribute of peft's layers around a parameter, such as stacked experts, in place of a layer."""
+
 PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """Names of the matrices of an adapter: of a layer, and of an embedding."""
 
@@ -40,14 +46,7 @@ def insert(module: nn.Module, lora: LoRA) -> None:
     """
     with extra("train", "LoRA"):
         import peft  # noqa: PLC0415 (a model without adapters does not need it)
-    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
+    config = _config_of(module, lora)
     _check_targets(module, lora)
     ends = _tied_ends(module)
     try:
@@ -67,7 +66,35 @@ def insert(module: nn.Module, lora: LoRA) -> None:
         if _is_adapter(name):
             parameter.data = parameter.data.float()
     for _, layer in _adapted(module):
-        layer.register_forward_pre_hook(_cast_once)
+        if not hasattr(layer, PARAMETER):
+            layer.register_forward_pre_hook(_cast_once)
+
+
+def _config_of(module: nn.Module, lora: LoRA) -> Any:
+    """Return the configuration of adapters for peft, which changes it where it inserts them."""
+    import peft  # noqa: PLC0415 (a model without adapters does not need it)
+
+    targets = _linear_layers(module) if lora.targets == ALL else lora.targets
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _linear_layers(module: nn.Module) -> str | list[str]:
+    """Return the targets for every linear layer but the head; without those that a kernel of Mamba reads by itself.
+
+    Its mixers pass the weights of `out_proj` to their fused kernels, which would leave adapters out.
+    """
+    mixers = {name for name, each in module.named_modules() if hasattr(each, "A_log") and hasattr(each, "D")}
+    if not mixers:
+        return ALL
+    head = module.get_output_embeddings()  # type: ignore[operator]  # of transformers
+    linear = {name for name, each in module.named_modules() if type(each) is nn.Linear and each is not head}
+    return sorted(linear - {f"{mixer}.out_proj" for mixer in mixers})
 
 
 def _cast_once(layer: Any, _: object) -> None:
@@ -132,10 +159,20 @@ def _without_copies(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[st
 @torch.no_grad()
 def merged(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of `module` without adapters, under their own names, with the adapters added to them."""
-    deltas = {f"{name}.weight": layer.get_delta_weight(ADAPTER) for name, layer in _adapted(module)}
+    deltas = {_weight_of(name, layer): layer.get_delta_weight(ADAPTER) for name, layer in _adapted(module)}
     own = {name: tensor for name, tensor in module.state_dict().items() if not _is_adapter(name)}
-    plain = {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}
+    plain = {_plain(name): tensor for name, tensor in own.items()}
     return {name: tensor + deltas[name].to(tensor) if name in deltas else tensor for name, tensor in plain.items()}
+
+
+def _weight_of(name: str, layer: Any) -> str:
+    """Return the name of the weight that the adapters of `layer` are added to: of a layer, or of stacked experts."""
+    return _plain(f"{name}.{getattr(layer, PARAMETER, 'weight')}")
+
+
+def _plain(name: str) -> str:
+    """Return the name of a tensor without adapters around it."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def switch(module: nn.Module, *, on: bool) -> None:
@@ -144,9 +181,14 @@ def switch(module: nn.Module, *, on: bool) -> None:
         layer.enable_adapters(on)
 
 
-def write_config(module: nn.Module, folder: Path, base: Path) -> None:
-    """Write `adapter_config.json`: peft and vLLM load the adapters beside it by that. `base` is the model's."""
+def write_config(module: nn.Module, lora: LoRA, folder: Path, base: Path) -> None:
+    """Write `adapter_config.json`: peft and vLLM load the adapters beside it by that. `base` is the model's.
+
+    Where peft changed the targets to the parameters of stacked experts, it does so again where it loads them.
+    """
     config = _config(module)
+    if config.target_parameters:
+        config = _config_of(module, lora)
     config.base_model_name_or_path = str(base)
     config.save_pretrained(folder)
 
