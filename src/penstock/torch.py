@@ -11,6 +11,7 @@ with extra("torch", "penstock.torch"):
     from ._stages.contracts.causal_model import (
         Cache,
         CausalModel,
+        HasPacking,
         HasPositions,
         HasVocabulary,
         JoinableCache,
@@ -29,6 +30,7 @@ __all__ = [
     "Attention",
     "Cache",
     "CausalModel",
+    "HasPacking",
     "HasPositions",
     "HasVocabulary",
     "JoinableCache",

@@ -273,6 +273,21 @@ def check_packing(model: Any) -> None:
 
 
 @runtime_checkable
+class HasPacking(Protocol):
+    """A model that states whether its rows may have several sequences, as `HFModel`; others may."""
+
+    @property
+    def packs(self) -> bool:
+        """Return false if a layer keeps a state of the tokens before, padding on the left included."""
+        ...
+
+
+def packs(model: object) -> bool:
+    """Return whether a row of `model` may have several sequences, and padding before them."""
+    return model.packs if isinstance(model, HasPacking) else True
+
+
+@runtime_checkable
 class IdentifiedModel(Protocol):
     """A model that a continued run can compare with the one that it began with."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..._pipeline.errors import LogitsNotFinite
 from ..contracts.attention import Attention
 from ..contracts.autocast import computing_in
-from ..contracts.causal_model import Cache, CausalModel, JoinableCache, positions_of
+from ..contracts.causal_model import Cache, CausalModel, JoinableCache, packs, positions_of
 from .torch_draw import InverseDraw, draw_by_noise
 from .torch_rows import SampledRow
 from .torch_truncation import Restrictions
@@ -104,16 +104,26 @@ class SamplingBatch:
     @torch.inference_mode()
     def read(self, rows: list[SampledRow], version: int) -> SampledRows:
         """Read each different prompt of `rows` once, and draw the first token of each, with weights of `version`."""
-        tokens, mask, owner = (
-            torch.from_numpy(array).to(self._device) for array in _left_padded([row.request.prompt for row in rows])
-        )
+        prompts, owner = _different([row.request.prompt for row in rows])
         longest = max(row.request.sampling.max_completion_tokens for row in rows)
-        cache: Cache = self._model.new_cache(len(tokens), mask.shape[1] + longest)
-        attend = Attention.causal(mask)
-        logits = self._logits(tokens, positions_of(mask), attend, cache)
-        cache.keep(owner)
-        columns = _Columns(rows, cache.length, logits.device)
-        return SampledRows(rows, cache, self._draw(rows, columns, logits[owner], version))
+        parts, order = [np.arange(len(prompts))], np.arange(len(prompts))
+        if not packs(self._model):  # padding on the left would reach the states
+            parts = _by_length(prompts)
+            order = np.argsort(np.concatenate(parts))
+        caches, logits = zip(*[self._prompts([prompts[at] for at in part], longest) for part in parts], strict=True)
+        cache = caches[0]
+        for other in caches[1:]:
+            cache.join(other)
+        chosen = torch.from_numpy(order[owner]).to(self._device)
+        cache.keep(chosen)
+        columns = _Columns(rows, cache.length, self._device)
+        return SampledRows(rows, cache, self._draw(rows, columns, torch.cat(logits)[chosen], version))
+
+    def _prompts(self, prompts: Sequence[NDArray[np.int32]], room: int) -> tuple[Any, Tensor]:
+        """Return the cache of prompts, with room for more tokens, and the logits [U, V] of the token after each."""
+        tokens, mask = (torch.from_numpy(array).to(self._device) for array in _left_padded(prompts))
+        cache: Cache = self._model.new_cache(len(tokens), mask.shape[1] + room)
+        return cache, self._logits(tokens, positions_of(mask), Attention.causal(mask), cache)
 
     @torch.inference_mode()
     def join(self, read: SampledRows) -> None:
@@ -239,19 +249,27 @@ def _exponential(rows: Sequence[SampledRow], like: Tensor) -> Tensor:
     return exponential
 
 
-def _left_padded(
-    prompts: Sequence[NDArray[np.int32]],
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-    """Return tokens and mask [U, P] of the different prompts, left-padded, and the index of each prompt in them [b].
+def _different(prompts: Sequence[NDArray[np.int32]]) -> tuple[list[NDArray[np.int32]], NDArray[np.int64]]:
+    """Return the different prompts, U of them, and the index of each prompt in them [b]."""
+    first: dict[bytes, int] = {}
+    owner = [first.setdefault(prompt.tobytes(), len(first)) for prompt in prompts]
+    return [np.frombuffer(key, np.int32) for key in first], np.array(owner)
+
+
+def _by_length(prompts: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int64]]:
+    """Return the indices of the prompts of each length."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    return [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
+
+
+def _left_padded(prompts: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return tokens and mask [U, P] of prompts, left-padded.
 
     A prompt is padded with its own first token: token 0 may be the model's padding, with states that need not be
     finite.
     """
-    first: dict[bytes, int] = {}
-    owner = [first.setdefault(prompt.tobytes(), len(first)) for prompt in prompts]
-    unique = [np.frombuffer(key, np.int32) for key in first]
-    lengths = np.array([len(prompt) for prompt in unique])
+    lengths = np.array([len(prompt) for prompt in prompts])
     mask = np.arange(lengths.max()) >= (lengths.max() - lengths)[:, None]
-    tokens = np.repeat([[prompt[0]] for prompt in unique], mask.shape[1], axis=1).astype(np.int64)
-    tokens[mask] = np.concatenate(unique)
-    return tokens, mask, np.array(owner)
+    tokens = np.repeat([[prompt[0]] for prompt in prompts], mask.shape[1], axis=1).astype(np.int64)
+    tokens[mask] = np.concatenate(prompts)
+    return tokens, mask

@@ -3,8 +3,9 @@
 Transformers passes a mask of four dimensions to each layer as it is. Instead of a mask, `sight` makes a small tensor
 for all layers: empty for rows of one sequence, where causality alone hides keys; the starts of sequences for `varlen`,
 if the device has that kernel, with sliding windows or without; else the sequences of keys, for masks of blocks of
-queries. Without that kernel a layer with a sliding window multiplies blocks of queries only with the keys in reach. The
-tensor is an argument of the layers, so checkpointed activations, FSDP2 and torch.compile treat it as any other.
+queries. Without that kernel a layer with a sliding window multiplies blocks of queries only with the keys in reach. A
+sink of attention, a learned score in each softmax (GPT-OSS), is one more key, of zeros. The tensor is an argument of
+the layers, so checkpointed activations, FSDP2 and torch.compile treat it as any other.
 
 Axes: B rows, H heads, T tokens of this call, K keys of a layer, D width of a head. The keys are those of the cache (a
 layer with a sliding window may keep only the last ones), then the T of this call.
@@ -24,8 +25,8 @@ from ..contracts.attention import Attention
 from ..contracts.autocast import autocast_on
 from ..contracts.varlen import any_length, computes, is_for, sequences_of, varlen
 
-NAME = "penstock_sdpa"
-"""Name of this attention in transformers."""
+NAME = "penstock_kernels"
+"""Name of this attention in transformers; one with `sdpa` in it is refused for models without transformers' own."""
 
 PROBE = "penstock_probe"
 """Name of an attention that records the arguments of the layers."""
@@ -57,8 +58,26 @@ class Heads(NamedTuple):
         return Heads(self.query[:, :, queries], self.key[:, :, keys], self.value[:, :, keys])
 
 
+def replaces(module: Any) -> bool:
+    """Return whether `module` was loaded with the kernel that `install` replaces: `sdpa`, or `eager` with sinks.
+
+    Transformers has no `sdpa` for sinks, and its `eager` lets packed sequences of GPT-OSS see each other.
+    """
+    kernel = module.config._attn_implementation  # noqa: SLF001 (there is no public name)
+    return kernel == "sdpa" or (kernel == "eager" and _has_sinks(module))
+
+
+def kernel_to_load(module_class: Any, attention: str) -> str:
+    """Return the kernel to load a model of `module_class` with, if `attention` is asked for; see `replaces`."""
+    return "eager" if attention == "sdpa" and not module_class._supports_sdpa else attention  # noqa: SLF001 (there is no public name)
+
+
+def _has_sinks(module: Any) -> bool:
+    return any(name.endswith(".sinks") for name, _ in module.named_parameters())
+
+
 def install(module: Any) -> bool:
-    """Replace `sdpa` in `module`, a causal model of transformers; return false if it must use transformers' own masks.
+    """Replace the kernel of `module`, a causal model of transformers; return false if it needs transformers' own masks.
 
     Those are needed by a model with chunks, prefixes, layers without attention, or layers that do not pass their
     sliding window.
@@ -96,6 +115,7 @@ def _passes_window(module: Any) -> bool:
         windows.append(options.get("sliding_window"))
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
+    own = module.config._attn_implementation  # noqa: SLF001 (there is no public name)
     AttentionInterface.register(PROBE, recorded)
     module.set_attn_implementation(PROBE)
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)
@@ -105,7 +125,7 @@ def _passes_window(module: Any) -> bool:
     except (NotImplementedError, RuntimeError, TypeError, ValueError):  # a router may not run without weights
         return False
     finally:
-        module.set_attn_implementation("sdpa")
+        module.set_attn_implementation(own)
     return any(window is not None for window in windows)
 
 
@@ -152,6 +172,7 @@ def attention(  # noqa: PLR0917 (transformers' own signature)
     attention_mask: Tensor | None,
     *,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention [B, T, H, D] of a layer of transformers; see its `AttentionInterface`.
@@ -164,20 +185,23 @@ def attention(  # noqa: PLR0917 (transformers' own signature)
         value: see `Heads`.
         attention_mask: the result of `sight`; or a mask [B, 1, T, K] bool that transformers made, used as is.
         sliding_window: number of keys that a token sees, itself included; None for all.
+        s_aux: [H] a score in the softmax of each token of a head, which has no value; None without.
         options: see transformers.
     """
     call: Forward = partial(_called, forward, module, **options)
+    if s_aux is not None:
+        call = partial(_with_sinks, call, s_aux)
     heads, tokens, keys = Heads(query, key, value), query.shape[2], key.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < keys else None
     if attention_mask is None or attention_mask.dtype == torch.bool:
         return call(*heads, attention_mask)
     if attention_mask.dtype == torch.int32:
-        if computes(*heads, options.get("dropout", 0.0)):
+        if s_aux is None and computes(*heads, options.get("dropout", 0.0)):
             dtype, scale = autocast_on(query.device) or query.dtype, options.get("scaling")
             return varlen(*heads, attention_mask.flatten(), dtype=dtype, scale=scale, window=window), None
         attention_mask = sequences_of(attention_mask.flatten(), len(query), keys)[:, None, None]
     seen = attention_mask[..., -keys:]
-    if window is None and seen.shape[-1] == 0:
+    if window is None and seen.shape[-1] == 0 and s_aux is None:
         return call(*heads, None)
     if window is None and seen.is_floating_point():
         return call(*heads, seen.to(query.dtype))
@@ -189,6 +213,25 @@ def attention(  # noqa: PLR0917 (transformers' own signature)
 def _called(forward: Forward, module: Any, query: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
     with any_length(query.device):
         return forward(module, query, *arguments, **options)
+
+
+def _with_sinks(  # noqa: PLR0917 (as in the calls of `Forward`)
+    call: Forward, sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, None]:
+    """Return the attention of `call` with one more key and value of zeros, which has the scores `sinks` [H].
+
+    Source: gpt-oss, `sdpa` in gpt_oss/torch/model.py; github.com/openai/gpt-oss. As there, a kernel gets a mask for
+    each head.
+    """
+    rows, heads, tokens, _ = query.shape
+    keys = key.shape[2]
+    if mask is None:
+        mask = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril_(keys - tokens)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    of_heads = sinks.to(query.dtype).view(1, heads, 1, 1).expand(rows, heads, tokens, 1)
+    scores = torch.cat([mask.to(query.dtype).expand(rows, heads, tokens, keys), of_heads], dim=-1)
+    return call(query, pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1)), scores)
 
 
 def _by_blocks(call: Forward, heads: Heads, seen: Tensor, window: int | None) -> Tensor:

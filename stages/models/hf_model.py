@@ -1,8 +1,9 @@
 """HFModel: a causal model of transformers as a `CausalModel`, from a folder as transformers saves it.
 
 Rows without a cache are packed, those with one are padded on the left. For the kernel `sdpa` `hf_attention` hides keys;
-for others transformers finds the sequences of a row by positions that begin anew, and makes the mask. The names of the
-tensors are transformers' own, so other programs load checkpoints and published weights. Downloads no file.
+for others transformers finds the sequences of a row by positions that begin anew, and makes the mask. A model with
+layers that keep a state has one sequence in a row, with padding on the right alone. The names of the tensors are
+transformers' own, so other programs load checkpoints and published weights. Downloads no file.
 
 Axes: B rows, T tokens of this call, V vocabulary, D width of the model.
 """
@@ -13,6 +14,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import MethodType
 from typing import Any, Self
@@ -38,7 +40,8 @@ from ..tokenizers.json_object import json_object
 from . import hf_attention, hf_packing
 from . import lora as adapters_of
 from .adapter_config import lora_of
-from .hf_cache import HFCache, cache_of
+from .hf_buffers import compute_buffers
+from .hf_cache import HFCache, cache_of, lent_states
 from .lora_config import LoRA
 from .model_files import ADAPTER_CONFIG, check_configurations, check_model_files
 from .model_identity import model_identity
@@ -81,10 +84,18 @@ class HFModel(nn.Module):
         self._config = json_object(folder / CONFIG)
         self.end_ids: frozenset[int] = generation_ends(folder)
         """The tokens that end its completions, as for transformers' `generate`."""
-        self._one_row = module.config._attn_implementation.startswith("flash")  # noqa: SLF001 (there is no public name)
+        self.packs: bool = hf_packing.packs(module)
+        """True if a row may have several sequences: no layer keeps a state of the tokens before."""
+        self._has_keys = hf_packing.has_keys(module)
+        """False if its layers keep states alone, which have no padding to hide."""
+        self._one_row = self.packs and module.config._attn_implementation.startswith("flash")  # noqa: SLF001 (there is no public name)
         """True if several rows are passed as one, as its kernel for packed sequences needs them."""
-        self._masked_here = module.config._attn_implementation == "sdpa" and hf_attention.install(module)  # noqa: SLF001 (as above)
+        self._masked_here = hf_attention.replaces(module) and hf_attention.install(module)
         """True if its layers make their masks of `sight`, instead of transformers."""
+        self._cache_name = (
+            "cache_params" if "cache_params" in signature(module.forward).parameters else "past_key_values"
+        )
+        """Name of the argument for the cache."""
         self._window = hf_attention.window_of(module)
         """Keys that a token of a layer with a sliding window sees, if there are such layers."""
         if lora is not None:
@@ -135,10 +146,11 @@ class HFModel(nn.Module):
             check_model_files(path)
         _check(path, attention)
         with quiet_transformers("HFModel") as transformers, _refusals_of(path):
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
             module, loaded = transformers.AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype or torch.float32,
-                attn_implementation=attention,
+                attn_implementation=_kernel_to_load(transformers, config, attention),
                 local_files_only=True,
                 output_loading_info=True,
             )
@@ -155,7 +167,8 @@ class HFModel(nn.Module):
             model.load_state_dict(dict(stored_weights(saved)))
         model = (model if device is None else model.to(device)).eval()
         if attention in CHECKED_KERNELS:
-            model.check_packing()
+            with _refusals_of(path):
+                model.check_packing()
         return model
 
     @classmethod
@@ -164,8 +177,8 @@ class HFModel(nn.Module):
 
         Raises:
             CheckpointDamaged: a configuration of a checkpoint or of an exported model is not as it was written.
-            InvalidConfig: the folder has no model or a broken one, or one that this kernel does not compute, or that
-                keeps a state of the tokens before.
+            InvalidConfig: the folder has no model or a broken one, or one that this kernel does not compute, or with
+                a state that is not known.
             MissingExtra: transformers is not installed.
         """
         path = Path(folder).absolute()
@@ -175,9 +188,12 @@ class HFModel(nn.Module):
         with torch.device("meta"), _refusals_of(path):
             config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
             module = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype or torch.float32, attn_implementation=attention
+                config,
+                dtype=dtype or torch.float32,
+                attn_implementation=_kernel_to_load(transformers, config, attention),
             )
-        hf_packing.check_layers(module, str(path))  # a sampler's rows begin with padding, which a state would keep
+        hf_packing.check_layers(module, str(path))
+        compute_buffers(module)
         return cls(module, path).eval()
 
     def forward(
@@ -201,14 +217,16 @@ class HFModel(nn.Module):
             hidden = found.last_hidden_state.view(*tokens.shape, -1)
             return self.module.get_output_embeddings()(hidden, self._finish, read)
         if cache is not None:
-            found = self.module(
-                input_ids=tokens,
-                attention_mask=self._mask(attend, cached=True),
-                position_ids=positions,
-                past_key_values=cache.states,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            with lent_states(self.module, cache.states):
+                found = self.module(
+                    input_ids=tokens,
+                    attention_mask=self._mask(attend, cached=True),
+                    position_ids=positions,
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **{self._cache_name: cache.states},
+                )
+            cache.length += tokens.shape[1]
         elif self._one_row:
             found = self.module(input_ids=tokens.view(1, -1), position_ids=positions.view(1, -1), use_cache=False)
         else:
@@ -223,7 +241,8 @@ class HFModel(nn.Module):
     def _mask(self, attend: Attention, *, cached: bool = False) -> Tensor | None:
         """Return the attention mask for transformers. It finds the sequences of packed rows by itself."""
         if not self._masked_here:
-            return attend.sequences >= 0 if cached else None
+            alone = not self.packs and attend.tokens == attend.sequences.shape[1]  # rows of one length
+            return attend.sequences >= 0 if cached and self._has_keys and not alone else None
         if cached and attend.tokens in {1, attend.sequences.shape[1]} and not bool((attend.sequences < 0).any()):
             attend = attend._replace(one_sequence=True)
         return hf_attention.sight(attend, self._compute_dtype(attend.sequences.device), self._window)
@@ -332,7 +351,7 @@ class HFModel(nn.Module):
     def write_files(self, folder: Path) -> None:
         """Write the files that transformers, peft and vLLM need beside the weights into `folder`."""
         if self.lora is not None:
-            adapters_of.write_config(self.module, folder, self.folder)
+            adapters_of.write_config(self.module, self.lora, folder, self.folder)
         else:
             self.write_config(folder)
 
@@ -408,6 +427,11 @@ class _Unadapted:
             return self._model.forward(tokens, positions=positions, attend=attend, cache=cache, read=read)
         finally:
             adapters_of.switch(self._model.module, on=True)
+
+    @property
+    def packs(self) -> bool:
+        """Return whether a row may have several sequences."""
+        return self._model.packs
 
     def new_cache(self, batch: int, capacity: int) -> HFCache:
         """Return an empty cache; see `CausalModel`."""
@@ -552,6 +576,12 @@ def _refusals_of(folder: Path) -> Iterator[None]:
     except Exception as error:  # a configuration reaches the code of any model
         said = " ".join(raised_text(error).split())
         raise InvalidConfig(f"{folder}: expected a model that transformers can make here, got: {said}") from error
+
+
+def _kernel_to_load(transformers: Any, config: Any, attention: str) -> str:
+    """Return the kernel to load a model of `config` with; see `hf_attention.kernel_to_load`."""
+    classes = transformers.AutoModelForCausalLM._model_mapping  # noqa: SLF001 (there is no public name)
+    return hf_attention.kernel_to_load(classes[type(config)], attention) if type(config) in classes else attention
 
 
 def _checkpoint_activations(module: Any) -> None:

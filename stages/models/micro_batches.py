@@ -2,7 +2,8 @@
 
 A row is as wide as the longest sequence of its micro-batch. Shorter ones share rows, each with its own positions and
 attending to itself alone, so that little is computed for padding. Long sequences come first, beside others of similar
-length, and each is put into the fullest row with room for it; rows wider than `PACKED_WIDTH` have one sequence each.
+length, and each is put into the fullest row with room for it; rows wider than `PACKED_WIDTH` have one sequence each,
+and so have all rows of a model with states, which pass along a row: padding behind a sequence changes nothing in it.
 
 The alignment of logits and tokens is computed here: token t of a sequence is predicted at t − 1, and the first token
 has no prediction. Columns keep only the tokens that train.
@@ -76,7 +77,12 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(
-    sequences: Sequences, columns: Mapping[str, Array], max_tokens: int | None, device: torch.device
+    sequences: Sequences,
+    columns: Mapping[str, Array],
+    max_tokens: int | None,
+    device: torch.device,
+    *,
+    packs: bool = True,
 ) -> list[MicroBatch]:
     """Return micro-batches of at most `max_tokens` tokens, padding included, of the sequences with tokens that train.
 
@@ -87,6 +93,7 @@ def micro_batches(
         columns: columns over its tokens, [N] or [N, K] each.
         max_tokens: bound on rows times width of a micro-batch; None for a single micro-batch.
         device: device of the tensors.
+        packs: whether a row may have several sequences.
 
     Raises:
         InvalidRecord: the loss mask is true on the first token of a sequence.
@@ -95,7 +102,7 @@ def micro_batches(
     if sequences.loss_mask[sequences.cu_seqlens[:-1][lengths > 0]].any():
         raise InvalidRecord("loss_mask: expected false on the first token of every sequence, which has no prediction")
     trained = count_between(sequences.loss_mask, sequences.cu_seqlens)
-    laid = lay_out(np.where(trained, lengths, 0).tolist(), max_tokens)
+    laid = lay_out(np.where(trained, lengths, 0).tolist(), max_tokens, PACKED_WIDTH if packs else 0)
     return [_laid_out(sequences, columns, rows, lengths, device) for rows in laid]
 
 
@@ -108,14 +115,16 @@ def empty_micro_batch(sequences: Sequences, device: torch.device) -> MicroBatch:
     return MicroBatch(one, zero, zero, starts, predicted_at=none, targets=none, lengths=none, columns={})
 
 
-def lay_out(lengths: list[int], max_tokens: int | None) -> list[Rows]:
+def lay_out(lengths: list[int], max_tokens: int | None, packed_width: int = PACKED_WIDTH) -> list[Rows]:
     """Assign sequences of these lengths to micro-batches of rows; leave out empty ones.
 
     Rows times width is at most `max_tokens`, unless the longest sequence is longer: then there is one row of its
-    width. None for one micro-batch of any number of rows.
+    width. None for one micro-batch of any number of rows. Rows wider than `packed_width` have one sequence each.
 
     >>> lay_out([3, 8, 5, 2], max_tokens=None)
     [[[1], [2, 0], [3]]]
+    >>> lay_out([3, 8, 5, 2], max_tokens=None, packed_width=0)
+    [[[1], [2], [0], [3]]]
     """
     waiting: dict[int, list[int]] = {}
     for sequence in reversed(range(len(lengths))):
@@ -124,17 +133,18 @@ def lay_out(lengths: list[int], max_tokens: int | None) -> list[Rows]:
     left = sorted(waiting)
     laid: list[Rows] = []
     while left:
-        laid.append(_filled(waiting, left, max_tokens))
+        laid.append(_filled(waiting, left, max_tokens, packed_width))
     return laid
 
 
-def _filled(waiting: Mapping[int, list[int]], left: list[int], max_tokens: int | None) -> Rows:
+def _filled(waiting: Mapping[int, list[int]], left: list[int], max_tokens: int | None, packed_width: int) -> Rows:
     """Return a micro-batch of the longest sequences that wait and of those that fit beside them; they wait no more.
 
     Args:
         waiting: the sequences of each length, the next at the end.
         left: the lengths that still wait, ascending.
         max_tokens: see `lay_out`.
+        packed_width: see `lay_out`.
     """
     width = left[-1]
     most = math.inf if max_tokens is None else max(1, max_tokens // width)
@@ -154,7 +164,7 @@ def _filled(waiting: Mapping[int, list[int]], left: list[int], max_tokens: int |
             rows[row].append(sequence)
             insort(rooms, (room - length, row))
         else:
-            if width <= PACKED_WIDTH:
+            if width <= packed_width:
                 insort(rooms, (width - length, len(rows)))
             rows.append([sequence])
     return rows

@@ -24,7 +24,7 @@ from ..._schemas.columns import run_starts
 from ..._schemas.conversion import convert
 from ..contracts.attention import Attention
 from ..contracts.autocast import autocast_on, computing_in
-from ..contracts.causal_model import CausalModel, check_packing, positions_in
+from ..contracts.causal_model import CausalModel, check_packing, packs, positions_in
 from ..contracts.sampling_params import TEMPERATURES
 from ..losses.distributions import Distributions
 from ..losses.products import dtype_of_inputs
@@ -138,7 +138,7 @@ def scored_tokens(
     passes_hidden = reads(model)
     check_lengths(model, packed)
     check_packing(model)
-    for part in micro_batches(packed, known, micro_batch_tokens, device):
+    for part in micro_batches(packed, known, micro_batch_tokens, device, packs=packs(model)):
         of_part = partial(_called, use, part.targets)
         found = read_distributions(model, part, of_part, passes_hidden=passes_hidden, temperature=temperature)
         yield part.columns["place"].cpu().numpy(), found

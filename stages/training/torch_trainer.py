@@ -39,7 +39,7 @@ from ..._schemas import (
 from ..._schemas.conversion import decode_json
 from ..._schemas.numbers import finite_number, whole_number
 from ..contracts.autocast import check_autocast, computing_in
-from ..contracts.causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
+from ..contracts.causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing, packs
 from ..losses.adaptive import adaptive_terms_of
 from ..losses.choices import TokenChoice
 from ..losses.diagnostics import diagnostics
@@ -271,7 +271,10 @@ class TorchTrainer:
             self._micro_batch_tokens = suitable_tokens(
                 self._device, self._parameters, forward, longest, has_moments=has_moments
             )
-        parts: list[MicroBatch | None] = [*micro_batches(batch, columns, self._micro_batch_tokens, self._device)]
+        together = packs(bare(self._model)) and packs(self._reference)
+        parts: list[MicroBatch | None] = [
+            *micro_batches(batch, columns, self._micro_batch_tokens, self._device, packs=together)
+        ]
         if self.ranks is not None:
             parts += [None] * (self.ranks.maximum(len(parts)) - len(parts))
         clock.lap("prepare")
