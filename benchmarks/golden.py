@@ -14,8 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -84,6 +82,9 @@ def run(family: str, seed: int, keys: list[str]) -> list[float]:
 def _write_model(family: str, seed: int, folder: Path) -> None:
     """Write a model of `family` with random weights in place of the one in `folder`."""
     tokens = json.loads((folder / "config.json").read_text("utf-8"))["vocab_size"]
+    import torch  # noqa: PLC0415 (a run of its own imports it)
+    import transformers  # noqa: PLC0415 (as above)
+
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(family, vocab_size=tokens, **SHAPE, **FAMILIES[family])
     auto: Any = transformers.AutoModelForCausalLM

@@ -185,6 +185,7 @@ RATIOS = {
         "AdaptiveKL",
         "Aggregated",
         "CISPO",
+        "Curriculum",
         "DPPO",
         "Distillation",
         "GMPO",

@@ -26,6 +26,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Added to the `meta` of the group; values that JSON can hold."""
     max_tokens: int | None = None
     """Bound on its length: a longer prompt is dropped as rejected."""
+    left_out: str = ""
+    """Why it is dropped as rejected now, whatever its length; empty if it is sampled."""
 
     def __post_init__(self) -> None:
         normalize_counts(self, "max_tokens")

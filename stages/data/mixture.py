@@ -96,3 +96,12 @@ class MixedPrompts:
         """Return the row of prompt `number`. Raises the errors of `PromptSet.row_of`."""
         which, own = self._places.at(number)
         return self._sets[which].row_of(own)
+
+    def place_of(self, number: int) -> tuple[str, int]:
+        """Return the name of the set of prompt `number`, and its place in it."""
+        which, own = self._places.at(number)
+        return self._sets[which].place_of(own)
+
+    def rows_of(self, name: str) -> int:
+        """Return the number of rows of the set of that name."""
+        return next(len(each) for each in self._sets if each.place_of(0)[0] == name)

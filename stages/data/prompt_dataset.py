@@ -14,11 +14,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from ..._pipeline.errors import InvalidConfig, InvalidData
 from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..contracts.prompts import Prompt
 from ..tokenizers.messages import Message, are_messages, asked, normalized
+from .curriculum import Curriculum, RateFile
 from .prompt_order import Shuffled, Split, split_rows
 from .row_digests import digest_of
 from .rows import Rows, Source, open_rows
@@ -80,6 +83,8 @@ class PromptDataset:
     """Text of a message of the system before each text; needs `chat`."""
     max_prompt_tokens: int | None = None
     """Bound on the tokens of a prompt; a longer one ends as rejected, and is not sampled."""
+    curriculum: Curriculum | None = None
+    """Leaves out rows by their rewards in the run, which a stage `SuccessRates` records; none leaves out no row."""
     name: str = ""
     """The `data_source` in the `meta` of its groups; by default the name of the file without its ending."""
 
@@ -147,6 +152,7 @@ class PromptSet:
         """The rows of the split; None for all."""
         self._check()
         self._order = Shuffled(len(self), dataset.seed) if dataset.shuffle else None
+        self._rates = None if dataset.curriculum is None else RateFile(dataset.curriculum.path, len(self))
 
     def __repr__(self) -> str:
         return f"<PromptSet {self._dataset.data_source!r}: {len(self)} rows for {self._dataset.split}>"
@@ -162,7 +168,22 @@ class PromptSet:
             InvalidData: the row cannot be read, or its prompt is neither text nor messages.
         """
         place = self._place(number)
-        return self._prompt_of(self.row(place), self._index(place))
+        prompt = self._prompt_of(self.row(place), self._index(place))
+        reason = self._left_out(place, number // len(self))
+        return msgspec.structs.replace(prompt, left_out=reason) if reason else prompt
+
+    def _left_out(self, place: int, epoch: int) -> str:
+        """Return why the curriculum leaves a row out of an epoch; empty if it does not."""
+        curriculum, rates = self._dataset.curriculum, self._rates
+        return "" if curriculum is None or rates is None else curriculum.reason(rates.read(place), place, epoch)
+
+    def place_of(self, number: int) -> tuple[str, int]:
+        """Return the name of the set, and the place of prompt `number` in it."""
+        return self._dataset.data_source, self._place(number)
+
+    def rows_of(self, _: str) -> int:
+        """Return the number of rows of the split."""
+        return len(self)
 
     def conversation(self, number: int) -> ChatRow:
         """Return the messages of row `number`, answers included; numbers go on from epoch to epoch.

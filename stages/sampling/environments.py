@@ -236,6 +236,8 @@ class _PromptTasks:
 
     async def begin(self, number: int) -> RolloutFn:
         prompt, tokens, meta = await self._prompt(number)
+        if prompt.left_out:
+            raise PromptRejected(prompt.left_out, 0, none_fits=False)
         if _fits(prompt, tokens):
             self._one_fits = True
             return partial(self._rollout, tokens, meta)

@@ -21,6 +21,9 @@ model.base_dtype
 model.head_backward_dtype
 model.lora.dropout
 data.max_prompt_tokens
+data.curriculum.easy
+data.curriculum.hard
+data.curriculum.revisit
 environment.max_calls
 environment.max_tokens
 environment.mix[].max_calls
@@ -139,6 +142,7 @@ data.chat
 data.template
 data.system
 data.evaluation
+data.curriculum
 reward.format_markers
 reward.format_markers[].marker
 reward.format_markers[].reward

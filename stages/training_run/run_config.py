@@ -36,6 +36,8 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 BelowOne: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+
 NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 FunctionName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[\w.]+:[\w.]+$", description="module:function")]
@@ -93,6 +95,22 @@ class DataSetConfig(Config, frozen=True):
     """Its name in metrics; by default that of the file."""
 
 
+class CurriculumConfig(Config, frozen=True):
+    """The fields of `Curriculum`, but its file."""
+
+    easy: Number = 1.0
+    """Rows whose mean reward was at least so high when they were sampled last are left out."""
+    hard: Number = 0.0
+    """Rows whose mean reward was at most so high when they were sampled last are left out."""
+    revisit: Count = 4
+    """A row that is left out is sampled in one of so many epochs."""
+
+    def __post_init__(self) -> None:
+        """Check that some reward is neither too high nor too low."""
+        if self.easy <= self.hard:
+            raise InvalidConfig(f"easy: expected a number above hard, {self.hard:g}, got {self.easy:g}")
+
+
 class DataConfig(Config, frozen=True):
     """The prompts. Every column of a row reaches the reward functions."""
 
@@ -113,6 +131,8 @@ class DataConfig(Config, frozen=True):
     """Rows that are kept apart and evaluated before and after training: below 1 their share, from 1 on their number."""
     max_prompt_tokens: Count = 512
     """Longer prompts are not sampled, and counted as rejected; with the loss sft, longer conversations."""
+    curriculum: CurriculumConfig | None = None
+    """Leave rows out that the model always or never solves; null for all rows."""
 
     def __post_init__(self) -> None:
         """Check that there is at most one source of rows, and a chat for arguments of its template."""
@@ -533,8 +553,18 @@ class RunConfig(Config, frozen=True):
             wanted = "no server" if self.engine == "torch" else "server: {url: http://host:port}"
             raise InvalidConfig(f"engine: expected {wanted} with engine {self.engine}, got {given}")
 
+    def _check_curriculum(self) -> None:
+        """Check that the samplers make prompts of rows, on the host where their rewards are written, if it has one."""
+        if self.data.curriculum is None:
+            return
+        if self.environment is not None:
+            raise InvalidConfig("data.curriculum: expected none beside an environment, which chooses its own prompts")
+        if self.placement.ray is not None or self.placement.joining is not None:
+            raise InvalidConfig("data.curriculum: expected samplers of this host, got ray or joining beside it")
+
     def _check_rows(self) -> None:
         """Check that there are rows where they are read, and none where the environment brings its prompts."""
+        self._check_curriculum()
         data, environment = self.data, self.environment
         has_agents = environment is not None and any(each.is_agent for each in environment.parts)
         if environment is not None and not has_agents:

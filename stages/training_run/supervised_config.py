@@ -14,6 +14,7 @@ SUPERVISED = "sft"
 
 UNUSED = (
     "data.evaluation",
+    "data.curriculum",
     "reward",
     "environment",
     *(

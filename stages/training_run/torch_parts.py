@@ -37,10 +37,12 @@ from ..contracts.policies import Policy
 from ..contracts.prompts import Prompt
 from ..contracts.rollouts import BRANCHES, ROLLOUT_TIMEOUT_S
 from ..contracts.sampling_params import SamplingParams
+from ..data.curriculum import Curriculum
 from ..data.mixture import MixedPrompts, Mixture
 from ..data.parquet_shards import sets_among
 from ..data.prompt_dataset import LOOKED_AT, PromptDataset, PromptSet
 from ..data.prompt_order import Split
+from ..data.success_rates import SuccessRates
 from ..engines.http_policy import HttpPolicy
 from ..engines.torch_policy import TorchPolicy
 from ..losses.adaptive_kl import AdaptiveKL
@@ -218,17 +220,18 @@ class RunParts:
     def _dataset(
         self, split: Split, path: str, prompt: str, name: str, *, evaluation: float | None = None
     ) -> PromptDataset:
-        data = self.config.data
+        data, trains = self.config.data, split == "train" and evaluation is None
         return PromptDataset(
             dataset_path(path, sets_among),
             prompt=prompt,
             split=split,
             evaluation=data.evaluation if evaluation is None else evaluation,
             seed=self.config.seed,
-            shuffle=split == "train" and evaluation is None,
+            shuffle=trains,
             chat=self.chat,
             system=data.system or "",
             max_prompt_tokens=data.max_prompt_tokens,
+            curriculum=_curriculum(self.config, name or Path(path).stem) if trains else None,
             name=name,
         )
 
@@ -498,8 +501,20 @@ class RunParts:
         except InvalidConfig as error:
             raise InvalidConfig(f"config: algorithm.advantages: {error}") from None
         sampled = source(self.source(policy), on=self._samplers(policy), max_lag=algorithm.max_lag)
-        compared = sampled.then(self.rewards).then(normalizer)
+        rewarded = sampled.then(self.rewards)
+        if self.config.data.curriculum is not None:
+            rewarded = rewarded.then(SuccessRates(self._prompts()))
+        compared = rewarded.then(normalizer)
         return compared.then(TruncationMask()) if algorithm.mask_truncated else compared
+
+
+def _curriculum(config: RunConfig, name: str) -> Curriculum | None:
+    """Return the curriculum of a set, whose file is in the folder of the run."""
+    given = config.data.curriculum
+    if given is None:
+        return None
+    path = Path(config.folder).absolute() / "curriculum" / name
+    return Curriculum(path, given.easy, given.hard, given.revisit)
 
 
 def _same_names(found: Sequence[tuple[str, object]]) -> InvalidConfig:

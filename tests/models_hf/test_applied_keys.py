@@ -30,7 +30,7 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 STEPS = 4
 
 BASE: dict[str, Any] = {
-    "data": {"path": "train.jsonl"},
+    "data": {"path": "train.jsonl", "curriculum": {}},
     "reward": {},
     "algorithm": {
         "kl": 0.1,
@@ -86,6 +86,10 @@ def prompts(run: Continued) -> PromptDataset:
     return run.source.make_env
 
 
+def curriculum(name: str) -> Callable[[Continued], Any]:
+    return lambda run: getattr(prompts(run).curriculum, name)
+
+
 def dropout(run: Continued) -> float:
     assert isinstance(run.model, HFModel)
     assert run.model.lora is not None
@@ -125,6 +129,9 @@ EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
     "model.head_backward_dtype": ("bfloat16", option("head_backward_dtype"), "torch.bfloat16"),
     "model.lora.dropout": (0.5, dropout, 0.5),
     "data.max_prompt_tokens": (99, lambda run: prompts(run).max_prompt_tokens, 99),
+    "data.curriculum.easy": (0.9, curriculum("easy"), 0.9),
+    "data.curriculum.hard": (0.1, curriculum("hard"), 0.1),
+    "data.curriculum.revisit": (2, curriculum("revisit"), 2),
     "algorithm.clip": ([0.1, 0.3], lambda run: "0.1" in option("loss")(run) and "0.3" in option("loss")(run), True),
     "algorithm.kl": (0.7, lambda run: run.metrics["adaptive_kl/weight"], 0.7),
     "algorithm.adaptive_kl.target": (0.25, lambda run: "target=0.25" in option("loss")(run), True),
@@ -221,8 +228,8 @@ AGENT = "tests.stages.agents.agent_functions:answers"
 
 BESIDE = {
     ("model.lora.dropout",): ["model.lora={rank: 2}", "algorithm.reference.share=0"],
-    AGENTS: [f"environment.agent={AGENT}"],
-    MIXED: [f"environment.mix=[{{agent: '{AGENT}', max_calls: 3, max_tokens: 99}}]"],
+    AGENTS: ["data.curriculum=null", f"environment.agent={AGENT}"],
+    MIXED: ["data.curriculum=null", f"environment.mix=[{{agent: '{AGENT}', max_calls: 3, max_tokens: 99}}]"],
 }
 """Values without which a key has no place; those of a mixture are given as a whole."""
 

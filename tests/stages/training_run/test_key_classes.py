@@ -102,12 +102,18 @@ EVALUATED: dict[str, Any] = {
 
 EVALUATED_GAMES: dict[str, Any] = {"evaluation": {"environments": [{"make": "m:e"}]}}
 
+CURRICULUM: dict[str, Any] = {
+    "data": {"path": "a.jsonl", "evaluation": 4, "curriculum": {"easy": 0.9}},
+    "placement": {"samplers": 2},
+}
+
 OTHERS = {
     **{
         f"evaluation.environments[0].{key}": EVALUATED
         for key in ("verifiers", "verifiers.taskset", "verifiers.config", "verifiers.client", "name")
     },
     "evaluation.environments": EVALUATED,
+    **{f"data.curriculum{key}": CURRICULUM for key in ("", ".easy", ".hard", ".revisit")},
     "evaluation.environments[0].make": EVALUATED_GAMES,
     "algorithm.rewards": {"environment": {"agent": "m:a"}},
     "placement.python": {"placement": {"samplers": 2}},
@@ -155,6 +161,10 @@ CHANGED: dict[str, Any] = {
     "data.system": "Be brief.",
     "data.evaluation": 0.5,
     "data.max_prompt_tokens": 99,
+    "data.curriculum": None,
+    "data.curriculum.easy": 0.8,
+    "data.curriculum.hard": 0.2,
+    "data.curriculum.revisit": 2,
     "reward.format_markers": [],
     "reward.format_markers[0].marker": "<c>",
     "reward.format_markers[0].reward": 0.2,

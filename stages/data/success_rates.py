@@ -1,0 +1,89 @@
+"""`SuccessRates`: records the mean reward of each group for the `Curriculum` of its set. Groups pass as they are."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._pipeline.channels.channel import ReceiveChannel, SendChannel
+from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.graph.stage_info import StageInfo
+from ..._schemas import TrajectoryGroup
+from .curriculum import DTYPE, RateFile
+from .mixture import MixedPrompts, Mixture
+from .prompt_dataset import PromptDataset, PromptSet
+
+
+@dataclass(slots=True)
+class SuccessRates:
+    """Record mean rewards, after the stage that computes them and before one that drops groups.
+
+    Checkpoints contain them, so that a resumed run leaves out what it left out before.
+
+    Raises:
+        InvalidConfig: no set of `data` has a curriculum.
+    """
+
+    data: PromptDataset | Mixture
+    """The prompts of the source."""
+    _prompts: PromptSet | MixedPrompts | None = field(default=None, init=False, repr=False)
+    _rates: dict[str, NDArray[np.float32]] = field(default_factory=dict, init=False, repr=False)
+    """Memory of the file of each set with a curriculum, by its name."""
+    _restored: dict[str, NDArray[np.float32]] = field(default_factory=dict, init=False, repr=False)
+    """Those of the checkpoint that a run is continued from."""
+
+    def __post_init__(self) -> None:
+        if not self._sets():
+            raise InvalidConfig("SuccessRates.data: expected a set with a curriculum, got none")
+
+    def stage_info(self) -> StageInfo:
+        """State that no column is added."""
+        return StageInfo(fills_columns=())
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        """Run the stage; see `Stage`."""
+        await anyio.to_thread.run_sync(self._begin)
+        async for group in inbox:
+            self._record(group)
+            await outbox.send(group)
+            del group  # it may occupy a producer's slots until the next one arrives
+
+    def _record(self, group: TrajectoryGroup) -> None:
+        if self._prompts is None or not group.instance_id.isdecimal():
+            return
+        which, place = self._prompts.place_of(int(group.instance_id))
+        if which in self._rates:
+            self._rates[which][place] = np.mean(group.rewards)
+
+    def _sets(self) -> dict[str, PromptDataset]:
+        sets = self.data.sets if isinstance(self.data, Mixture) else (self.data,)
+        return {each.data_source: each for each in sets if each.curriculum is not None}
+
+    def _begin(self) -> None:
+        """Open the sets, and their files with the rewards of a checkpoint, or without any."""
+        prompts = self._prompts = self.data()
+        for name, each in self._sets().items():
+            if each.curriculum is not None:
+                restored, rows = self._restored.get(name), prompts.rows_of(name)
+                if restored is not None and len(restored) != rows:
+                    raise ValueError(f"{name}: expected {rows} numbers of rows, got {len(restored)}")
+                self._rates[name] = RateFile(each.curriculum.path, rows).begin(restored)
+
+    def state_dict(self) -> dict[str, str]:
+        """Return the mean rewards of each set, for a checkpoint."""
+        return {name: base64.b64encode(rates.tobytes()).decode() for name, rates in self._rates.items()}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Restore the state that `state_dict` returned.
+
+        Raises:
+            ValueError: it has other sets, or a text is no base64.
+        """
+        if state.keys() - self._sets().keys():
+            raise ValueError(f"expected the sets {sorted(self._sets())}, got {sorted(state)}")
+        self._restored = {name: np.frombuffer(base64.b64decode(each), DTYPE) for name, each in state.items()}
