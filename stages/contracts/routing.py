@@ -12,6 +12,7 @@ Axes: F tokens of a call, row after row; L layers with experts, E experts that e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -21,32 +22,27 @@ from torch import Tensor
 from ..._pipeline.errors import InvalidConfig
 
 RouterReplay: TypeAlias = Literal["R2", "R3"]
-"""The experts of a trainer's tokens: R3, those of the engine that sampled; R2, those of its own first pass over a batch,
-which later updates keep. Tokens of R3 without a record are as in R2. The names are those of the paper, and of verl."""
+"""The experts of a trainer's tokens: R3, those of the engine that sampled; R2, those of its own first pass over a
+batch, which later updates keep. Tokens of R3 without a record are as in R2. The names are the paper's, and verl's."""
 
 
 class Routes:
     """The experts of the tokens of a call: those that were given, then also those that the routers chose."""
 
-    def __init__(self, given: Tensor | None, layers: int, *, keeps_logits: bool = False) -> None:
-        """Hold the experts `given`, [F, L, E] of whole numbers; None for none. `known` tells the tokens that have some.
-
-        With `keeps_logits`, those of the first call are kept, for a loss on them.
-        """
+    def __init__(self, given: Tensor | None, layers: int) -> None:
+        """Hold the experts `given`, [F, L, E] of whole numbers, where they are `known`; None for none."""
         self._chosen: list[Tensor | None] = [None] * layers if given is None else [*given.unbind(1)]
-        self._logits: list[Tensor | None] | None = [None] * layers if keeps_logits else None
+        self._logits: dict[int, Tensor] | None = None
+        """Of each layer, from `collect_logits` to `take_logits`."""
 
     def chosen(self, layer: int) -> Tensor | None:
         """Return [F, E] the experts that a layer shall choose; None if it chooses all of them."""
         return self._chosen[layer]
 
     def note(self, layer: int, chosen: Tensor, logits: Tensor) -> None:
-        """Keep the choice [F, E] of a layer, so that a computation of the same tokens again makes no other.
-
-        Activations that are computed again in the backward pass bring further logits; a loss used the first.
-        """
+        """Keep the choice [F, E] of a layer, so that a computation of the same tokens again makes no other."""
         self._chosen[layer] = chosen
-        if self._logits is not None and self._logits[layer] is None:
+        if self._logits is not None:
             self._logits[layer] = logits
 
     @property
@@ -54,17 +50,27 @@ class Routes:
         """Return [F, L, E] the experts of all tokens, after a call."""
         return torch.stack([chosen for chosen in self._chosen if chosen is not None], dim=1)
 
-    @property
-    def logits(self) -> list[Tensor]:
-        """Return the logits of each layer, [F, experts]; they are given up."""
-        found = [logits for logits in self._logits or () if logits is not None]
-        self._logits = None if self._logits is None else [None] * len(self._logits)
-        return found
+    def collect_logits(self) -> None:
+        """Keep the logits of the next call too, for a loss on them."""
+        self._logits = {}
+
+    def take_logits(self) -> list[Tensor]:
+        """Return the logits of each layer, [F, experts], and keep no more.
+
+        Activations that are computed again in the backward pass bring others, of which no loss depends.
+        """
+        found, self._logits = self._logits or {}, None
+        return [found[layer] for layer in sorted(found)]
 
 
 def known(experts: Tensor) -> Tensor:
     """Return [F, 1], whether a record [F, E] is one: the experts of a token differ, and zeros stand for none."""
     return experts[:, :1] != experts[:, 1:2]
+
+
+BalanceLoss: TypeAlias = Callable[[list[Tensor], Tensor], Tensor]
+"""A loss [] of the logits [F, experts] of each layer, over the tokens [F] that are real: least for an equal use of all
+experts. Source: Fedus et al., "Switch Transformers" (2021), equations 4 to 6."""
 
 
 class Routers(Protocol):
@@ -97,8 +103,8 @@ class Routers(Protocol):
         """
         ...
 
-    def balance(self, logits: list[Tensor], real: Tensor) -> Tensor:
-        """Return the load balancing loss of the model of `logits` [F, experts] of each layer, over `real` tokens [F].
+    def balance_loss(self) -> BalanceLoss:
+        """Return the load balancing loss of the model.
 
         Raises:
             InvalidConfig: the model has none.

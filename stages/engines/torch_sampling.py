@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..contracts.attention import Attention
 from ..contracts.autocast import computing_in
 from ..contracts.causal_model import Cache, CausalModel, JoinableCache, positions_of
 from .torch_draw import InverseDraw, draw_by_noise
+from .torch_routes import RouteRecorder
 from .torch_rows import SampledRow
 from .torch_truncation import Restrictions
 
@@ -60,6 +62,7 @@ class SamplingBatch:
         end_ids: frozenset[int],
         device: torch.device,
         autocast: torch.dtype | None = None,
+        recorder: RouteRecorder | None = None,
     ) -> None:
         """Begin without rows.
 
@@ -68,11 +71,13 @@ class SamplingBatch:
             end_ids: the tokens that end a completion, beside those of a request.
             device: where it computes.
             autocast: the dtype of the model's safe operations; None for that of its parameters.
+            recorder: records the experts of each token; None for a model without, or without a record.
         """
         self._model = model
         self._end_ids = end_ids
         self._device = device
         self._autocast = autocast
+        self._recorder = recorder
         self._inverse = InverseDraw()
         self._sampled = SampledRows([], None, torch.empty(0, dtype=torch.int64, device=device))
         """Also rows that are done and did not leave yet."""
@@ -111,6 +116,8 @@ class SamplingBatch:
         cache: Cache = self._model.new_cache(len(tokens), mask.shape[1] + longest)
         attend = Attention.causal(mask)
         logits = self._logits(tokens, positions_of(mask), attend, cache)
+        if self._recorder is not None:
+            self._recorder.keep_prompts(rows, mask, owner)
         cache.keep(owner)
         columns = _Columns(rows, cache.length, logits.device)
         return SampledRows(rows, cache, self._draw(rows, columns, logits[owner], version))
@@ -136,6 +143,8 @@ class SamplingBatch:
         seen = torch.arange(cache.length + 1, device=chosen.device) >= columns.padding
         attend = Attention.causal(seen, tokens=1)
         logits = self._logits(chosen[:, None], columns.position, attend, cache)
+        if self._recorder is not None:
+            self._recorder.keep_tokens(rows, [row.done for row in rows])
         columns.position = columns.position + columns.moves
         self._sampled = SampledRows(rows, cache, self._draw(rows, columns, logits, version))
         self._done += [row for row in live if row.done]
@@ -147,7 +156,8 @@ class SamplingBatch:
 
     def _logits(self, tokens: Tensor, positions: Tensor, attend: Attention, cache: Cache) -> Tensor:
         """Return the logits [b, V] of the token that follows the last of `tokens` in each row."""
-        with computing_in(self._autocast, tokens.device):
+        recording = nullcontext() if self._recorder is None else self._recorder.recording()
+        with computing_in(self._autocast, tokens.device), recording:
             return self._model(tokens, positions=positions, attend=attend, cache=cache)[:, -1]
 
     def _align(self, live: SampledRows) -> None:

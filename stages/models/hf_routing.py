@@ -14,8 +14,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._pipeline.errors import InvalidConfig
-from ..contracts.routing import Routes, known
+from ..contracts.routing import BalanceLoss, Routes, known
 
 LEAST = 2
 """Experts of a token: zeros stand for no record, and are one where a token has a single expert."""
+
+MATRIX = 2
+"""Axes of the weights of a router, and of its scores."""
 
 CHOICES = {torch.topk, Tensor.topk}
 """Functions that choose experts."""
@@ -38,12 +42,15 @@ LAYER = re.compile(r"layers\.(\d+)\.")
 """The number of a layer, in the name of a module."""
 
 
+POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD
+
+
 class _Router(NamedTuple):
     """A module that chooses experts."""
 
     layer: int
     """Number of its layer, among all layers."""
-    index: int
+    logits: int
     """Place of the logits among its outputs."""
     module: nn.Module
 
@@ -56,7 +63,7 @@ class HFRouters:
     """
 
     def __init__(self, module: Any, name: str) -> None:
-        self._kind = type(module).__name__
+        self._kind, self._module = type(module).__name__, type(module).__module__
         self._name = name
         found = _routers(module)
         if not found:
@@ -72,12 +79,10 @@ class HFRouters:
             )
         self.layers = tuple(router.layer for router in found)
         self.depth: int = module.config.get_text_config().num_hidden_layers
-        self._balance = getattr(sys.modules[type(module).__module__], "load_balancing_loss_func", None)
-        """The loss of transformers for this model, if it has one."""
         self._routes: Routes | None = None
         """Those in use; None outside of `using`."""
         for place, (_, index, router) in enumerate(found):
-            router.forward = partial(self._forward, place, index, router, router.forward)  # type: ignore[method-assign]
+            router.forward = partial(self._forward, place, index, router, router.forward)
 
     @contextmanager
     def using(self, routes: Routes) -> Iterator[Routes]:
@@ -88,15 +93,15 @@ class HFRouters:
         finally:
             self._routes = None
 
-    def balance(self, logits: list[Tensor], real: Tensor) -> Tensor:
-        """Return the load balancing loss; see `Routers`."""
-        if self._balance is None:
+    def balance_loss(self) -> BalanceLoss:
+        """Return the load balancing loss of transformers for this model; see `Routers`."""
+        own = getattr(sys.modules[self._module], "load_balancing_loss_func", None)
+        if own is None:
             raise InvalidConfig(
                 f"{self._name}: expected a model with a load balancing loss in transformers, for router_aux_loss, got "
                 f"a {self._kind}: leave it out"
             )
-        loss: Tensor = self._balance(tuple(logits), self.experts, self.chosen, real[None])
-        return loss
+        return lambda logits, real: own(tuple(logits), self.experts, self.chosen, real[None])
 
     def _forward(self, place: int, index: int, router: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         routes = self._routes
@@ -144,7 +149,7 @@ class _Choice(TorchFunctionMode):
             found = function(*args, **(kwargs or {}))
         scores: Tensor = args[0]
         indices = found.indices
-        if scores.shape[-1] == self._experts and indices.shape[-1] == self._chosen and scores.ndim == LEAST:
+        if scores.shape[-1] == self._experts and indices.shape[-1] == self._chosen and scores.ndim == MATRIX:
             if self._given is not None:
                 given = self._given.to(scores.device).long()
                 indices = torch.where(known(given), given, indices)
@@ -157,14 +162,21 @@ class _Trial(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.choices: list[tuple[Tensor, Tensor]] = []
+        self._choices: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `function`."""
         found = function(*args, **(kwargs or {}))
         if function in CHOICES:
-            self.choices.append((args[0], found.indices))
+            self._choices.append((args[0], found.indices))
         return found
+
+    def sizes(self, outputs: Any) -> tuple[int, int] | None:
+        """Return the number of experts and of those chosen, of the choice that is among `outputs`; None if none is."""
+        for scores, indices in self._choices:
+            if isinstance(outputs, tuple) and any(each is indices for each in outputs) and scores.ndim == MATRIX:
+                return int(scores.shape[-1]), int(indices.shape[-1])
+        return None
 
 
 def _routers(module: Any) -> list[_Router]:
@@ -172,11 +184,11 @@ def _routers(module: Any) -> list[_Router]:
     recorders = (getattr(module, "_can_record_outputs", None) or {}).get(LOGITS, ())
     found = []
     for recorder in recorders if isinstance(recorders, list | tuple) else [recorders]:
-        kind, index = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 0)
+        kind: Any = getattr(recorder, "target_class", recorder)
         for name, each in module.named_modules():
             layer = LAYER.search(name)
             if isinstance(each, kind) and layer and (getattr(recorder, "layer_name", None) or "") in name:
-                found.append(_Router(int(layer[1]), index, each))
+                found.append(_Router(int(layer[1]), getattr(recorder, "index", 0), each))
     return sorted(found, key=lambda router: router.layer)
 
 
@@ -190,14 +202,15 @@ def _tried(router: nn.Module) -> tuple[int, int] | None:
         name: torch.empty(each.shape, dtype=each.dtype, device="meta")
         for name, each in [*router.named_parameters(), *router.named_buffers()]
     }
-    width = max((each.shape[-1] for each in tensors.values() if each.ndim == LEAST), default=0)
-    states = torch.empty(1, LEAST, width, device="meta", dtype=next(router.parameters()).dtype)
-    with _Trial() as trial:
-        try:
-            outputs = torch.func.functional_call(router, tensors, (states.flatten(0, 1),))
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it needs more than hidden states
-            return None
-    for scores, indices in trial.choices:
-        if isinstance(outputs, tuple) and any(output is indices for output in outputs) and scores.ndim == LEAST:
-            return scores.shape[-1], indices.shape[-1]
+    experts, width = next((each.shape for each in tensors.values() if each.ndim == MATRIX), (0, 0))
+    dtype = next(iter(tensors.values())).dtype
+    required = [each for each in signature(router.forward).parameters.values() if each.default is Parameter.empty]
+    biases = [torch.empty(experts, device="meta") for each in required[1:] if each.kind is POSITIONAL]
+    for shape in ((2, width), (1, 2, width)):  # some take the rows of a batch, others all tokens
+        arguments = (torch.empty(shape, dtype=dtype, device="meta"), *biases)
+        trial = _Trial()
+        with trial, suppress(AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            sizes = trial.sizes(torch.func.functional_call(router, tensors, arguments))
+            if sizes is not None:
+                return sizes
     return None
