@@ -55,6 +55,7 @@ TORCH_AT_MODULE_LEVEL = {
         "pipeline/weights/weight_views.py",
         "stages/training/activation_memory.py",
         "stages/contracts/attention.py",
+        "stages/contracts/routing.py",
         "stages/contracts/autocast.py",
         "stages/contracts/causal_model.py",
         "stages/losses/*.py",

@@ -14,16 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..._pipeline.errors import InvalidConfig
-
-RouterReplay: TypeAlias = Literal["R2", "R3"]
-"""The experts of a trainer's tokens: R3, those of the engine that sampled; R2, those of its own first pass over a
-batch, which later updates keep. Tokens of R3 without a record are as in R2. The names are the paper's, and verl's."""
 
 
 class Routes:

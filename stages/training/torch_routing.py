@@ -20,7 +20,8 @@ from ..._pipeline.errors import InvalidConfig
 from ..._schemas import Array, InvalidRecord, TrainBatch
 from ..._schemas.choices import check_choice
 from ..._schemas.numbers import finite_number
-from ..contracts.routing import RouterReplay, Routers, Routes, routers_of
+from ..contracts.routed_experts import RouterReplay
+from ..contracts.routing import Routers, Routes, routers_of
 from ..losses.metrics import Mean, Metric
 from ..losses.terms import LossValue
 from ..models.micro_batches import MicroBatch

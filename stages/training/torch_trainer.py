@@ -40,7 +40,7 @@ from ..._schemas.conversion import decode_json
 from ..._schemas.numbers import finite_number, whole_number
 from ..contracts.autocast import check_autocast, computing_in
 from ..contracts.causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing
-from ..contracts.routing import RouterReplay
+from ..contracts.routed_experts import RouterReplay
 from ..losses.adaptive import adaptive_terms_of
 from ..losses.choices import TokenChoice
 from ..losses.diagnostics import diagnostics

@@ -104,12 +104,14 @@ class Distance:
     def __init__(self) -> None:
         self.largest = 0.0
         self.seen: list[torch.Tensor] = []
+        self.behavior: list[torch.Tensor] = []
 
     def __call__(self, scored: Scored) -> LossValue:
         assert scored.behavior_logprobs is not None
         difference = scored.logprobs.detach() - scored.behavior_logprobs
         self.largest = max(self.largest, float(difference.abs().max()))
         self.seen.append(scored.logprobs.detach())
+        self.behavior.append(scored.behavior_logprobs)
         assert scored.advantages is not None
         return LossValue(-(scored.logprobs * scored.advantages).sum() / scored.loss_tokens, {})
 
