@@ -71,6 +71,7 @@ TORCH_AT_MODULE_LEVEL = {
         "benchmarks/gpu/*.py",
         "benchmarks/head_backward.py",
         "benchmarks/head_tiles.py",
+        "benchmarks/routing.py",
         "benchmarks/shapes.py",
         "benchmarks/sampling.py",
         "benchmarks/step_memory.py",
