@@ -1,7 +1,8 @@
 """`TrainBatch`: the input of an optimizer step. Groups packed end to end, never padded, with the ids to commit.
 
-Axes: B sequences, N tokens, G groups, K teacher candidates. `Packer` copies each group once, straight into the batch's
-own memory, so that the slot a group came from is free again as soon as `add` returns.
+Axes: B sequences, N tokens, G groups, K teacher candidates, L layers with experts, E of which each chooses. `Packer`
+copies each group once, straight into the batch's own memory, so that the slot a group came from is free again as soon
+as `add` returns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .columns import Array, ColumnRule, count_between, freeze, run_ends
 from .errors import UNREADABLE, InvalidRecord
 from .group import GROUP_RULES, GROUP_SCHEMA, PART_PREFIX, TOKEN_COLUMNS, JsonObject, TrajectoryGroup
 from .ids import GroupId, TrajectoryId
-from .layout import AxisSizes, ColumnLayout, Length, Schema
+from .layout import AxisSizes, ColumnLayout, Length, Schema, Widths
 from .numbers import whole_number
 
 BATCH_RULES: dict[str, ColumnRule] = {
@@ -56,7 +57,7 @@ class PaddedBatch(NamedTuple):
     """A batch as rectangles [B, L], right-padded, for models that want no packing."""
 
     columns: dict[str, Array]
-    """Every token column of the batch as [B, L] (or [B, L, K])."""
+    """Every token column of the batch as [B, L], and further axes that it has behind them."""
     attention_mask: NDArray[np.bool_]
     """[B, L] true on real tokens."""
 
@@ -107,6 +108,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[N, K], −1 where a row has fewer than K."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[N, K]."""
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """[N, L, E] the experts that the sampling engine chose in each layer; zeros where it recorded none."""
     reward_parts: dict[str, NDArray[np.float32]] = {}
     """[B] each."""
 
@@ -334,7 +337,7 @@ class Packer:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens: int = whole_number("max_tokens", max_tokens, least=0)
         """Tokens that one batch holds at most."""
-        self._plan = _Plan.of(ColumnLayout([]), 0, 0)
+        self._plan = _Plan.of(ColumnLayout([]), Widths(), 0)
         """The places of the columns of the batch; while it is empty, those of the batch before it."""
         self._memory = BufferPool()
         self._block: Buffer | None = None
@@ -375,9 +378,9 @@ class Packer:
             InvalidRecord: it does not fit, or its columns differ from those of the groups before it.
         """
         form, lengths, columns = GROUP_SCHEMA.laid_out(group)
-        if not self.fits(group) or (self._block is not None and not self._plan.suits(form, lengths.candidates)):
+        if not self.fits(group) or (self._block is not None and not self._plan.suits(form, lengths.widths)):
             raise self._refusal(group, form, lengths)
-        views = (self._block or self._open(form, lengths.candidates)).typed
+        views = (self._block or self._open(form, lengths.widths)).typed
         first = self._tokens
         last = first + lengths.tokens
         for target, chunks, column in zip(self._plan.targets, self._chunks, columns, strict=True):
@@ -426,17 +429,17 @@ class Packer:
         self._tokens = self._rollouts = 0
         return batch
 
-    def _open(self, form: ColumnLayout, candidates: int) -> Buffer:
-        if not self._plan.suits(form, candidates):
-            self._plan = _Plan.of(form, candidates, self.max_tokens)
+    def _open(self, form: ColumnLayout, widths: Widths) -> Buffer:
+        if not self._plan.suits(form, widths):
+            self._plan = _Plan.of(form, widths, self.max_tokens)
         try:
             self._block = self._memory.block(self._plan.nbytes)
         except MemoryError:
-            if not candidates:
+            if not widths.candidates:
                 raise
             raise InvalidRecord(
                 f"expected memory for a batch of {self.max_tokens} tokens, got none for {self._plan.nbytes} bytes: "
-                f"make batches smaller, or send fewer teacher candidates than {candidates} a token"
+                f"make batches smaller, or send fewer teacher candidates than {widths.candidates} a token"
             ) from None
         self._chunks = [[] for _ in form.names]
         return self._block
@@ -454,8 +457,8 @@ class Packer:
                 f"missing {sorted(expected - got)}, extra {sorted(got - expected)}"
             )
         return InvalidRecord(
-            f"{group.env}/{group.instance_id}: expected {self._plan.candidates} teacher candidates a token, "
-            f"as in the groups before it, got {lengths.candidates}"
+            f"{group.env}/{group.instance_id}: expected {self._plan.described} a token, as in the groups before it, "
+            f"got {_Plan(form, lengths.widths, 0, []).described}"
         )
 
 
@@ -463,23 +466,35 @@ class _Plan(NamedTuple):
     """The places of the columns over tokens of a batch in its memory."""
 
     form: ColumnLayout
-    candidates: int
+    widths: Widths
     nbytes: int
     targets: list[tuple[int, int, int] | None]
     """For each column over tokens: its dtype, as an index into DTYPES, its first item, and items a token."""
 
     @classmethod
-    def of(cls, form: ColumnLayout, candidates: int, max_tokens: int) -> _Plan:
-        layout = form.layout(AxisSizes(max_tokens, 0, candidates))
+    def of(cls, form: ColumnLayout, widths: Widths, max_tokens: int) -> _Plan:
+        layout = form.layout(AxisSizes(max_tokens, 0, widths))
         targets = [
-            (index, first, candidates if name in form.shaped else 1) if name in TOKEN_COLUMNS else None
+            (index, first, widths.items_of(form.shaped.get(name))) if name in TOKEN_COLUMNS else None
             for name, (index, first, _) in zip(form.names, layout.places, strict=True)
         ]
-        return cls(form, candidates, layout.nbytes, targets)
+        return cls(form, widths, layout.nbytes, targets)
 
-    def suits(self, form: ColumnLayout, candidates: int) -> bool:
+    def suits(self, form: ColumnLayout, widths: Widths) -> bool:
         """Return whether it is a plan for columns of that form."""
-        return (form is self.form or form.names == self.form.names) and candidates == self.candidates
+        same = form is self.form or (form.names == self.form.names and form.dtypes == self.form.dtypes)
+        return same and widths == self.widths
+
+    @property
+    def described(self) -> str:
+        """Return what each token has in the columns of more than one axis."""
+        dtypes = dict(zip(self.form.names, self.form.dtypes, strict=True))
+        candidates, layers, experts = self.widths
+        taught = f"{candidates} teacher candidates" if "teacher_ids" in dtypes else ""
+        routed = (
+            f"{experts} experts of {layers} layers ({dtypes['routed_experts']})" if "routed_experts" in dtypes else ""
+        )
+        return " and ".join(filter(None, (taught, routed)))
 
     def columns(self, memory: NDArray[np.uint8], tokens: int, chunks: list[list[bytes]]) -> dict[str, Array]:
         """Return all columns: those over tokens, `tokens` long, as views on `memory`, the others joined."""
@@ -490,8 +505,8 @@ class _Plan(NamedTuple):
             else:
                 _, first, width = target
                 columns[name] = np.frombuffer(memory, dtype, tokens * width, first * dtype.itemsize)
-        for name in self.form.shaped:
-            columns[name] = columns[name].reshape(tokens, self.candidates)
+        for name, axes in self.form.shaped.items():
+            columns[name] = columns[name].reshape(tokens, *self.widths.shape_of(axes))
         return columns
 
 

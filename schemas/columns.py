@@ -27,6 +27,27 @@ class ColumnRule(NamedTuple):
     """Letters for the shapes that fit, e.g. ("N",) or ("S", "N") for "one a sequence or one a token"; "NK" is 2-D."""
     required: bool = False
     finite: bool = False
+    wide: np.dtype[Any] | None = None
+    """The dtype of a column with values that `dtype` is too narrow for."""
+
+    @property
+    def dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """Return the dtypes that fit, the narrowest first."""
+        return (self.dtype,) if self.wide is None else (self.dtype, self.wide)
+
+    def dtype_of(self, values: object) -> np.dtype[Any]:
+        """Return the dtype for a column of `values`: their own if it fits, else the narrowest one that holds them.
+
+        Values that fit neither are left to `as_column`, which refuses them by name.
+        """
+        if self.wide is None:
+            return self.dtype
+        given = values if isinstance(values, np.ndarray) else np.zeros(0)
+        for dtype in self.dtypes:
+            if given.dtype == dtype:
+                return dtype  # not their own: a dtype that only equals it is another type in C
+        narrow = given.dtype.kind not in "iu" or not given.size or given.max() <= np.iinfo(self.dtype).max
+        return self.dtype if narrow else self.wide
 
 
 def as_column(name: str, values: object, dtype: DTypeLike) -> Array:
@@ -85,8 +106,8 @@ def check_axes(columns: Mapping[str, Array | None], rules: Mapping[str, ColumnRu
             continue
         if not isinstance(column, np.ndarray):
             raise InvalidRecord(f"{name}: expected a numpy array of {rule.dtype}, got {type(column).__name__}")
-        if column.dtype != rule.dtype:
-            raise InvalidRecord(f"{name}: expected dtype {rule.dtype}, got {column.dtype}")
+        if column.dtype not in rule.dtypes:
+            raise InvalidRecord(f"{name}: expected dtype {' or '.join(map(str, rule.dtypes))}, got {column.dtype}")
         _check_shape(name, column, rule, lengths)
         if rule.finite and not np.isfinite(column).all():
             where = int(np.flatnonzero(~np.isfinite(column))[0])

@@ -1,9 +1,10 @@
 """`TrajectoryGroup`: the unit that travels. All completions of one prompt, as numpy columns.
 
-Axes, used in every docstring below: S sequences, R rollouts, N tokens in all, K teacher candidates a token. Sequence s
-owns `tokens[offsets[s]:offsets[s + 1]]`: its prompt first, then the rest, with `loss_mask` true on the tokens that the
-policy sampled and that train. A rollout is one completion of the prompt. It has several sequences, its *branches*, if
-the history before some of its tokens is no continuation of the history before others.
+Axes, used in every docstring below: S sequences, R rollouts, N tokens in all, K teacher candidates a token, L layers
+with experts, E of which each chooses for a token. Sequence s owns `tokens[offsets[s]:offsets[s + 1]]`: its prompt
+first, then the rest, with `loss_mask` true on the tokens that the policy sampled and that train. A rollout is one
+completion of the prompt. It has several sequences, its *branches*, if the history before some of its tokens is no
+continuation of the history before others.
 
 `TrajectoryGroup.build` checks everything, once, where data enters; the plain constructor trusts its caller and is for
 code that already holds checked columns. A group is immutable: `with_…` methods return a new one that shares columns.
@@ -45,11 +46,12 @@ GROUP_RULES: dict[str, ColumnRule] = {
     "ref_logprobs": ColumnRule(np.dtype(np.float32), ("N",), finite=True),
     "teacher_ids": ColumnRule(np.dtype(np.int32), ("NK",)),
     "teacher_logprobs": ColumnRule(np.dtype(np.float32), ("NK",)),
+    "routed_experts": ColumnRule(np.dtype(np.uint8), ("NLE",), wide=np.dtype(np.uint16)),
 }
 
 GROUP_SCHEMA = Schema("group", GROUP_RULES, part_prefix=PART_PREFIX, part_rule="rewards")
 
-TOKEN_COLUMNS = tuple(name for name, rule in GROUP_RULES.items() if rule.axes in {("N",), ("NK",)})
+TOKEN_COLUMNS = tuple(name for name, rule in GROUP_RULES.items() if rule.axes in {("N",), ("NK",), ("NLE",)})
 """Columns that always have an entry a token; `policy_versions` may have."""
 
 
@@ -80,6 +82,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[T, K] top-K token ids of the teacher, −1 where a row has fewer."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[T, K]."""
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """[T, L, E] the experts that the sampling engine chose; zeros where it recorded none."""
 
     @property
     def prompt_length(self) -> int:
@@ -135,6 +139,9 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[N, K] top-K token ids of the teacher; ragged rows are padded with −1."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[N, K]."""
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """[N, L, E] the experts that the sampling engine chose in each layer, uint8 for up to 256. Zeros where it recorded
+    none, as for the last token of a sequence: E experts of one token differ, so that no record has equal ones."""
     reward_parts: dict[str, NDArray[np.float32]] = {}
     """[S] each: the contribution of every component of the reward bridge, and the raw score."""
     meta: JsonObject = {}
@@ -188,7 +195,7 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             instance_id=instance_id,
             reward_parts={k: as_column(PART_PREFIX + k, v, np.float32) for k, v in (reward_parts or {}).items()},
             meta=dict(meta or {}),
-            **{name: as_column(name, values, GROUP_RULES[name].dtype) for name, values in flat.items()},
+            **{name: as_column(name, values, GROUP_RULES[name].dtype_of(values)) for name, values in flat.items()},
         )
         try:
             group.validate()
@@ -480,7 +487,7 @@ def _flat(name: str, values: ArrayLike | Sequence[ArrayLike]) -> Array:
     if not rows or np.ndim(rows[0]) == 0:
         return np.array(rows)
     try:
-        if GROUP_RULES[name].axes == ("NK",) and max(map(np.ndim, rows)) == 1:
+        if max(map(np.ndim, rows)) == len(GROUP_RULES[name].axes[0]) - 1:
             return np.array(rows)
         arrays = [np.asarray(row) for row in rows]
         return np.concatenate([array for array in arrays if array.size] or arrays)  # [] has no dtype of its own

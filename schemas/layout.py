@@ -8,13 +8,15 @@ by the `BundleHeader` with form and lengths (docs/decisions/0002).
 Several records of one form may lie together, as a *bundle*: then a column holds the part of the first record, then that
 of the second, and so on (docs/decisions/0005).
 
-Axes: N tokens, S sequences, F offsets (S + 1 of each record), K teacher candidates a token.
+Axes: N tokens, S sequences, F offsets (S + 1 of each record), K teacher candidates a token, L layers with experts, E of
+which each chooses for a token.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, mul
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -29,7 +31,9 @@ from .ids import MAX_REPETITION_ID
 ALIGNMENT = 64
 """Bytes: every column begins on a cache line."""
 
-DTYPES: tuple[np.dtype[Any], ...] = tuple(map(np.dtype, (np.int64, np.int32, np.float32, np.uint8, np.bool_)))
+DTYPES: tuple[np.dtype[Any], ...] = tuple(
+    map(np.dtype, (np.int64, np.int32, np.float32, np.uint8, np.bool_, np.uint16))
+)
 """The dtypes that travel. Bytes of a peer become arrays of these only."""
 
 CACHED_FORMS = 64
@@ -47,7 +51,10 @@ MOST_RECORDS = 2**16 - 1
 MOST_CANDIDATES = 2**20
 """Teacher candidates a token: more than any vocabulary has. Where there are no tokens, no bytes bound them."""
 
-AXES = ("N", "S", "F", "NK")
+MOST_LAYERS, MOST_EXPERTS = 2**12, 2**16
+"""Layers with experts, and experts that a layer chooses for a token: more than any model has."""
+
+AXES = ("N", "S", "F", "NK", "NLE")
 """The axes, in the order of `AxisSizes.items`."""
 
 FRAME_BYTES = 2**16
@@ -86,8 +93,27 @@ def _cast(view: memoryview, item: Any) -> memoryview:
     return view.cast(item)
 
 
-Items: TypeAlias = tuple[int, int, int, int]
+Items: TypeAlias = tuple[int, int, int, int, int]
 """Entries of a column over each of `AXES`."""
+
+
+class Widths(NamedTuple):
+    """The lengths of the axes behind that over tokens, in columns with several; 0 for those of absent columns."""
+
+    candidates: int = 0
+    """Teacher candidates a token."""
+    layers: int = 0
+    """Layers with experts."""
+    experts: int = 0
+    """Experts that each of them chooses for a token."""
+
+    def shape_of(self, axes: str) -> tuple[int, ...]:
+        """Return the shape of a token's part of a column over `axes`."""
+        return {"NK": (self.candidates,), "NLE": (self.layers, self.experts)}[axes]
+
+    def items_of(self, axes: str | None) -> int:
+        """Return the entries of a token in a column over `axes`; 1 for None, a column over tokens alone."""
+        return 1 if axes is None else math.prod(self.shape_of(axes))
 
 
 class AxisSizes(NamedTuple):
@@ -95,14 +121,13 @@ class AxisSizes(NamedTuple):
 
     tokens: int
     sequences: int
-    candidates: int
-    """Teacher candidates a token; 0 where there are none."""
+    widths: Widths = Widths()
     records: int = 1
 
     def items(self) -> Items:
         """Return the entries of a column over each of `AXES`."""
-        tokens, sequences, candidates, records = self
-        return tokens, sequences, sequences + records, tokens * candidates
+        tokens, sequences, (candidates, layers, experts), records = self
+        return tokens, sequences, sequences + records, tokens * candidates, tokens * layers * experts
 
 
 Length: TypeAlias = Count
@@ -126,11 +151,20 @@ class BundleHeader(NamedTuple):
     """Teacher candidates a token."""
     parts: Annotated[tuple[BundleEntry, ...], msgspec.Meta(max_length=MOST_RECORDS)]
     """The records, in order."""
+    layers: Length = 0
+    """Layers with experts."""
+    experts: Length = 0
+    """Experts that each of them chooses for a token."""
+
+    @classmethod
+    def of(cls, kind: str, form: ColumnLayout, widths: Widths, parts: Sequence[tuple[int, int, bytes]]) -> BundleHeader:
+        """Return the header of a bundle of `parts`, a `BundleEntry` each."""
+        return cls(kind, form.encoded, widths.candidates, parts, widths.layers, widths.experts)  # type: ignore[arg-type]  # they travel alike
 
     @classmethod
     def alone(cls, kind: str, form: ColumnLayout, lengths: AxisSizes, header: bytes) -> BundleHeader:
         """Return the header of a bundle of one record."""
-        return cls(kind, form.encoded, lengths.candidates, (BundleEntry(lengths.tokens, lengths.sequences, header),))
+        return cls.of(kind, form, lengths.widths, (BundleEntry(lengths.tokens, lengths.sequences, header),))
 
     @classmethod
     def decode(cls, encoded: bytes | memoryview) -> BundleHeader:
@@ -142,14 +176,21 @@ class BundleHeader(NamedTuple):
         try:
             return _decode(encoded)
         except UNREADABLE as error:
-            raise InvalidRecord(f"contents: expected (kind, form, candidates, parts), got {error}") from None
+            raise InvalidRecord(
+                f"contents: expected (kind, form, candidates, parts, layers, experts), got {error}"
+            ) from None
 
     def lengths(self) -> AxisSizes:
         """Return the lengths of the axes of all records together."""
         parts = self.parts
         return AxisSizes(
-            sum([part.tokens for part in parts]), sum([part.sequences for part in parts]), self.candidates, len(parts)
+            sum([part.tokens for part in parts]), sum([part.sequences for part in parts]), self.widths, len(parts)
         )
+
+    @property
+    def widths(self) -> Widths:
+        """Return the lengths of the axes behind that over tokens."""
+        return Widths(self.candidates, self.layers, self.experts)
 
 
 encode_contents = msgspec.msgpack.Encoder().encode
@@ -191,8 +232,8 @@ class ColumnLayout:
         self.names: tuple[str, ...] = tuple(name for name, _, _ in columns)
         self.encoded: bytes = _encode_form([(name, dtype.str, axes) for name, dtype, axes in columns])
         """The encoded form, as it travels."""
-        self.shaped: tuple[str, ...] = tuple(name for name, _, axes in columns if len(axes) > 1)
-        """Columns with more than one axis."""
+        self.shaped: dict[str, str] = {name: axes for name, _, axes in columns if len(axes) > 1}
+        """The axes of columns with more than one."""
         self.versions_by_token: bool = ("policy_versions", "N") in [(name, axes) for name, _, axes in columns]
         """True if weights changed mid-rollout."""
         self.axes: tuple[int, ...] = tuple(AXES.index(axes) for _, _, axes in columns)
@@ -224,8 +265,9 @@ class ColumnLayout:
         return self._framings.get(lengths) or self._cached(self._framings, lengths, self._divide)
 
     def _cached(self, cache: dict[AxisSizes, L], lengths: AxisSizes, make: Callable[[Items], L]) -> L:
-        if min(lengths) < 0:
-            raise InvalidRecord(f"lengths: expected 0 or more, got {tuple(lengths)}")
+        tokens, sequences, widths, records = lengths
+        if min(tokens, sequences, *widths, records) < 0:
+            raise InvalidRecord(f"lengths: expected 0 or more, got {lengths}")
         if len(cache) * len(self.names) >= CACHED_PLACES:
             cache.clear()
         made = cache[lengths] = make(lengths.items())
@@ -261,9 +303,7 @@ class ColumnLayout:
 
     def nbytes(self, lengths: AxisSizes) -> int:
         """Return the bytes of columns of these lengths, without alignment."""
-        tokens, sequences, offsets, candidates = lengths.items()
-        by_token, by_sequence, by_offset, by_candidate = self._weights
-        return tokens * by_token + sequences * by_sequence + offsets * by_offset + candidates * by_candidate
+        return sum(map(mul, lengths.items(), self._weights))
 
     @property
     def slack(self) -> int:
@@ -279,10 +319,10 @@ class ColumnLayout:
             ]
         )
 
-    def view(self, places: Iterable[Place], payload: Array, candidates: int) -> dict[str, Array]:
+    def view(self, places: Iterable[Place], payload: Array, widths: Widths) -> dict[str, Array]:
         """Return the columns as views into `payload` (uint8, a whole number of cache lines that holds them all)."""
         typed = [payload.view(dtype) for dtype in DTYPES]
-        return self._shape([typed[index][first:last] for index, first, last in places], candidates)
+        return self._shape([typed[index][first:last] for index, first, last in places], widths)
 
     def check_numbers(self, columns: Sequence[Any], parts: Sequence[BundleEntry]) -> None:
         """Check the numbers of `parts`, one after the other, that are used as counts or as indices.
@@ -300,10 +340,10 @@ class ColumnLayout:
             first = last + 1
         check_rollout_ids(np.asarray(columns[self._rollouts]))
 
-    def _shape(self, flat: Iterable[Array], candidates: int) -> dict[str, Array]:
+    def _shape(self, flat: Iterable[Array], widths: Widths) -> dict[str, Array]:
         columns = dict(zip(self.names, flat, strict=True))
-        for name in self.shaped:
-            columns[name] = columns[name].reshape(len(columns["tokens"]), candidates)
+        for name, axes in self.shaped.items():
+            columns[name] = columns[name].reshape(len(columns["tokens"]), *widths.shape_of(axes))
         return columns
 
     def contiguous(self, lengths: AxisSizes, columns: Iterable[Any]) -> bool:
@@ -318,8 +358,7 @@ class ColumnLayout:
 
     def shapes(self, lengths: AxisSizes) -> tuple[tuple[int], ...]:
         """Return the shape of each column, where all have one axis."""
-        tokens, sequences, candidates, records = lengths
-        by_axis = (tokens,), (sequences,), (sequences + records,), (tokens * candidates,)
+        by_axis = [(size,) for size in lengths.items()]
         return tuple(map(by_axis.__getitem__, self.axes))
 
     def frames(self, lengths: AxisSizes, frames: Sequence[memoryview]) -> dict[str, Array]:
@@ -337,7 +376,7 @@ class ColumnLayout:
         for number, (index, first, last) in framing.places:
             column = np.frombuffer(read_only[number], DTYPES[index], last - first, first * _ITEM_BYTES[index])
             columns.append(column if column.flags.aligned else _aligned(column))
-        return self._shape(columns, lengths.candidates)
+        return self._shape(columns, lengths.widths)
 
 
 def _aligned(column: Array) -> Array:
@@ -404,7 +443,7 @@ class _LayoutCache:
             return None
         if tuple(map(_shape, columns)) != self._shapes(((tokens,), (sequences,), (sequences + 1,))):
             return None
-        return self._form, AxisSizes(tokens, sequences, 0), columns
+        return self._form, AxisSizes(tokens, sequences), columns
 
 
 class Schema:
@@ -418,9 +457,11 @@ class Schema:
         self._required = frozenset(name for name, rule in rules.items() if rule.required)
         self._either = tuple(name for name, rule in rules.items() if rule.axes == ("S", "N"))
         """Columns with a value a sequence or a value a token."""
+        self._wide = tuple(name for name, rule in rules.items() if rule.wide is not None)
+        """Columns of several dtypes."""
         self._values = attrgetter(*rules)
         """The values of all fields of a record that are columns, None included, in one step."""
-        self._dtypes = tuple(rule.dtype for rule in rules.values())
+        self._dtypes = tuple(rule.dtypes for rule in rules.values())
         self._sent: dict[tuple[object, ...], ColumnLayout] = {}
         self._recent: _LayoutCache | None = None
         """The properties of the last record that differed from the one before it: most records are alike."""
@@ -476,14 +517,15 @@ class Schema:
         try:
             sequences = len(columns["rewards"])
             check_sequences(sequences)
-            key = (*columns, *[len(columns[name]) == sequences for name in self._either])
+            dtypes = [columns[name].dtype for name in self._wide if name in columns]
+            key = (*columns, *[len(columns[name]) == sequences for name in self._either], *dtypes)
             form = self._sent.get(key)
             if form is None:
                 form = self._cache(self._sent, key, self._form_of(columns, sequences))
-            candidates = columns[form.shaped[0]].shape[1] if form.shaped else 0
-            self._check_candidates(form, candidates)
-            return form, AxisSizes(len(columns["tokens"]), sequences, candidates)
-        except (AttributeError, IndexError, KeyError, TypeError):
+            widths = _widths_of(form, columns) if form.shaped else _NO_WIDTHS
+            self._check_widths(form, widths)
+            return form, AxisSizes(len(columns["tokens"]), sequences, widths)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             self.check(columns)
             raise
 
@@ -494,7 +536,7 @@ class Schema:
             InvalidRecord: naming the first one that breaks its rule.
         """
         self.check(columns)
-        return [contiguous(c, self.rule(name).dtype).reshape(-1) for name, c in columns.items()]
+        return [contiguous(c, self.rule(name).dtype_of(c)).reshape(-1) for name, c in columns.items()]
 
     def check(self, columns: Mapping[str, Array], *, contents: bool = False) -> None:
         """Check every column against its rule: dtype and shape, and with `contents`, that floats are finite.
@@ -519,7 +561,7 @@ class Schema:
         for name, column in columns.items():
             rule = self.rule(name)
             over_sequences = len(rule.axes) == 1 or len(column) == sequences
-            named.append((name, rule.dtype, rule.axes[0 if over_sequences else 1]))
+            named.append((name, rule.dtype_of(column), rule.axes[0 if over_sequences else 1]))
         return ColumnLayout(named)
 
     def check_types(self, record: Columned) -> None:
@@ -528,8 +570,8 @@ class Schema:
         Raises:
             InvalidRecord: naming the first column that is none of these.
         """
-        for column, dtype in zip(self._values(record), self._dtypes, strict=True):
-            if column is not None and (type(column) is not np.ndarray or column.dtype != dtype):
+        for column, dtypes in zip(self._values(record), self._dtypes, strict=True):
+            if column is not None and (type(column) is not np.ndarray or column.dtype not in dtypes):
                 self.check(self.columns(record))
                 return
         if record.reward_parts and {*map(type, record.reward_parts.values())} != _ARRAYS:
@@ -548,7 +590,7 @@ class Schema:
         form = self._received.get(contents.form)
         if form is None:
             form = self._cache(self._received, contents.form, self._checked_form(contents.form))
-        self._check_candidates(form, contents.candidates)
+        self._check_widths(form, contents.widths)
         return form
 
     def _checked_form(self, encoded: bytes) -> ColumnLayout:
@@ -562,10 +604,11 @@ class Schema:
         self._check_complete(names)
         for name, code, axes in columns:
             rule = self.rule(name)
-            if code != rule.dtype.str or axes not in rule.axes:
-                expected = f"{rule.dtype.str} over {' or '.join(rule.axes)}"
+            codes = [dtype.str for dtype in rule.dtypes]
+            if code not in codes or axes not in rule.axes:
+                expected = f"{' or '.join(codes)} over {' or '.join(rule.axes)}"
                 raise InvalidRecord(f"{name}: expected {expected}, got {code} over {axes}")
-        return ColumnLayout([(name, self.rule(name).dtype, axes) for name, _, axes in columns])
+        return ColumnLayout([(name, np.dtype(code), axes) for name, code, axes in columns])
 
     # -- either ------------------------------------------------------------------------------------------------------
 
@@ -581,10 +624,15 @@ class Schema:
         return rule
 
     @staticmethod
-    def _check_candidates(form: ColumnLayout, candidates: int) -> None:
-        most = MOST_CANDIDATES if form.shaped else 0
-        if candidates > most:
-            raise InvalidRecord(f"candidates: expected at most {most} a token in {form.names}, got {candidates}")
+    def _check_widths(form: ColumnLayout, widths: Widths) -> None:
+        if widths == _NO_WIDTHS:
+            return
+        axes = form.shaped.values()
+        taught, routed = "NK" in axes, "NLE" in axes
+        most = Widths(MOST_CANDIDATES * taught, MOST_LAYERS * routed, MOST_EXPERTS * routed)
+        for name, bound, width in zip(Widths._fields, most, widths, strict=True):
+            if width > bound:
+                raise InvalidRecord(f"{name}: expected at most {bound} a token in {form.names}, got {width}")
 
     def _check_complete(self, names: Mapping[str, Any] | Sequence[str]) -> None:
         for name in self.rules:
@@ -598,6 +646,20 @@ class Schema:
         if len(form.names) <= CACHED_COLUMNS:
             forms[key] = form
         return form
+
+
+_NO_WIDTHS = Widths()
+
+
+def _widths_of(form: ColumnLayout, columns: Mapping[str, Array]) -> Widths:
+    """Return the lengths of the axes behind that over tokens; the first column with an axis decides."""
+    candidates = layers = experts = 0
+    for name, axes in reversed(form.shaped.items()):
+        if axes == "NK":
+            _, candidates = columns[name].shape
+        else:
+            _, layers, experts = columns[name].shape
+    return Widths(candidates, layers, experts)
 
 
 def check_offsets(name: str, offsets: list[int], tokens: int) -> None:

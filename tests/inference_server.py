@@ -12,8 +12,10 @@ import asyncio
 import json
 import socket
 import sys
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import parse_qs
@@ -45,6 +47,10 @@ TROUBLE = {
     "unknown reason": 112,
     "refusal in the stream": 113,
     "too much": 114,
+    "no experts": 115,
+    "experts beyond the model's": 116,
+    "experts of a longer completion": 117,
+    "experts that are no base64": 118,
 }
 
 
@@ -193,7 +199,8 @@ class Server:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         self.idle.clear()
-        streaming = asyncio.ensure_future(self.stream(asked, trouble, send))
+        answer = self.stream if asked.get("stream") else self.whole
+        streaming = asyncio.ensure_future(answer(asked, trouble, send))
         hung_up = asyncio.ensure_future(receive())
         try:
             await asyncio.wait([streaming, hung_up], return_when=asyncio.FIRST_COMPLETED)
@@ -238,6 +245,27 @@ class Server:
             await asyncio.sleep(0.001 if trouble == "never ends" else 0)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
+    async def whole(self, asked: dict[str, Any], trouble: str, send: Send) -> None:
+        """Answer without a stream, with the experts of each token that was read, as if all layers of three had some."""
+        tokens, logprobs, reason = list[int](), list[float](), "length"
+        while len(tokens) < asked["max_tokens"] and reason == "length":
+            token, logprob = self.sample([*asked["prompt"], *tokens][-1] % VOCABULARY, asked["temperature"], ends=True)
+            tokens, logprobs, reason = [*tokens, token], [*logprobs, logprob], "stop" if token == EOS else "length"
+        choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": tokens, "finish_reason": reason}
+        choice["logprobs"] = {"tokens": [""] * len(tokens), "token_logprobs": logprobs}
+        read = np.array([*asked["prompt"], *tokens][: None if "longer" in trouble else -1])
+        experts = experts_of(read) + 8 * ("beyond" in trouble)
+        extensions = {}
+        if self.kind == "vllm" and trouble != "no experts":
+            file = BytesIO()
+            np.save(file, experts.astype(np.uint8))
+            choice["routed_experts"] = b64encode(file.getvalue()).decode()
+            if "base64" in trouble:
+                choice["routed_experts"] = "~" + choice["routed_experts"]
+        elif asked.get("return_routed_experts"):
+            extensions["sglext"] = {"routed_experts": b64encode(experts.astype(np.int32).tobytes()).decode()}
+        await self.answer(send, {"choices": [choice]} | extensions)
+
     def sample(self, token: int, temperature: float, *, ends: bool) -> tuple[int, float]:
         """Return the next token, and its log-probability as a server of this kind reports it."""
         own = logprobs_of(self.table[token], 1.0)
@@ -262,6 +290,12 @@ class Server:
         if trouble == "unknown reason":
             choice["finish_reason"] = "boredom"
         return choice
+
+
+def experts_of(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [T, 3, 2] the experts of `tokens` in each of three layers, two of eight."""
+    first = (tokens[:, None] + np.arange(3)) % 8
+    return np.stack([first, (first + 1) % 8], axis=-1)
 
 
 async def event(send: Send, data: dict[str, Any]) -> None:

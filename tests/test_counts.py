@@ -103,6 +103,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "ReferenceUpdates": PUBLIC.ReferenceUpdates,
     "RewardFunction": partial(PUBLIC.RewardFunction, length),
     "RewardModel": partial(PUBLIC.RewardModel, "folder"),
+    "RoutedExperts": partial(PUBLIC.RoutedExperts, layers=4, chosen=4, experts=4),
     "Samples": PUBLIC.Samples,
     "SamplingParams": PUBLIC.SamplingParams,
     "SinkTrainer": partial(PUBLIC.SinkTrainer, Idle()),
@@ -200,7 +201,7 @@ RATIOS = {
 """Names whose numbers have other bounds, tested elsewhere; a loss makes `Aggregated`, and torch checks `adamw`."""
 
 NO_COUNTS = {"seed", "eos_id", "clip", "gamma", "gae_lambda", "on_failure", "weight"}
-NO_COUNTS |= {"dropout", "share", "top_p", "min_p"}
+NO_COUNTS |= {"dropout", "share", "top_p", "min_p", "router_aux_loss"}
 """Arguments that are neither counts nor seconds."""
 
 LEAST = {"Journal.capacity_bytes": 65536, "AtroposGateway.checkpoint_interval": -1, "SamplingParams.top_k": -1}

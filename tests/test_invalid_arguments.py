@@ -78,6 +78,7 @@ GIVEN: dict[str, Any] = {
     **dict.fromkeys(("action", "observation"), "text"),
     "total": PPOClip(),
     "aggregation": "token-mean",
+    **dict.fromkeys(("layers", "chosen", "experts"), 4),
     "optimizer": partial(adamw, lr=0.5),
 }
 """An argument that can be used, for each name of one that has no default."""

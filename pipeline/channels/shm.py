@@ -30,6 +30,7 @@ from ..._schemas.layout import (
     ColumnLayout,
     Items,
     Schema,
+    Widths,
     aligned,
     encode_contents,
 )
@@ -67,12 +68,12 @@ CONTENTS_BYTES, PART_BYTES = 64, 32
 class _Bundle:
     """Records of one form that will be written side by side, in a span that has room for all of them."""
 
-    __slots__ = ("candidates", "columns", "form", "parts", "room", "sequences", "span", "tokens")
+    __slots__ = ("columns", "form", "parts", "room", "sequences", "span", "tokens", "widths")
 
-    def __init__(self, span: Span, form: ColumnLayout, candidates: int, room: int) -> None:
+    def __init__(self, span: Span, form: ColumnLayout, widths: Widths, room: int) -> None:
         self.span = span
         self.form = form
-        self.candidates = candidates
+        self.widths = widths
         self.room = room
         """Bytes that are free in the span."""
         self.tokens = 0
@@ -118,17 +119,17 @@ class SlotWriter:
         # 4. As 3, but there are too few free slots for a new bundle: there is no credit.
         if self.full:
             return False
-        tokens, sequences, candidates, _ = lengths
+        tokens, sequences, widths, _ = lengths
         nbytes = form.nbytes(lengths) + aligned(PART_BYTES + len(header))
         open_bundle = self._bundle
         if (
             open_bundle is None
             or nbytes > open_bundle.room
             or form is not open_bundle.form
-            or candidates != open_bundle.candidates
+            or widths != open_bundle.widths
         ):
             self._complete()
-            open_bundle = self._begin(form, candidates, nbytes)
+            open_bundle = self._begin(form, widths, nbytes)
             if open_bundle is None:
                 return False
         open_bundle.room -= nbytes
@@ -142,7 +143,7 @@ class SlotWriter:
             self._complete()
         return True
 
-    def _begin(self, form: ColumnLayout, candidates: int, nbytes: int) -> _Bundle | None:
+    def _begin(self, form: ColumnLayout, widths: Widths, nbytes: int) -> _Bundle | None:
         """Open a bundle for a record that takes `nbytes`, with room for more like it where free slots allow."""
         slot_bytes = self._segment.slot_bytes
         around = form.slack + aligned(CONTENTS_BYTES + len(form.encoded) + self._checksum * CHECKSUM_BYTES)
@@ -157,7 +158,7 @@ class SlotWriter:
         if span is None:
             return None
         self.nbytes += span.count * slot_bytes
-        self._bundle = _Bundle(span, form, candidates, span.count * slot_bytes - around)
+        self._bundle = _Bundle(span, form, widths, span.count * slot_bytes - around)
         return self._bundle
 
     def _complete(self) -> None:
@@ -170,8 +171,8 @@ class SlotWriter:
         if open_bundle is None:
             return
         span, form, parts, slot_bytes = open_bundle.span, open_bundle.form, open_bundle.parts, self._segment.slot_bytes
-        layout = form.layout(AxisSizes(open_bundle.tokens, open_bundle.sequences, open_bundle.candidates, len(parts)))
-        contents = encode_contents((self._kind, form.encoded, open_bundle.candidates, parts))
+        layout = form.layout(AxisSizes(open_bundle.tokens, open_bundle.sequences, open_bundle.widths, len(parts)))
+        contents = encode_contents(BundleHeader.of(self._kind, form, open_bundle.widths, parts))
         contents_bytes = len(contents) + self._checksum * CHECKSUM_BYTES
         nbytes = layout.nbytes + aligned(contents_bytes)
         try:
@@ -209,24 +210,24 @@ class SlotWriter:
 class _Reading:
     """A bundle that is being read. Its contents conform to the schema and to each other."""
 
-    __slots__ = ("candidates", "descriptor", "form", "layout", "parts", "rows", "tokens")
+    __slots__ = ("descriptor", "form", "layout", "parts", "rows", "tokens", "widths")
 
     def __init__(
-        self, descriptor: Descriptor, form: ColumnLayout, candidates: int, parts: Sequence[BundleEntry]
+        self, descriptor: Descriptor, form: ColumnLayout, widths: Widths, parts: Sequence[BundleEntry]
     ) -> None:
         self.descriptor = descriptor
         self.form = form
-        self.candidates = candidates
+        self.widths = widths
         self.parts = parts
         self.tokens = list(accumulate([tokens for tokens, _, _ in parts], initial=0))
         """Tokens before each record, and of all."""
         self.rows = list(accumulate([sequences for _, sequences, _ in parts], initial=0))
         """Sequences before each record, and of all."""
-        self.layout = form.layout(AxisSizes(self.tokens[-1], self.rows[-1], candidates, len(parts)))
+        self.layout = form.layout(AxisSizes(self.tokens[-1], self.rows[-1], widths, len(parts)))
 
     def items(self, index: int) -> Items:
         """Return the entries on each axis before record `index`."""
-        return AxisSizes(self.tokens[index], self.rows[index], self.candidates, index).items()
+        return AxisSizes(self.tokens[index], self.rows[index], self.widths, index).items()
 
 
 class SlotReader:
@@ -247,7 +248,7 @@ class SlotReader:
         if len(open_bundle.parts) > 1:
             places = form.within(places, open_bundle.items(index), open_bundle.items(index + 1))
         lease = self._segment.lease(descriptor, released)
-        return open_bundle.parts[index].header, form.view(places, lease, open_bundle.candidates)
+        return open_bundle.parts[index].header, form.view(places, lease, open_bundle.widths)
 
     def _read(self, descriptor: Descriptor) -> _Reading:
         """Return the bundle of `descriptor`; read once, however many of its records are taken."""
@@ -260,7 +261,7 @@ class SlotReader:
         encoded = self._segment.contents(descriptor)
         contents = BundleHeader.decode(self._segment.check(descriptor, encoded) if self._checksum else encoded)
         form = self._schema.received(contents)
-        open_bundle = _Reading(descriptor, form, contents.candidates, contents.parts)
+        open_bundle = _Reading(descriptor, form, contents.widths, contents.parts)
         expected = open_bundle.layout.nbytes + aligned(len(encoded))
         if expected != descriptor.nbytes or len(open_bundle.parts) != descriptor.records:
             raise InvalidRecord(f"expected {len(open_bundle.parts)} records in {expected} bytes, got {descriptor}")

@@ -103,7 +103,7 @@ def _decoded(data: bytes, at: int) -> TrajectoryGroup | None:
             return None
         payload = np.frombuffer(data, np.uint8, nbytes, columns_at).copy()  # lives as long as the record, alone
         payload.setflags(write=False)
-        columns = form.view(layout.places, payload, contents.candidates)
+        columns = form.view(layout.places, payload, contents.widths)
         form.check_numbers(list(columns.values()), contents.parts)
         return TrajectoryGroup.assemble(contents.parts[0].header, columns)
     except InvalidRecord:

@@ -17,6 +17,7 @@ REMEDIES = {
     "ref_logprobs": "put a TorchReference before it, or give the trainer a reference",
     "teacher_ids": "put a Teacher before it",
     "teacher_logprobs": "put a Teacher before it",
+    "routed_experts": "sample with TorchPolicy(routed_experts=True), or HttpPolicy(routed_experts=…)",
     "token_rewards": "set turn_rewards=True of SourceEnv, or put KLReward(…, level='token') before it",
     "values": "put a stage of your own with a critic before it, or take advantages that need no critic, as grpo",
 }

@@ -13,6 +13,7 @@ from ._stages.contracts.policies import (
     Policy,
     Tokenizer,
 )
+from ._stages.contracts.routed_experts import RoutedExperts
 from ._stages.contracts.sampling_params import SamplingParams
 from ._stages.engines.http_policy import HttpPolicy
 from ._stages.http.retry import Backoff
@@ -29,6 +30,7 @@ __all__ = [
     "NoOpPolicy",
     "Policy",
     "PretrainedTokenizer",
+    "RoutedExperts",
     "SamplingParams",
     "Tokenizer",
     "TokenizerIdentity",

@@ -55,6 +55,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """STOP after a token that ends a completion or a stop string, LENGTH at `max_completion_tokens`."""
     policy_versions: NDArray[np.int64]
     """[C] version (optimizer step) of the weights that sampled each."""
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """[P + C, L, E] experts that each layer of a mixture chose for tokens of the prompt and of the completion; zeros
+    for those without a record. None where the engine records none."""
 
 
 class Call(Completion, frozen=True, kw_only=True, eq=False):
@@ -119,6 +122,16 @@ class Seeded(Protocol):
     @property
     def seed(self) -> int:
         """Return the seed of its random numbers."""
+        ...
+
+
+@runtime_checkable
+class RecordsRoutes(Protocol):
+    """A policy that can record the experts of a mixture, as `Completion.routed_experts`."""
+
+    @property
+    def routed_experts(self) -> object:
+        """Return a true value if it does."""
         ...
 
 

@@ -29,10 +29,12 @@ from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.weights.shielded import shielded
 from ..._pipeline.weights.weight_files import check_weight_files
 from ..contracts.policies import Completion, check_prompts
+from ..contracts.routed_experts import RoutedExperts
 from ..contracts.sampling_params import SamplingParams
-from ..http.bounded_response import RequestFailed, bytes_of
+from ..http.bounded_response import RequestFailed, bytes_of, parsed
 from ..http.completion_stream import Events, StreamedCompletion
 from ..http.gate import GenerationGate, Reason
+from ..http.routing_record import longest
 from ..http.server_client import RETRYABLE, ServerClient
 from .inference_servers import PROBES, SERVERS, KnownServer, ServerCall
 
@@ -93,10 +95,12 @@ class HttpEngine:
         concurrency: int,
         tempered_logprobs: bool | None,
         versions: Literal["engine", "server"],
+        routed_experts: RoutedExperts | None,
     ) -> None:
         """Make an engine of a client of this kind of server; see the fields of `HttpPolicy`."""
         self._model = model
         self._versions = versions
+        self._routed_experts = routed_experts
         self._server: KnownServer = server
         self._requests = SERVERS[server]
         self._client = client
@@ -128,7 +132,7 @@ class HttpEngine:
             EngineTimedOut: it took too long at the last attempt.
             EngineFailed: it failed at the last attempt.
             NobodyListens: it could not be reached at the last attempt.
-            ProtocolMismatch: the response is no completion, or has no token ids.
+            ProtocolMismatch: the response is no completion, or has no token ids, or no experts where they are wanted.
         """
         check_prompts(prompts)
         self._requests.check(sampling, self._server)
@@ -138,7 +142,7 @@ class HttpEngine:
         async def complete(index: int, prompt: NDArray[np.int32]) -> None:
             body = self._requests.body(sampling.seeded_for(index))
             async with self._permits:
-                completion = await self._complete(body | {"prompt": prompt.tolist()}, sampling)
+                completion = await self._complete(body, prompt, sampling)
             completions[index] = self._without_logprobs(completion, omitted) if omitted else completion
 
         with unwrap_first():
@@ -154,16 +158,19 @@ class HttpEngine:
             log.warning("logprobs_omitted", reason=reason)
         return msgspec.structs.replace(completion, logprobs=None)
 
-    async def _complete(self, body: dict[str, Any], sampling: SamplingParams) -> Completion:
-        fields: dict[str, Any] = {"model": self._model, "stream": True, "logprobs": 1}
-        encoded = msgspec.json.encode(fields | body)
+    async def _complete(self, body: dict[str, Any], prompt: NDArray[np.int32], sampling: SamplingParams) -> Completion:
+        streams, routing = self._routed_experts is None, dict(self._requests.routing or {})
+        fields: dict[str, Any] = {"model": self._model, "stream": streams, "logprobs": 1, "prompt": prompt.tolist()}
+        encoded = msgspec.json.encode(fields | body | ({} if streams else routing))
 
         async def attempt() -> Completion:
             await self._gate.opened()
             with self._gate.inside():
                 self._check_weights()
                 version = await self._version_now()
-                return (await self._stream(encoded, sampling)).completion(version)
+                if self._routed_experts is None:
+                    return (await self._stream(encoded, sampling)).completion(version)
+                return await self._answered(encoded, len(prompt), sampling, version, self._routed_experts)
 
         completion = await self._client.retry("/v1/completions", attempt)
         current().metrics.total("rollout/tokens", len(completion.tokens))
@@ -181,6 +188,16 @@ class HttpEngine:
         if not completion.done:
             raise RequestFailed(HTTPStatus.BAD_GATEWAY, "the stream ended before the completion did")
         return completion
+
+    async def _answered(
+        self, body: bytes, prompt: int, sampling: SamplingParams, version: int, shape: RoutedExperts
+    ) -> Completion:
+        """Return a completion with its experts, from an answer without a stream: vLLM's streams have none."""
+        most = sampling.max_completion_tokens
+        bound = bytes_of(most) + longest(shape, prompt + most)
+        async with self._client.stream("/v1/completions", body, longest=bound) as chunks:
+            received = b"".join([chunk async for chunk in chunks])
+        return await parsed(received, partial(_completion_of, prompt, sampling, version, shape))
 
     def _check_weights(self) -> None:
         if self._update_error is not None:
@@ -367,6 +384,28 @@ class HttpEngine:
                 f"expected {field} from {self._client.url}{path} after {request}, got {response}: "
                 f"it accepted {request} without effect; start it with {self._requests.needs}"
             )
+
+
+def _completion_of(
+    prompt: int, sampling: SamplingParams, version: int, shape: RoutedExperts, received: bytes
+) -> Completion:
+    """Return the completion of an answer, with its experts.
+
+    Raises:
+        ProtocolMismatch: it is no whole completion, or has no such experts.
+    """
+    answer = StreamedCompletion(sampling.max_completion_tokens, sampling.stop_ids)
+    answer.take(received)
+    if not answer.done or answer.routing is None:
+        missing = "the experts of its tokens (routed_experts)" if answer.done else "a finish_reason"
+        raise ProtocolMismatch(
+            f"expected a completion with {missing}, got none: start the server with --enable-return-routed-experts"
+        )
+    completion = answer.completion(version)
+    known = answer.routing.decode(shape, prompt + answer.arrived)
+    experts = np.zeros((prompt + len(completion.tokens), *known.shape[1:]), known.dtype)
+    experts[:-1] = known[: len(experts) - 1]
+    return msgspec.structs.replace(completion, routed_experts=experts)
 
 
 def _newest(folder: Path, version: int) -> tuple[Path, int]:

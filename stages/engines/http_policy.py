@@ -17,6 +17,7 @@ from ..._schemas.choices import check_choice
 from ..._schemas.config import check_url
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..contracts.policies import Engine
+from ..contracts.routed_experts import RoutedExperts
 from ..http.retry import Backoff, jitter
 from .inference_servers import SERVERS, KnownServer, Server
 
@@ -45,6 +46,10 @@ class HttpPolicy:
     versions: Literal["engine", "server"] = "engine"
     """Source of the version of the server's weights: `engine`, its own `update_weights`; or `server`, a request before
     every completion, for a server that others may update."""
+    routed_experts: RoutedExperts | None = None
+    """Shape of the record of the experts that a mixture chooses, as column `routed_experts`, for a trainer with
+    `router_replay="R3"`. vLLM and SGLang return it if they are started with `--enable-return-routed-experts`. Answers
+    are not streamed then. None for no record."""
 
     def __post_init__(self) -> None:
         """Check the fields.
@@ -61,7 +66,7 @@ class HttpPolicy:
         normalize_counts(self, "concurrency")
         normalize_numbers(self, "request_timeout_s")
         if self.server != "auto":
-            self.check_versions(self.server)
+            self.check_server(self.server)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -75,7 +80,7 @@ class HttpPolicy:
         Raises:
             NobodyListens: no server responds at `url`.
             EngineRefused: the server has another model.
-            InvalidConfig: `versions` is "server", and this server does not report versions.
+            InvalidConfig: this server does not report versions, or experts; see `check_server`.
             MissingExtra: aiohttp is not installed.
         """
         with extra("http", "HttpPolicy"):  # describing a policy does not need aiohttp
@@ -87,7 +92,7 @@ class HttpPolicy:
         ) as client:
             await check_model(client, self.model)
             server = await detected(client) if self.server == "auto" else self.server
-            self.check_versions(server)
+            self.check_server(server)
             yield HttpEngine(
                 client,
                 server,
@@ -95,13 +100,19 @@ class HttpPolicy:
                 concurrency=self.concurrency,
                 tempered_logprobs=self.tempered_logprobs,
                 versions=self.versions,
+                routed_experts=self.routed_experts,
             )
 
-    def check_versions(self, server: KnownServer) -> None:
-        """Check that a server of this kind supports `versions`.
+    def check_server(self, server: KnownServer) -> None:
+        """Check that a server of this kind supports `versions` and `routed_experts`.
 
         Raises:
-            InvalidConfig: `versions` is "server", and such a server does not report versions.
+            InvalidConfig: such a server does not report versions, or experts.
         """
+        if self.routed_experts is not None and SERVERS[server].routing is None:
+            raise InvalidConfig(
+                f"HttpPolicy.routed_experts: expected none at a server of kind {server}, which returns no experts, got "
+                f"{self.routed_experts}: use vLLM or SGLang"
+            )
         if self.versions == "server" and SERVERS[server].version is None:
             raise InvalidConfig(f'HttpPolicy.versions: expected "engine", got "server": {server} reports no versions')

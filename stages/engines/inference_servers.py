@@ -82,6 +82,8 @@ class ServerRequests:
     """Path of the version of its weights, in the field `weight_version`."""
     set_version: Callable[[int], ServerCall] | None = None
     """Sets the version of its weights; None if `update` does."""
+    routing: Mapping[str, Any] | None = None
+    """Added to a request whose answer shall have the experts of a mixture; see `http/routing_record.py`."""
     needs: str = ""
     """Options that the server must be started with to support these requests."""
 
@@ -169,6 +171,7 @@ SERVERS: Mapping[KnownServer, ServerRequests] = {
         wake_up=ServerCall("/wake_up"),
         version="/weight_info",
         set_version=_version_vllm,
+        routing={},
         needs="VLLM_SERVER_DEV_MODE=1, and --enable-sleep-mode for sleep",
     ),
     "sglang": ServerRequests(
@@ -184,6 +187,7 @@ SERVERS: Mapping[KnownServer, ServerRequests] = {
         wake_up=ServerCall("/resume_memory_occupation"),
         keeps_weights_asleep=False,
         version="/model_info",
+        routing={"return_routed_experts": True},
         needs="--enable-memory-saver for sleep",
     ),
     "openai": ServerRequests(

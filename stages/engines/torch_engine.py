@@ -37,6 +37,7 @@ from ..contracts.policies import Completion, Tokenizer, check_positions, check_p
 from ..contracts.sampling_params import SamplingParams, as_seed
 from ..http.gate import GenerationGate
 from ..tokenizers.stop_strings import StopStrings
+from .torch_routes import RouteRecorder, routes_of
 from .torch_rows import SampledRow, SamplingRequest
 from .torch_sampling import SamplingBatch
 
@@ -73,6 +74,7 @@ class TorchEngine:
         in_flight: bool = False,
         tokenizer: Tokenizer | None = None,
         autocast: torch.dtype | None = None,
+        routed_experts: bool = False,
     ) -> None:
         self._model = model
         self._vocabulary = model.vocabulary if isinstance(model, HasVocabulary) else None
@@ -94,6 +96,8 @@ class TorchEngine:
         """Finds stop strings."""
         self._autocast = autocast
         """The dtype of the model's computations; None for that of its parameters."""
+        self._recorder = RouteRecorder(model) if routed_experts else None
+        """Records the experts of each token, if they are wanted."""
         self._pending: deque[_Row] = deque()
         """Rows that are not being sampled yet, in the order of the requests."""
         self._batch: SamplingBatch | None = None
@@ -339,7 +343,13 @@ class TorchEngine:
         return self._in_flight or not self._follows or self._weights is None or not self._weights.stale
 
     def _new_batch(self) -> SamplingBatch:
-        return SamplingBatch(self._model, end_ids=self._end_ids, device=self._device, autocast=self._autocast)
+        return SamplingBatch(
+            self._model,
+            end_ids=self._end_ids,
+            device=self._device,
+            autocast=self._autocast,
+            recorder=self._recorder,
+        )
 
     def _load_newest(self) -> None:
         """Load the newest version into a model that follows its publisher."""
@@ -514,4 +524,5 @@ def _completion(row: SampledRow) -> Completion:
         logprobs=np.array(row.logprobs, np.float32),
         stop_reason=StopReason.STOP if row.ended else StopReason.LENGTH,
         policy_versions=np.array(row.versions, np.int64),
+        routed_experts=routes_of(row),
     )

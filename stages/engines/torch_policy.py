@@ -56,6 +56,9 @@ class TorchPolicy:
     autocast: torch.dtype | None = None
     """The dtype of the model's safe operations, that of the `TorchTrainer`: log-probabilities of another one make each
     ratio differ from 1."""
+    routed_experts: bool = False
+    """True to record the experts that a mixture chooses for each token, as column `routed_experts`, for a trainer with
+    `router_replay="R3"`."""
 
     def __post_init__(self) -> None:
         check_autocast("TorchPolicy", self.autocast)
@@ -68,7 +71,7 @@ class TorchPolicy:
         """Make the model, and yield an engine that samples until the body ends.
 
         Raises:
-            InvalidConfig: no token is known to end a completion.
+            InvalidConfig: no token is known to end a completion, or the model has no experts to record.
 
         Workers of one stage share the processors of a host: each uses its part of the threads that torch would use.
         `make_model` may set another number.
@@ -91,6 +94,7 @@ class TorchPolicy:
                 in_flight=self.weight_updates == "in_flight",
                 tokenizer=tokenizer,
                 autocast=self.autocast,
+                routed_experts=self.routed_experts,
             )
             stack.callback(engine.close)
             if self.weights is not None:

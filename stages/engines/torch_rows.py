@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..._schemas import Array
 from ..contracts.sampling_params import SamplingParams
 from ..tokenizers.stop_strings import StopStrings
 from .torch_draw import uniforms
@@ -47,6 +48,8 @@ class SampledRow:
     """Under the tempered distribution before any restriction, or the model's own where greedy."""
     versions: list[int] = field(default_factory=list, init=False)
     """Of the weights that sampled each token."""
+    routes: list[Array] = field(default_factory=list, init=False)
+    """Parts [n, L, E] of the experts of its tokens, if they are recorded; see `torch_routes`."""
     ended: bool = field(default=False, init=False)
     """True if the last token ends a completion, or completes a stop string."""
     done: bool = field(default=False, init=False)

@@ -9,8 +9,10 @@ Axes: b rows of the cache, U different prompts, P tokens of the longest one, V v
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..._pipeline.errors import LogitsNotFinite
+from ..._schemas import Array
 from ..contracts.attention import Attention
 from ..contracts.autocast import computing_in
 from ..contracts.causal_model import Cache, CausalModel, JoinableCache, packs, positions_of
 from .torch_draw import InverseDraw, draw_by_noise
+from .torch_routes import RouteRecorder
 from .torch_rows import SampledRow
 from .torch_truncation import Restrictions
 
@@ -60,6 +64,7 @@ class SamplingBatch:
         end_ids: frozenset[int],
         device: torch.device,
         autocast: torch.dtype | None = None,
+        recorder: RouteRecorder | None = None,
     ) -> None:
         """Begin without rows.
 
@@ -68,11 +73,13 @@ class SamplingBatch:
             end_ids: the tokens that end a completion, beside those of a request.
             device: where it computes.
             autocast: the dtype of the model's safe operations; None for that of its parameters.
+            recorder: records the experts of each token; None for a model without, or without a record.
         """
         self._model = model
         self._end_ids = end_ids
         self._device = device
         self._autocast = autocast
+        self._recorder = recorder
         self._inverse = InverseDraw()
         self._sampled = SampledRows([], None, torch.empty(0, dtype=torch.int64, device=device))
         """Also rows that are done and did not leave yet."""
@@ -110,20 +117,27 @@ class SamplingBatch:
         if not packs(self._model):  # padding on the left would reach the states
             parts = _by_length(prompts)
             order = np.argsort(np.concatenate(parts))
-        caches, logits = zip(*[self._prompts([prompts[at] for at in part], longest) for part in parts], strict=True)
+        caches, logits, routes = zip(
+            *[self._prompts([prompts[at] for at in part], longest) for part in parts], strict=True
+        )
         cache = caches[0]
         for other in caches[1:]:
             cache.join(other)
+        read = list(itertools.chain.from_iterable(routes))
+        for row, prompt in zip(rows, order[owner].tolist(), strict=True):
+            row.routes += read[prompt]
         chosen = torch.from_numpy(order[owner]).to(self._device)
         cache.keep(chosen)
         columns = _Columns(rows, cache.length, self._device)
         return SampledRows(rows, cache, self._draw(rows, columns, torch.cat(logits)[chosen], version))
 
-    def _prompts(self, prompts: Sequence[NDArray[np.int32]], room: int) -> tuple[Any, Tensor]:
-        """Return the cache of prompts, with room for more tokens, and the logits [U, V] of the token after each."""
+    def _prompts(self, prompts: Sequence[NDArray[np.int32]], room: int) -> tuple[Any, Tensor, list[list[Array]]]:
+        """Return the cache of prompts, with room for more tokens, the logits [U, V] behind each, and its routes."""
         tokens, mask = (torch.from_numpy(array).to(self._device) for array in _left_padded(prompts))
         cache: Cache = self._model.new_cache(len(tokens), mask.shape[1] + room)
-        return cache, self._logits(tokens, positions_of(mask), Attention.causal(mask), cache)
+        logits = self._logits(tokens, positions_of(mask), Attention.causal(mask), cache)
+        routes = [[] for _ in prompts] if self._recorder is None else self._recorder.of_prompts(mask)
+        return cache, logits, routes
 
     @torch.inference_mode()
     def join(self, read: SampledRows) -> None:
@@ -146,6 +160,8 @@ class SamplingBatch:
         seen = torch.arange(cache.length + 1, device=chosen.device) >= columns.padding
         attend = Attention.causal(seen, tokens=1)
         logits = self._logits(chosen[:, None], columns.position, attend, cache)
+        if self._recorder is not None:
+            self._recorder.keep_tokens(rows, [row.done for row in rows])
         columns.position = columns.position + columns.moves
         self._sampled = SampledRows(rows, cache, self._draw(rows, columns, logits, version))
         self._done += [row for row in live if row.done]
@@ -157,7 +173,8 @@ class SamplingBatch:
 
     def _logits(self, tokens: Tensor, positions: Tensor, attend: Attention, cache: Cache) -> Tensor:
         """Return the logits [b, V] of the token that follows the last of `tokens` in each row."""
-        with computing_in(self._autocast, tokens.device):
+        recording = nullcontext() if self._recorder is None else self._recorder.recording()
+        with computing_in(self._autocast, tokens.device), recording:
             return self._model(tokens, positions=positions, attend=attend, cache=cache)[:, -1]
 
     def _align(self, live: SampledRows) -> None:

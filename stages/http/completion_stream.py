@@ -18,6 +18,7 @@ from ..._pipeline.errors import ProtocolMismatch
 from ..._schemas import StopReason
 from ..contracts.policies import Completion
 from .bounded_response import RequestFailed
+from .routing_record import RoutingRecord
 
 LONGEST_EVENT = 4 * 2**20
 """Bound in bytes; more than an event with 32,000 tokens. It is parsed on the event loop."""
@@ -91,10 +92,16 @@ class _StreamChoice(msgspec.Struct):
     token_ids: list[TokenId] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+    routed_experts: str | None = None
+
+
+class _Extensions(msgspec.Struct):
+    routed_experts: str | None = None
 
 
 class _Chunk(msgspec.Struct):
     choices: list[_StreamChoice] = []
+    sglext: _Extensions | None = None
     error: Any = None
 
 
@@ -118,6 +125,10 @@ class StreamedCompletion:
         self._logprobs: list[float | None] | None = []
         """None once a chunk came without them."""
         self._stop_reason = StopReason.ERROR
+        self.arrived = 0
+        """Sampled tokens that arrived, those after the end of the completion included."""
+        self.routing: RoutingRecord | None = None
+        """The experts of a mixture, if the server returned them."""
 
     def take(self, data: bytes) -> None:
         """Add the data of one event.
@@ -138,11 +149,16 @@ class StreamedCompletion:
             raise RequestFailed(status if isinstance(status, int) else 500, str(reported.get("message")))
         for choice in chunk.choices[:1]:
             self._take(choice)
+            if choice.routed_experts is not None:
+                self.routing = RoutingRecord(choice.routed_experts, has_header=True)
+        if chunk.sglext is not None and chunk.sglext.routed_experts is not None:
+            self.routing = RoutingRecord(chunk.sglext.routed_experts, has_header=False)
 
     def _take(self, choice: _StreamChoice) -> None:
         ids = _ids(choice)
         if ids and self.done:
             raise ProtocolMismatch(f"expected no token after the finish_reason, got {len(ids)}")
+        self.arrived += len(ids)
         count = self._count_to_end(ids)
         self._tokens += ids[:count]
         if len(self._tokens) > self._max_completion_tokens:

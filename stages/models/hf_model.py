@@ -42,6 +42,7 @@ from . import lora as adapters_of
 from .adapter_config import lora_of
 from .hf_buffers import compute_buffers
 from .hf_cache import HFCache, cache_of, lent_states
+from .hf_routing import HFRouters
 from .lora_config import LoRA
 from .model_files import ADAPTER_CONFIG, check_configurations, check_model_files
 from .model_identity import model_identity
@@ -106,6 +107,8 @@ class HFModel(nn.Module):
         """Function of the products of the head."""
         self._passes_hidden = _is_head_of(module, self._finish)
         """True if logits are this function of the product of hidden states and the weights of the head."""
+        self._routers: HFRouters | None = None
+        """The routers of its experts, once they are asked for."""
         self._packs: set[tuple[torch.device, torch.dtype]] = set()
         """Devices and dtypes with proof that packed sequences do not see each other."""
 
@@ -275,6 +278,15 @@ class HFModel(nn.Module):
         finally:
             self.train(training)
         self._packs.add(tried)
+
+    def routers(self) -> HFRouters:
+        """Return the routers of its experts; see `RoutedModel`.
+
+        Raises:
+            InvalidConfig: it has none, or some whose choice cannot be given.
+        """
+        self._routers = self._routers or HFRouters(self.module, str(self.folder))
+        return self._routers
 
     @property
     def vocabulary(self) -> int:

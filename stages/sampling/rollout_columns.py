@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..._schemas import InvalidRecord
 from ..contracts.policies import Completion
 from ..contracts.rollouts import Branch, RolloutResult, Turn, tokens_of
+from .rollout_routes import routed_experts
 
 
 def columns_of(sequences: Sequence[Branch], *, turn_rewards: bool = False) -> dict[str, Any]:
@@ -39,6 +40,8 @@ def columns_of(sequences: Sequence[Branch], *, turn_rewards: bool = False) -> di
     }
     if all(turn.logprobs is not None for turn in turns if isinstance(turn, Completion)):
         columns["behavior_logprobs"] = np.concatenate([_logprobs_of(turn) for turn in turns])
+    if (routes := routed_experts(sequences)) is not None:
+        columns["routed_experts"] = routes
     if turn_rewards:
         is_sampled = np.array([isinstance(turn, Completion) for turn in turns])
         columns["token_rewards"] = _token_rewards(sequences, np.cumsum(lengths)[is_sampled], loss_mask, offsets)

@@ -38,7 +38,7 @@ from ..._pipeline.util.exception_groups import unwrap_first
 from ..._pipeline.util.user_code import await_user, open_user
 from ..._schemas import GroupId, TrajectoryGroup
 from ..._schemas.numbers import normalize_counts, normalize_numbers
-from ..contracts.policies import Engine, FollowsWeights, Policy, Seeded, Tokenizer
+from ..contracts.policies import Engine, FollowsWeights, Policy, RecordsRoutes, Seeded, Tokenizer
 from ..contracts.prompts import identity_of
 from ..contracts.rollouts import ROLLOUT_TIMEOUT_S
 from ..contracts.sampling_params import SamplingParams
@@ -110,8 +110,14 @@ class SourceEnv:
             groups_at_once=self.groups_at_once,
             tokenizers=tokenizer_of(self, self.chat, self.policy, self.make_env),
             evaluation=self.evaluation,
-            fills_columns=("behavior_logprobs", "token_rewards") if self.turn_rewards else ("behavior_logprobs",),
+            fills_columns=self._fills,
         )
+
+    @property
+    def _fills(self) -> tuple[str, ...]:
+        records = isinstance(self.policy, RecordsRoutes) and bool(self.policy.routed_experts)
+        filled = {"behavior_logprobs": True, "token_rewards": self.turn_rewards, "routed_experts": records}
+        return tuple(name for name, fills in filled.items() if fills)
 
     async def assign(self, samplers: Samplers, worker: Worker = ALONE) -> AsyncIterator[Sequence[Assignment]]:
         """Admit prompts, each when the schedule of the pipeline allows it, and yield them; see `Assign`.

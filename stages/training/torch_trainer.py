@@ -40,6 +40,7 @@ from ..._schemas.conversion import decode_json
 from ..._schemas.numbers import finite_number, whole_number
 from ..contracts.autocast import check_autocast, computing_in
 from ..contracts.causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing, packs
+from ..contracts.routed_experts import RouterReplay
 from ..losses.adaptive import adaptive_terms_of
 from ..losses.choices import TokenChoice
 from ..losses.diagnostics import diagnostics
@@ -62,6 +63,7 @@ from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .step_clock import StepClock
 from .torch_optimizer import GivenOptimizer
 from .torch_ranks import Ranks
+from .torch_routing import RoutingReplay
 from .torch_saved_tensors import Address, Gather, SavedTensors
 from .torch_token_choices import KEYS, choose_tokens, chosen_of, measurements_of, token_keys
 
@@ -115,6 +117,10 @@ class TorchTrainer:
             policy.
         reference: a frozen model with the same vocabulary; it scores batches without `ref_logprobs`.
         reference_updates: moves the reference, of the policy's shape, towards the policy; None keeps it as it is.
+        router_replay: the experts that a mixture chooses: `R3`, those of the engine that sampled, by the column
+            `routed_experts`; `R2`, those of the first pass over a batch, in all its updates. None for those of each
+            pass.
+        router_aux_loss: factor of the load balancing loss of the model's routers, as transformers computes it.
         autocast: the dtype of the model's safe operations, `torch.bfloat16`, or `torch.float16` with a scaled loss (see
             `LossScale`); its parameters, the loss and the optimizer stay float32. None computes everything in the dtype
             of the parameters. A head that computes in bfloat16 changes every ratio by percents: have the model compute
@@ -128,7 +134,7 @@ class TorchTrainer:
     Raises:
         InvalidConfig: parameters that train are in bfloat16 or float16, another `autocast`, a `head_backward_dtype`
             that the device computes no faster, a number out of range, or updates of a reference that is absent, or of
-            a model that ranks share in parts.
+            a model that ranks share in parts; or a router that is absent, unknown or compiled.
         WeightsMismatch: the reference is to be updated, and has other tensors than the model.
     """
 
@@ -145,6 +151,8 @@ class TorchTrainer:
         updates: int = 1,
         reference: CausalModel | None = None,
         reference_updates: ReferenceUpdates | None = None,
+        router_replay: RouterReplay | None = None,
+        router_aux_loss: float = 0.0,
         autocast: torch.dtype | None = None,
         head_backward_dtype: torch.dtype | None = None,
         compile: Callable[[Any], Callable[..., Tensor]] | None = None,  # noqa: A002 (torch's name for it)
@@ -167,6 +175,7 @@ class TorchTrainer:
         self._reference_updates = reference_updates
         if reference_updates is not None:
             _check_reference(reference, model)
+        self._routing = RoutingReplay(bare(model), router_replay, router_aux_loss, compiled=compile is not None)
         self._loss = loss
         self._adaptive = adaptive_terms_of(loss)
         self._choices: tuple[TokenChoice, ...] = loss.choices if isinstance(loss, LossTerm | Aggregated) else ()
@@ -206,7 +215,7 @@ class TorchTrainer:
         """Return the columns that the loss needs and the trainer does not fill."""
         needed = self._loss.needs_columns if isinstance(self._loss, NeedsColumns) else ()
         filled = () if self._reference is None else ("ref_logprobs",)
-        return tuple(name for name in needed if name not in filled)
+        return tuple(name for name in (*needed, *self._routing.needs_columns) if name not in filled)
 
     def facts(self) -> StageFacts:
         """Return the identity of the model, if it has one, and the class of the optimizer as fixed facts."""
@@ -221,6 +230,7 @@ class TorchTrainer:
             "autocast": str(self._autocast),
             "head_backward_dtype": str(self._head_backward_dtype),
             "reference_updates": repr(self._reference_updates),
+            **self._routing.options,
         }
         return StageFacts(fixed={"optimizer": self._optimizer.name, **identity}, options=options)
 
@@ -262,7 +272,7 @@ class TorchTrainer:
         clock = StepClock(self._device)
         self._check_packing()
         self._model.train()
-        columns = _columns(batch, self._temperature)
+        columns = {**_columns(batch, self._temperature), **self._routing.begin(batch)}
         if self._choices:
             columns[KEYS] = token_keys(batch)
         if self._micro_batch_tokens == "auto":
@@ -352,13 +362,15 @@ class TorchTrainer:
             torch.autograd.backward(0 * none)
             return {}
         self._score_reference(part)
-        value, metrics = self._read(self._forward, part, lambda found: self._loss_of(found, part, batch))
-        clock.lap("forward")
         ranks = 1 if self.ranks is None else self.ranks.count
-        torch.autograd.backward(
-            self._loss_scale.scaled(ranks * value)
-        )  # ranks average their gradients, and the sum is needed
-        clock.lap("backward")
+        with self._routing.choosing(part, batch):
+            found = self._read(self._forward, part, lambda found: self._loss_of(found, part, batch))
+            value, metrics = self._routing.balanced(found, part, batch)
+            clock.lap("forward")
+            torch.autograd.backward(
+                self._loss_scale.scaled(ranks * value)
+            )  # ranks average their gradients, and the sum is needed
+            clock.lap("backward")
         return dict(metrics)
 
     @torch.no_grad()
@@ -368,7 +380,8 @@ class TorchTrainer:
             empty = empty_micro_batch(batch, self._device)
             return [self._read(self._forward, empty, lambda found: found.logprobs_of(empty.targets))]
         use = partial(measurements_of, self._choices)
-        return self._read(self._forward, part, lambda found: use(self._scored(found, part, batch)))
+        with self._routing.choosing(part, batch):
+            return self._read(self._forward, part, lambda found: use(self._scored(found, part, batch)))
 
     def _loss_of(self, distributions: Distributions, part: MicroBatch, batch: TrainBatch) -> LossValue:
         """Return the loss of `part` with all its metrics; store the proximal policy's log-probabilities in it."""

@@ -42,6 +42,8 @@ algorithm.group_size
 algorithm.prompts
 algorithm.steps
 algorithm.updates
+algorithm.router_replay
+algorithm.router_aux_loss
 algorithm.max_lag
 algorithm.drop_zero_variance
 algorithm.mask_truncated

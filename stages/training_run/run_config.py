@@ -25,6 +25,7 @@ from ..._schemas.config import Config, counterpart_of_value, nearest
 from ..advantages.formulas import Mode
 from ..advantages.presets import Library
 from ..contracts.rollouts import ROLLOUT_TIMEOUT_S
+from ..contracts.routed_experts import RouterReplay
 from ..contracts.sampling_params import SamplingParams
 from ..models.lora_config import LoRA
 from ..rewards.reward_shaping import RewardConfig
@@ -330,6 +331,11 @@ class AlgorithmConfig(Config, frozen=True):
     """Optimizer steps of the run."""
     updates: Count = 1
     """Optimizer updates in a step, each on the whole batch."""
+    router_replay: RouterReplay | None = None
+    """Experts of a mixture in training: R3, those of the sampling engine; R2, those of the first pass over a batch, in
+    all its updates; null for those of each pass."""
+    router_aux_loss: NotNegative = 0.0
+    """Weight of the load balancing loss of a mixture's routers; 0 for none."""
     max_lag: Natural = 1
     """Steps that the sampling weights may be behind; 0 makes a run repeatable."""
     drop_zero_variance: bool = False
@@ -529,6 +535,10 @@ class RunConfig(Config, frozen=True):
     def _check_supervised(self) -> None:
         """Check that a run that samples nothing has no key for it, and messages."""
         refuse_unused(self, RunConfig(model=self.model, data=DataConfig(path=self.model.path), reward=RewardConfig()))
+        if self.algorithm.router_replay == "R3":
+            raise InvalidConfig(
+                f"algorithm.router_replay: expected R2 or null with algorithm.loss {SUPERVISED}, got R3"
+            )
         if not self.data.chat:
             raise InvalidConfig(f"data.chat: expected true with algorithm.loss {SUPERVISED}, whose rows are messages")
 

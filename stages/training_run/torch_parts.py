@@ -77,6 +77,7 @@ from .paths import with_paths
 from .run_config import AlgorithmConfig, EvaluationConfig, RunConfig
 from .torch_devices import CONCURRENCY, check_device, device_of, max_length_of, sampler_devices
 from .torch_memory import check_memory
+from .torch_mixtures import recorded_experts
 from .torch_servers import check_servers
 
 log = get_logger("penstock.models")
@@ -108,6 +109,8 @@ class RunParts:
         check_backward_dtype("config: model.head_backward_dtype", self._head_backward_dtype, device_of(config))
         self.folder = model_folder(config.model.path)
         """The folder of the model, downloaded first if its path is a name of the hub."""
+        self._recorded = recorded_experts(config, self.folder)
+        """Shape of the record of the experts that the engine chooses, if it is wanted."""
         self.tokenizer = PretrainedTokenizer(self.folder)
         """The one tokenizer of data, policy, reward and trainer."""
         self.chat = chat_of(config, self.tokenizer) if config.data.chat else None
@@ -270,6 +273,7 @@ class RunParts:
                 concurrency=CONCURRENCY,
                 tempered_logprobs=True if server is None else None,
                 versions="server",
+                routed_experts=self._recorded,
             )
         return TorchPolicy(
             partial(_sampled_model, config, self.folder, self._sampled_dtype),
@@ -277,6 +281,7 @@ class RunParts:
             seed=config.seed,
             max_rows=CONCURRENCY,
             autocast=self._autocast,
+            routed_experts=self._recorded is not None,
         )
 
     async def try_data(self) -> None:
@@ -404,6 +409,8 @@ class RunParts:
             micro_batch_tokens=optimizer.micro_batch_tokens,
             temperature=config.sampling.temperature,
             updates=algorithm.updates,
+            router_replay=algorithm.router_replay,
+            router_aux_loss=algorithm.router_aux_loss,
             reference=reference,
             reference_updates=ReferenceUpdates(algorithm.reference.every, share)
             if reference is not None and share

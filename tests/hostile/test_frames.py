@@ -27,6 +27,7 @@ from penstock.testing import group
 OPTIONAL: dict[str, Any] = {
     "teacher_ids": [[1, 2]] * 8,
     "teacher_logprobs": [[0.0, 0.0]] * 8,
+    "routed_experts": [[[1, 2], [3, 400]]] * 8,
     "reward_parts": {"score": [1.0, 2.0]},
 }
 
@@ -78,7 +79,7 @@ def test_frames_in_any_number_and_order_are_an_error_or_a_record(
 
 TRUE = BundleHeader.decode(frames_of(record())[0])
 [PART] = TRUE.parts
-TAUGHT = msgspec.msgpack.encode([*msgspec.msgpack.decode(TRUE.form)[:-3], ("teacher_ids", "<i4", "NK")])
+TAUGHT = msgspec.msgpack.encode([*msgspec.msgpack.decode(TRUE.form)[:-4], ("teacher_ids", "<i4", "NK")])
 
 HOLLOW = TrajectoryGroup.build(
     env="e", instance_id="0", sequences=[[]], loss_mask=[[]], rewards=[0.0], behavior_logprobs=[[]]

@@ -32,6 +32,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
     "gemma 2": ("Gemma2", {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}),
 }
 """The class of each, and what it has besides grouped queries: tied and untied heads, windows of 4 tokens."""

@@ -145,6 +145,8 @@ EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
     "algorithm.prompts": (16, lambda run: run.batcher.sequences, 16 * 8),
     "algorithm.steps": (8, lambda run: (run.sink.max_steps, round(run.metrics["lr"], 6)), (8, 667e-6)),
     "algorithm.updates": (2, option("updates"), 2),
+    "algorithm.router_replay": ("R2", option("router_replay"), "R2"),
+    "algorithm.router_aux_loss": (0.125, option("router_aux_loss"), 0.125),
     "algorithm.max_lag": (3, lambda run: run.pipeline.nodes[0].max_lag, 3),
     "algorithm.drop_zero_variance": (True, lambda run: run.batcher.drop_zero_variance, True),
     "algorithm.mask_truncated": (True, lambda run: "TruncationMask" in run.pipeline.describe(), True),
@@ -224,6 +226,9 @@ AGENTS = tuple(key for key in EFFECTS if key.startswith("environment.") and "[]"
 
 MIXED = tuple(key for key in EFFECTS if key.startswith("environment.mix[]"))
 
+ROUTED = ("algorithm.router_replay", "algorithm.router_aux_loss")
+"""Keys of mixtures of experts."""
+
 AGENT = "tests.stages.agents.agent_functions:answers"
 
 BESIDE = {
@@ -234,8 +239,8 @@ BESIDE = {
 """Values without which a key has no place; those of a mixture are given as a whole."""
 
 TOGETHER: list[tuple[str, ...]] = [(key,) for key in ALONE]
-TOGETHER += [AGENTS, MIXED, tuple(APART)]
-TOGETHER.append(tuple(key for key in EFFECTS if key not in {*ALONE, *AGENTS, *MIXED, *APART}))
+TOGETHER += [AGENTS, MIXED, ROUTED, tuple(APART)]
+TOGETHER.append(tuple(key for key in EFFECTS if key not in {*ALONE, *AGENTS, *MIXED, *ROUTED, *APART}))
 
 
 @pytest.fixture
@@ -246,11 +251,20 @@ def bfloat16_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("bfloat16_is_fast")
 @pytest.mark.parametrize("keys", TOGETHER, ids=lambda keys: keys[0] if len(keys) == 1 else f"{len(keys)} keys")
 def test_applied_keys_have_their_effects_in_a_continued_run(
-    keys: tuple[str, ...], values: dict[str, Any], checkpoint: Path, unchanged: Continued, tmp_path: Path
+    keys: tuple[str, ...],
+    values: dict[str, Any],
+    checkpoint: Path,
+    unchanged: Continued,
+    *,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     beside = BESIDE.get(keys, [])
     if "model.lora.dropout" in keys:
         checkpoint = trainer_of(load_run_config(values, beside)).save(tmp_path / "adapters", {})
+    if keys == ROUTED:
+        values = values | {"model": {"path": str(model_folder("qwen3 moe"))}}
+        checkpoint = trainer_of(load_run_config(values)).save(tmp_path / "mixture", {})
     changed = [f"{key}={msgspec.json.encode(EFFECTS[key][0]).decode()}" for key in keys if keys != MIXED]
 
     run = Continued(load_run_config(values, [*beside, *changed]), checkpoint, tmp_path)

@@ -38,6 +38,7 @@ def rich(lengths: tuple[int, ...], index: int = 0, *, versions_by_token: bool = 
         ref_logprobs=floats(total),
         teacher_ids=random.integers(-1, 99, (total, 2)),
         teacher_logprobs=floats(total, 2),
+        routed_experts=random.integers(0, 256, (total, 3, 2), np.uint8),
         reward_parts={"score": floats(count)},
         meta={"index": index},
     )
@@ -128,7 +129,7 @@ def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], 
         assert found["stop_reasons"] == row.stop_reason
         for name in ("behavior_logprobs", "token_rewards", "values", "advantages", "ref_logprobs"):
             assert found[name] == getattr(row, name).tolist()
-        for name in ("teacher_ids", "teacher_logprobs"):
+        for name in ("teacher_ids", "teacher_logprobs", "routed_experts"):
             assert found[name] == getattr(row, name).tolist()
         if versions_by_token:
             assert found["policy_versions"] == row.policy_versions.tolist()
@@ -259,6 +260,18 @@ def test_groups_with_another_number_of_teacher_candidates_are_refused() -> None:
         packer.add(group(completion_lengths=[1], teacher_ids=[[1]] * 3, teacher_logprobs=[[0]] * 3))
 
 
+@pytest.mark.parametrize(
+    ("other", "described"),
+    [([[1, 2]], "2 experts of 1 layers"), ([[1], [2]], "1 experts of 2 layers"), ([[1, 256], [3, 4]], "uint16")],
+)
+def test_groups_with_experts_of_another_model_are_refused(other: list[list[int]], described: str) -> None:
+    packer = Packer(max_tokens=100)
+    packer.add(group(completion_lengths=[1], routed_experts=[[[1, 2], [3, 4]]] * 3))
+
+    with pytest.raises(InvalidRecord, match=rf"expected 2 experts of 2 layers \(uint8\) a token, .* got .*{described}"):
+        packer.add(group(completion_lengths=[1], routed_experts=[other] * 3))
+
+
 def test_candidates_that_exceed_the_memory_are_refused_and_the_packer_continues() -> None:
     packer = Packer(max_tokens=2**40)
 
@@ -338,6 +351,7 @@ def test_padding_fills_the_right_with_values_of_no_meaning() -> None:
     assert not padded.columns["loss_mask"][0, 3:].any()
     assert padded.columns["position_ids"].tolist() == [[0, 1, 2, 0, 0, 0], [0, 1, 2, 3, 4, 0]]
     assert padded.columns["teacher_ids"][0, 3:].tolist() == [[-1, -1]] * 3
+    assert padded.columns["routed_experts"][0, 3:].tolist() == [[[0, 0]] * 3] * 3
     assert padded.columns["advantages"][0, 3:].tolist() == [0, 0, 0]
 
 

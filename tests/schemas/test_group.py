@@ -57,6 +57,7 @@ def complete(seed: int = 0, lengths: tuple[int, ...] = (3, 4), *, versions_by_to
         ref_logprobs=floats(total),
         teacher_ids=random.integers(-1, 1000, (total, 3), np.int32),
         teacher_logprobs=floats(total, 3),
+        routed_experts=random.integers(0, 300, (total, 2, 4), np.uint16),
         reward_parts={"score": floats(count), "format": floats(count)},
         meta={"messages": [{"role": "user", "content": "1 + 1"}], "temperature": 0.7, "nothing": None},
     )
@@ -123,6 +124,14 @@ def assert_same(left: TrajectoryGroup, right: TrajectoryGroup) -> None:
             {"teacher_ids": [[1]] * 7, "teacher_logprobs": [[0.0]] * 6 + [[float("nan")]]},
             r"teacher_logprobs: expected no NaN, got one at \[6, 0\]",
         ),
+        (
+            {"routed_experts": np.ones((7, 2), np.uint8)},
+            r"routed_experts: expected shape \[N=7, L=\?, E=\?\], got \[7, 2\]",
+        ),
+        ({"routed_experts": [[[1, 2]]] * 6}, r"routed_experts: expected shape \[N=7, L=\?, E=\?\], got \[6, 1, 2\]"),
+        ({"routed_experts": [[[1, -2]]] * 7}, "routed_experts: expected dtype uint8, got int64"),
+        ({"routed_experts": [[[1, 2**16]]] * 7}, "routed_experts: expected dtype uint16, got int64"),
+        ({"routed_experts": [[[1.0, 2.0]]] * 7}, "routed_experts: expected dtype uint8, got float64"),
         ({"reward_parts": {"format": [1.0]}}, r"reward_parts.format: expected shape \[S=2\], got \[1\]"),
         ({"reward_parts": {"format": [1.0, float("nan")]}}, "reward_parts.format: expected finite values, got nan"),
         ({"env": None}, "env: expected str, got NoneType"),
@@ -206,6 +215,17 @@ def test_teacher_columns_may_come_as_rows_or_flat() -> None:
     assert_same(rows, flat)
 
 
+def test_routed_experts_come_as_rows_or_flat_in_the_narrowest_dtype_that_holds_them() -> None:
+    rows = built(routed_experts=[[[[1, 2]]] * 3, [[[255, 0]]] * 4])
+    flat = built(routed_experts=[[[1, 2]]] * 3 + [[[255, 0]]] * 4)
+    wide = built(routed_experts=[[[1, 2]]] * 3 + [[[256, 0]]] * 4)
+    given = built(routed_experts=np.ones((7, 1, 2), np.uint16))
+
+    assert_same(rows, flat)
+    dtypes = [g.routed_experts.dtype for g in (rows, wide, given) if g.routed_experts is not None]
+    assert dtypes == [np.uint8, np.uint16, np.uint16]
+
+
 def test_an_array_that_fits_is_not_copied_and_becomes_read_only() -> None:
     tokens = np.arange(7, dtype=np.int32)
 
@@ -259,6 +279,8 @@ def test_a_row_is_a_view_of_its_span() -> None:
         assert getattr(row, name).tolist() == getattr(whole, name)[3:7].tolist()
     assert row.teacher_ids is not None
     assert row.teacher_ids.shape == (4, 3)
+    assert row.routed_experts is not None
+    assert row.routed_experts.shape == (4, 2, 4)
 
 
 def test_versions_by_token_are_cut_with_the_row() -> None:

@@ -14,11 +14,14 @@ from penstock._schemas.layout import (
     CACHED_FORMS,
     CACHED_PLACES,
     MOST_CANDIDATES,
+    MOST_EXPERTS,
+    MOST_LAYERS,
     AxisSizes,
     BundleEntry,
     BundleHeader,
     ColumnLayout,
     Schema,
+    Widths,
     aligned,
 )
 from penstock.errors import InvalidRecord
@@ -51,6 +54,7 @@ def complete() -> TrajectoryGroup:
         policy_versions=[1, 1, 2, 2, 2],
         teacher_ids=np.arange(15).reshape(5, 3),
         teacher_logprobs=-np.arange(15.0).reshape(5, 3),
+        routed_experts=np.arange(40).reshape(5, 2, 4),
         reward_parts={"score: raw, before all else": [1, 2]},
     )
 
@@ -67,11 +71,11 @@ def laid_out(record: TrajectoryGroup) -> tuple[ColumnLayout, AxisSizes, Array]:
 def test_columns_lie_one_behind_the_other_on_cache_lines(record: TrajectoryGroup) -> None:
     form, lengths, payload = laid_out(record)
     part = BundleEntry(lengths.tokens, lengths.sequences, b"")
-    found = BundleHeader("group", form.encoded, lengths.candidates, (part,))
+    found = BundleHeader.of("group", form, lengths.widths, (part,))
     received = GROUP_SCHEMA.received(found)
     layout = received.layout(found.lengths())
 
-    seen = received.view(layout.places, payload, found.candidates)
+    seen = received.view(layout.places, payload, found.widths)
 
     assert layout.nbytes == len(payload)
     assert {name: (c.dtype, c.shape, c.tobytes()) for name, c in seen.items()} == {
@@ -148,7 +152,7 @@ def test_a_peer_that_makes_up_parts_and_lengths_is_not_remembered_for_ever() -> 
     assert named(most) is form
     assert named(most + 1) is not named(most + 1)
     for tokens in range(CACHED_PLACES // CACHED_COLUMNS + 1):
-        form.layout(AxisSizes(tokens, 0, 0))
+        form.layout(AxisSizes(tokens, 0))
     assert len(form._layouts) * CACHED_COLUMNS <= CACHED_PLACES
 
 
@@ -157,11 +161,27 @@ def test_more_teacher_candidates_than_there_can_be_are_refused_also_where_there_
     part = (BundleEntry(0, 0, b""),)
 
     form = GROUP_SCHEMA.received(BundleHeader("group", taught, MOST_CANDIDATES, part))
-    assert form.layout(AxisSizes(0, 0, MOST_CANDIDATES)).nbytes
+    assert form.layout(AxisSizes(0, 0, Widths(MOST_CANDIDATES))).nbytes
     with pytest.raises(InvalidRecord, match=r"candidates: expected at most 1048576 a token in .*, got 1048577"):
         GROUP_SCHEMA.received(BundleHeader("group", taught, MOST_CANDIDATES + 1, part))
     with pytest.raises(InvalidRecord, match=r"candidates: expected at most 0 a token in .*, got 1"):
         GROUP_SCHEMA.received(contents()._replace(candidates=1))
+
+
+def test_more_layers_or_experts_than_there_can_be_are_refused() -> None:
+    routed = contents([*FORM, ("routed_experts", "<u2", "NLE")])
+
+    form = GROUP_SCHEMA.received(routed._replace(layers=MOST_LAYERS, experts=MOST_EXPERTS))
+
+    assert (
+        form.layout(AxisSizes(0, 0, Widths(0, MOST_LAYERS, MOST_EXPERTS))).nbytes == form.layout(AxisSizes(0, 0)).nbytes
+    )
+    with pytest.raises(InvalidRecord, match=r"layers: expected at most 4096 a token in .*, got 4097"):
+        GROUP_SCHEMA.received(routed._replace(layers=MOST_LAYERS + 1))
+    with pytest.raises(InvalidRecord, match=r"experts: expected at most 65536 a token in .*, got 65537"):
+        GROUP_SCHEMA.received(routed._replace(experts=MOST_EXPERTS + 1))
+    with pytest.raises(InvalidRecord, match=r"experts: expected at most 0 a token in .*, got 1"):
+        GROUP_SCHEMA.received(contents()._replace(experts=1))
 
 
 @pytest.mark.parametrize("repetition", [-1, 65_536, 2**40, -(2**63)])
@@ -187,7 +207,7 @@ def test_a_record_without_sequences_is_refused_where_it_is_sent_and_where_it_com
         form.check_numbers(list(nothing.values()), (BundleEntry(0, 0, b""),))
 
 
-@pytest.mark.parametrize("lengths", [AxisSizes(-1, 2, 0), AxisSizes(5, -1, 0), AxisSizes(5, 2, -3)])
+@pytest.mark.parametrize("lengths", [AxisSizes(-1, 2), AxisSizes(5, -1), AxisSizes(5, 2, Widths(-3))])
 def test_an_axis_of_negative_length_is_refused(lengths: AxisSizes) -> None:
     with pytest.raises(InvalidRecord, match="lengths: expected 0 or more"):
         GROUP_SCHEMA.received(contents()).layout(lengths)
@@ -400,7 +420,7 @@ def test_as_many_token_versions_as_sequences_are_read_as_versions_of_sequences()
 
     form, lengths, _ = GROUP_SCHEMA.laid_out(by_token(1, 2, 0))
     assert not form.versions_by_token
-    assert lengths == AxisSizes(3, 3, 0)
+    assert lengths == AxisSizes(3, 3)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ NOTHING = ColumnLayout([])
 
 
 def layout_of(form: ColumnLayout, items: int) -> Layout:
-    return form.layout(AxisSizes(items, 0, 0))
+    return form.layout(AxisSizes(items, 0))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_records_of_a_bundle_lie_column_by_column(writer: SegmentWriter, reader:
         (np.array([], np.int32), np.array([0], np.int64)),
         (np.array([3], np.int32), np.array([0, 1], np.int64)),
     ]
-    layout = form.layout(AxisSizes(3, 2, 0, records=3))
+    layout = form.layout(AxisSizes(3, 2, records=3))
     table = SlotTable(SLOTS)
     span = table.allocate(1)
     assert span is not None

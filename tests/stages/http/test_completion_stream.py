@@ -1,12 +1,19 @@
+import io
 import json
+from base64 import b64encode
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock import StopReason
 from penstock._stages.http import completion_stream
 from penstock._stages.http.completion_stream import Events, StreamedCompletion
+from penstock._stages.http.routing_record import RoutingRecord
 from penstock.errors import ProtocolMismatch
+from penstock.policies import RoutedExperts
 
 STREAM = b": ping\n\ndata: one\r\n\r\nevent: x\ndata:two\ndata: lines\nid: 3\n\ndata: [DONE]\n\ndata: begun"
 
@@ -132,3 +139,66 @@ def test_a_completion_that_the_server_ends_at_its_stop_token_is_read_to_its_end(
 
 def test_a_stream_without_a_stop_reason_is_not_done() -> None:
     assert not taken({"token_ids": [5]}).done
+
+
+# -- experts of a mixture ----------------------------------------------------------------------------------------------
+
+SHAPE = RoutedExperts(layers=2, chosen=3, experts=300)
+
+EXPERTS = np.arange(24).reshape(4, 2, 3)
+
+
+def npy(array: Any, **options: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, array, **options)
+    return b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<u2", "<i4"])
+def test_the_experts_of_vllm_are_an_npy_file(dtype: str) -> None:
+    found = RoutingRecord(npy(EXPERTS.astype(dtype)), has_header=True).decode(SHAPE, 5)
+
+    assert found.dtype == np.uint16
+    np.testing.assert_array_equal(found, EXPERTS)
+
+
+def test_the_experts_of_sglang_are_bytes_of_int32() -> None:
+    record = RoutingRecord(b64encode(EXPERTS.astype("<i4").tobytes()).decode(), has_header=False)
+    few = RoutedExperts(layers=2, chosen=3, experts=24)
+
+    np.testing.assert_array_equal(record.decode(SHAPE, 5), EXPERTS)
+    assert record.decode(few, 5).dtype == np.uint8
+
+
+REFUSED: list[tuple[str, bool, str]] = [
+    (npy(EXPERTS.astype("f4")), True, "expected an .npy file of u1, u2 or i4 with three axes"),
+    (npy(EXPERTS.astype(">i4")), True, "expected an .npy file of u1, u2 or i4 with three axes"),
+    (npy(np.asfortranarray(EXPERTS.astype("u1"))), True, "expected an .npy file of u1, u2 or i4 with three axes"),
+    (npy(EXPERTS.astype("u1").ravel()), True, "expected an .npy file of u1, u2 or i4 with three axes"),
+    (npy(np.array([{}], object), allow_pickle=True), True, "expected an .npy file of u1, u2 or i4 with three axes"),
+    (npy(EXPERTS[:3].astype("u1")), True, r"expected shape \[4, 2, 3\] .* got \[3, 2, 3\]"),
+    (npy(EXPERTS.astype("u1"))[:-8], True, r"expected 24 bytes of \|u1"),
+    (npy(EXPERTS.astype("u1")) + "AAAA", True, "expected base64"),
+    (npy(EXPERTS.astype("<u2") + 290), True, "expected experts from 0 to 299, got 290 to 313"),
+    (b64encode((EXPERTS - 1).astype("<i4").tobytes()).decode(), False, "expected experts from 0 to 299, got -1 to 22"),
+    (b64encode(b"1234567").decode(), False, r"expected 96 bytes of <i4, for shape \[4, 2, 3\], got 7"),
+    ("*" * 12, True, "expected base64"),
+    ("é", True, "expected base64"),
+    ("A" * 10**6, True, "expected at most 1525 characters, got 1000000"),
+    ("", True, "expected an .npy file"),
+]
+
+
+@pytest.mark.parametrize(("encoded", "has_header", "reason"), REFUSED)
+def test_another_record_of_experts_is_refused_by_name(encoded: str, *, has_header: bool, reason: str) -> None:
+    with pytest.raises(ProtocolMismatch, match=f"routed_experts: {reason}"):
+        RoutingRecord(encoded, has_header=has_header).decode(SHAPE, 5)
+
+
+@given(st.text(max_size=80) | st.binary(max_size=400).map(lambda data: b64encode(data).decode()), st.booleans())
+def test_no_bytes_are_more_than_a_refused_record(encoded: str, has_header: bool) -> None:  # noqa: FBT001
+    try:
+        found = RoutingRecord(encoded, has_header=has_header).decode(SHAPE, 5)
+    except ProtocolMismatch:
+        return
+    assert found.shape == EXPERTS.shape

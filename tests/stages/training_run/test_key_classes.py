@@ -239,6 +239,8 @@ CHANGED: dict[str, Any] = {
     "algorithm.prompts": 16,
     "algorithm.steps": 99,
     "algorithm.updates": 2,
+    "algorithm.router_replay": "R3",
+    "algorithm.router_aux_loss": 0.1,
     "algorithm.max_lag": 2,
     "algorithm.drop_zero_variance": True,
     "algorithm.mask_truncated": True,
