@@ -21,6 +21,7 @@ with extra("torch", "penstock.torch"):
     from ._stages.engines.torch_policy import TorchPolicy
     from ._stages.teachers.torch_teacher import TorchTeacher
     from ._stages.training.optimizers import ReferenceUpdates, adamw
+    from ._stages.training.torch_critic import Critic
     from ._stages.training.torch_ranked_trainer import RankedTrainer
     from ._stages.training.torch_reference import TorchReference
     from ._stages.training.torch_trainer import TorchTrainer
@@ -29,6 +30,7 @@ __all__ = [
     "Attention",
     "Cache",
     "CausalModel",
+    "Critic",
     "HasPositions",
     "HasVocabulary",
     "JoinableCache",
