@@ -20,6 +20,8 @@ UNUSED = (
         f"algorithm.{name}"
         for name in (
             "advantages",
+            "gamma",
+            "gae_lambda",
             "rewards",
             "preset",
             "kl",
@@ -29,6 +31,7 @@ UNUSED = (
             "mask_truncated",
         )
     ),
+    "critic",
     "sampling",
     "engine",
     "server",
