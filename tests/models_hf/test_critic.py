@@ -56,11 +56,14 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_a_value_model_has_the_hidden_states_of_the_model_in_its_folder(family: str, model_folder: ModelFolder) -> None:
-
-    model = HFModel.from_pretrained(model_folder(family))
-    values = ValueModel.from_pretrained(model_folder(family))
+@pytest.mark.parametrize(
+    ("family", "kernel"), [("qwen2", "sdpa"), ("llama", "sdpa"), ("gemma 3", "sdpa"), ("gemma 2", "eager")]
+)
+def test_a_value_model_has_the_hidden_states_of_the_model_in_its_folder(
+    family: str, kernel: str, model_folder: ModelFolder
+) -> None:
+    model = HFModel.from_pretrained(model_folder(family), attention=kernel)
+    values = ValueModel.from_pretrained(model_folder(family), attention=kernel)
     tokens = torch.arange(1, 9)[None]
     inputs: dict[str, Any] = {
         "positions": torch.arange(8)[None],
