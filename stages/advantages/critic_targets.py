@@ -2,7 +2,7 @@
 
 GAE of `returns`, over the tokens that train; tokens between them, of a tool or a prompt, are skipped. The branches of a
 rollout follow each other, as in `AdvantageNormalizer`: behind the last token of one comes the first of the next. No
-value is assumed behind the last token of a rollout, whether it ended by itself or was cut, as in verl and SkyRL.
+value is assumed behind the last token of a rollout, whether it ended by itself or was cut, as in verl, SkyRL and TRL.
 
 Axes: N tokens of a batch, or of a rank's share of it.
 """

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
+from ..._pipeline.errors import InvalidConfig
 from ..._schemas import Array, InvalidRecord, TrajectoryGroup
 from ..._schemas.batch import PackedGroup
 from ..._schemas.columns import run_starts
@@ -123,6 +123,9 @@ def read_values(model: Any, part: MicroBatch, autocast: torch.dtype | None) -> T
         model: a `CausalModel` whose head has one output, or one that ranks share.
         part: the rows.
         autocast: dtype of the model's safe operations, without the head; None for the dtype of the model.
+
+    Raises:
+        InvalidConfig: the head has several outputs.
     """
     passes_hidden = reads(bare(model))
     reader = partial(_values, part)
@@ -138,11 +141,17 @@ def _values(
     finish: Finish | None = None,  # noqa: ARG001 (of logits alone)
 ) -> Tensor:
     """Return [T] the products of hidden states and the one row of the head; see `Read`."""
+    if (outputs := hidden.shape[-1] if weight is None else len(weight)) != 1:
+        raise InvalidConfig(
+            f"critic: expected a model whose head has one output, the value, got {outputs}: use ValueModel, or replace "
+            f"the head"
+        )
     with torch.autocast(hidden.device.type, enabled=False):
         states = hidden.flatten(0, 1).index_select(0, part.predicted_at).float()
         if weight is None:
             return states.squeeze(-1)
-        return functional.linear(states, weight.float(), None if bias is None else bias.float()).squeeze(-1)
+        row = weight.float()[0]
+        return torch.mv(states, row) if bias is None else torch.addmv(bias.float(), states, row)
 
 
 def _computed(model: Callable[..., Any], part: MicroBatch, reader: Any, autocast: torch.dtype | None) -> Any:

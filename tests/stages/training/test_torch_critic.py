@@ -41,8 +41,8 @@ def value_model(seed: int = 3, kind: type[TinyModel] = ReadModel, **sizes: int) 
 
 
 def critic(**options: Any) -> Critic:
-    given: dict[str, Any] = {"optimizer": ADAM} | options
-    return Critic(**({"model": value_model()} | given))
+    given: dict[str, Any] = {"model": value_model(), "optimizer": ADAM} | options
+    return Critic(**given)
 
 
 def trainer(judge: Critic | None, **options: Any) -> TorchTrainer:
@@ -297,6 +297,17 @@ def test_no_tensor_has_a_number_for_each_token_of_the_vocabulary_and_of_the_batc
         trainer(judge).step(packed)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_values_are_those_of_float32_up_to_rounding(dtype: torch.dtype) -> None:
+    exact = trainer(critic()).step(made())
+
+    rounded = trainer(critic(), autocast=dtype).step(made())
+
+    assert ("critic/loss_scale" in rounded) == (dtype == torch.float16)
+    for name in ("loss", "value", "return", "grad_norm"):
+        assert rounded[f"critic/{name}"] == pytest.approx(exact[f"critic/{name}"], rel=0.02, abs=0.01)
+
+
 # -- warm-up -----------------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +384,12 @@ def test_a_critic_with_other_tensors_is_refused_and_nothing_is_loaded(tmp_path: 
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ReadModel, TinyModel])
+def test_a_model_whose_head_has_several_outputs_is_refused(kind: type[TinyModel]) -> None:
+    with pytest.raises(InvalidConfig, match="critic: expected a model whose head has one output, the value, got 11"):
+        trainer(critic(model=kind(vocabulary=VOCABULARY))).step(made())
 
 
 def test_a_batch_with_advantages_is_refused() -> None:
