@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 from tests.configured_run import LETTERS, write_run
 from tests.letter_model import write_letter_model
-from tests.run_parts import run_parts
 
 from penstock.errors import InvalidConfig, RunDiffers, TokenizersDiffer
 from penstock.models import HFModel, LoRA, ValueModel, export
@@ -166,4 +165,3 @@ def test_the_pipeline_of_a_run_with_a_critic_has_no_stage_that_computes_advantag
 
     assert "AdvantageNormalizer" not in described
     assert "TruncationMask" in described
-    assert run_parts(config_of(folder)).sketch()
