@@ -151,7 +151,8 @@ def _values(
         if weight is None:
             return states.squeeze(-1)
         row = weight.float()[0]
-        return torch.mv(states, row) if bias is None else torch.addmv(bias.float(), states, row)
+        products = torch.mv(states, row)
+        return products if bias is None else products + bias.float()
 
 
 def _computed(model: Callable[..., Any], part: MicroBatch, reader: Any, autocast: torch.dtype | None) -> Any:
