@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock._stages.training_run.torch_critic_parts import value_model
 from penstock._stages.training_run.torch_parts import RunParts, loss_of
 from penstock.losses import Loss
 from penstock.runs import RunConfig, load_run_config
 
-__all__ = ["configured_loss", "run_parts"]
+__all__ = ["configured_loss", "run_parts", "value_model"]
 
 
 def run_parts(config: RunConfig) -> RunParts:

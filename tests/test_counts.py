@@ -85,6 +85,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "AtroposTrainers": PUBLIC.AtroposTrainers,
     "Backoff": PUBLIC.Backoff,
     "Batcher": partial(PUBLIC.Batcher, max_tokens=64),
+    "Critic": partial(PUBLIC.Critic, model=TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.1)),
     "ServerConfig": PUBLIC.ServerConfig,
     "Evaluation": partial(PUBLIC.Evaluation, {"sums": environment}, sampling=PUBLIC.SamplingParams()),
     "GroupAssembler": partial(PUBLIC.GroupAssembler, group_size=4, stragglers="drop", deadline_s=4.0),
@@ -231,7 +232,7 @@ FROM_ZERO = {
     *("OutsideServer.ready_timeout_s", "OutsideServer.stop_timeout_s", "AtroposGateway.num_steps"),
     *("AtroposClient.num_steps", "AtroposClient.starting_step", "AtroposClient.save_checkpoint_interval"),
     *("AtroposClient.first_pause_s", "AtroposClient.longest_pause_s", "AtroposClient.away_s"),
-    *("DataProtoBatches.pad_token_id", "DataProtoBatches.step"),
+    *("DataProtoBatches.pad_token_id", "DataProtoBatches.step", "Critic.warmup_steps"),
 }
 
 

@@ -7,6 +7,7 @@ from ._pipeline.util.extras import extra
 with extra("train", "penstock.models"):
     from ._stages.models.hf_model import HFModel, MergedWeights
     from ._stages.models.lora_config import LoRA
+    from ._stages.models.value_model import ValueModel
     from ._stages.training.export import export
 
-__all__ = ["HFModel", "LoRA", "MergedWeights", "export"]
+__all__ = ["HFModel", "LoRA", "MergedWeights", "ValueModel", "export"]

@@ -22,6 +22,7 @@ with extra("torch", "penstock.torch"):
     from ._stages.engines.torch_policy import TorchPolicy
     from ._stages.teachers.torch_teacher import TorchTeacher
     from ._stages.training.optimizers import ReferenceUpdates, adamw
+    from ._stages.training.torch_critic import Critic
     from ._stages.training.torch_ranked_trainer import RankedTrainer
     from ._stages.training.torch_reference import TorchReference
     from ._stages.training.torch_trainer import TorchTrainer
@@ -30,6 +31,7 @@ __all__ = [
     "Attention",
     "Cache",
     "CausalModel",
+    "Critic",
     "HasPacking",
     "HasPositions",
     "HasVocabulary",

@@ -19,7 +19,7 @@ from ..._schemas.noise import rounding
 from ..contracts.group_stack import GroupStack
 from .formulas import Groups, Mode, RunningStatistics, dr_grpo, grpo, maxrl, opo, rloo, whitened
 from .presets import Preset
-from .returns import Steps, discounted_sums, generalized_advantages, last_places
+from .returns import Steps, discounted_sums, earned_rewards, generalized_advantages
 
 RewardLevel: TypeAlias = Literal["sequence", "token", "both"]
 """The rewards that count: those of sequences, those of tokens, or their sum."""
@@ -213,11 +213,8 @@ class Estimator:
         """Return [N] the reward of each token; the reward of a sequence falls on its last token that counts."""
         mask = stack.loss_mask
         count = np.ones_like(mask) if self.preset.masked_count else mask
-        earned = np.zeros(len(mask)) if self.level == "sequence" else stack.column("token_rewards", count)
-        if self.level != "token":
-            last = last_places(count, stack.lengths)
-            earned[last[last >= 0]] += stack.rewards()[last >= 0]
-        return earned
+        by_token = None if self.level == "sequence" else stack.column("token_rewards", count)
+        return earned_rewards(count, stack.lengths, by_token, None if self.level == "token" else stack.rewards())
 
 
 def _deviations(groups: Groups, advantages: Floats, owners: NDArray[np.int64]) -> Floats:

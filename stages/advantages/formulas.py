@@ -172,30 +172,44 @@ class RunningStatistics:
     highest: float = 0.0
     """Maximum over the values of the least that each may have been."""
 
-    def including(self, values: Rewards, noise: Floats) -> RunningStatistics:
-        """Return the statistics with `values` [n] added. Rounding may have moved each by its `noise` [n]."""
+    @classmethod
+    def of(cls, values: Rewards, noise: Floats) -> RunningStatistics:
+        """Return the statistics of `values` [n]. Rounding may have moved each by its `noise` [n]."""
         if not len(values):
-            return self
+            return cls()
         new = values.astype(np.float64)
-        total = self.count + len(new)
         mean = float(new.mean())
-        apart = mean - self.mean
-        lowest = min(float((new + noise).min()), self.lowest if self.count else np.inf)
-        highest = max(float((new - noise).max()), self.highest if self.count else -np.inf)
+        lowest, highest = float((new + noise).min()), float((new - noise).max())
+        return cls(len(new), mean, float(((new - mean) ** 2).sum()), lowest, highest)
+
+    def including(self, values: Rewards, noise: Floats) -> RunningStatistics:
+        """Return the statistics with `values` [n] added; see `of`."""
+        return self.merged(RunningStatistics.of(values, noise))
+
+    def merged(self, other: RunningStatistics) -> RunningStatistics:
+        """Return the statistics of the values of both."""
+        if not self.count or not other.count:
+            return self if self.count else other
+        total, apart = self.count + other.count, other.mean - self.mean
         return RunningStatistics(
             count=total,
-            mean=self.mean + apart * len(new) / total,
-            squares=self.squares + float(((new - mean) ** 2).sum()) + apart**2 * self.count * len(new) / total,
-            lowest=lowest,
-            highest=highest,
+            mean=self.mean + apart * other.count / total,
+            squares=self.squares + other.squares + apart**2 * self.count * other.count / total,
+            lowest=min(self.lowest, other.lowest),
+            highest=max(self.highest, other.highest),
         )
+
+    @property
+    def variance(self) -> float:
+        """Return σ² with ddof = 1; 0 for a single value."""
+        return self.squares / max(1, self.count - 1)
 
     @property
     def deviation(self) -> float:
         """Return σ with ddof = 1; exactly 0 where no two values differ by more than their noise."""
         if self.highest <= self.lowest:
             return 0.0
-        return float(np.sqrt(self.squares / (self.count - 1)))
+        return math.sqrt(self.variance)
 
     def whitened(self, rewards: Rewards, live: Flags) -> Floats:
         """Return [B] (R − mean) / (σ + ε); 0 where masked, and 0 while all values so far are equal."""

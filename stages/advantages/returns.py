@@ -69,6 +69,22 @@ def last_places(flags: Flags, lengths: Places) -> Places:
     return np.where((ends - lengths <= last) & (last < ends), last, -1)
 
 
+def earned_rewards(counted: Flags, lengths: Places, by_token: Floats | None, by_sequence: Floats | None) -> Floats:
+    """Return [N] the reward of each token: `by_token` [N], and on the last counted token `by_sequence` [B].
+
+    Args:
+        counted: [N] true on the tokens that may earn a reward.
+        lengths: [B] number of tokens of each sequence.
+        by_token: None for none.
+        by_sequence: None for none; that of a sequence without a counted token is left out.
+    """
+    earned = np.zeros(len(counted)) if by_token is None else np.where(counted, by_token, 0.0)
+    if by_sequence is not None:
+        last = last_places(counted, lengths)
+        earned[last[last >= 0]] += by_sequence[last >= 0]
+    return earned
+
+
 def discounted_sums(values: Floats, discount: float, remaining: Places) -> Floats:
     """Return [M] Σ discountⁱ · value of the i-th step from here on, to the end of the chain."""
     sums, later = values.copy(), np.empty_like(values)  # one buffer for all passes: fresh memory costs more than sums

@@ -275,6 +275,8 @@ class HFModel(nn.Module):
         self.eval()
         try:
             hf_packing.check_calls(self, *tried, str(self.folder))
+            if self.samples:
+                hf_packing.check_cached(self, *tried, str(self.folder))
         finally:
             self.train(training)
         self._packs.add(tried)
@@ -287,6 +289,11 @@ class HFModel(nn.Module):
         """
         self._routers = self._routers or HFRouters(self.module, str(self.folder))
         return self._routers
+
+    @property
+    def samples(self) -> bool:
+        """Return whether it has logits that a sampler draws from, with a cache."""
+        return True
 
     @property
     def vocabulary(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..._pipeline.errors import InvalidConfig
 from ..._schemas import Array, InvalidRecord, TrajectoryGroup
 from ..._schemas.batch import PackedGroup
 from ..._schemas.columns import run_starts
@@ -30,6 +31,7 @@ from ..losses.distributions import Distributions
 from ..losses.products import dtype_of_inputs
 from ..losses.tiles import Finish
 from .micro_batches import MicroBatch, Packed, Sequences, micro_batches
+from .torch_sharding import bare
 
 TEMPERATURE = "temperature"
 """A column of a micro-batch: the temperature of each token's score."""
@@ -109,13 +111,57 @@ def read_distributions(
         autocast: dtype of the model's safe operations; None for the dtype of the model.
     """
     reader = Reader(part, use, temperature)
+    found = _computed(model, part, reader if passes_hidden else None, autocast)
+    result: R = found if passes_hidden else reader(found, None)
+    return result
+
+
+def read_values(model: Any, part: MicroBatch, autocast: torch.dtype | None) -> Tensor:
+    """Return [T] float32 the values under `model` of the states before the tokens of `part` that train.
+
+    Args:
+        model: a `CausalModel` whose head has one output, or one that ranks share.
+        part: the rows.
+        autocast: dtype of the model's safe operations, without the head; None for the dtype of the model.
+
+    Raises:
+        InvalidConfig: the head has several outputs.
+    """
+    passes_hidden = reads(bare(model))
+    reader = partial(_values, part)
+    found: Tensor = _computed(model, part, reader if passes_hidden else None, autocast)
+    return found if passes_hidden else _values(part, found, None)
+
+
+def _values(
+    part: MicroBatch,
+    hidden: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    finish: Finish | None = None,  # noqa: ARG001 (of logits alone)
+) -> Tensor:
+    """Return [T] the products of hidden states and the one row of the head; see `Read`."""
+    if (outputs := hidden.shape[-1] if weight is None else len(weight)) != 1:
+        raise InvalidConfig(
+            f"critic: expected a model whose head has one output, the value, got {outputs}: use ValueModel, or replace "
+            f"the head"
+        )
+    with torch.autocast(hidden.device.type, enabled=False):
+        states = hidden.flatten(0, 1).index_select(0, part.predicted_at).float()
+        if weight is None:
+            return states.squeeze(-1)
+        row = weight.float()[0]
+        products = torch.mv(states, row)
+        return products if bias is None else products + bias.float()
+
+
+def _computed(model: Callable[..., Any], part: MicroBatch, reader: Any, autocast: torch.dtype | None) -> Any:
+    """Return what `reader` makes of the rows of `part` inside `model`; without one, their logits."""
     alone = len(part.lengths) == len(part.tokens)
     attend = Attention.packed(part.sequences, one_sequence=alone, cu_seqlens=part.cu_seqlens)
     call = partial(model, part.tokens, positions=part.positions, attend=attend)
     with computing_in(autocast, part.tokens.device):
-        found = call(read=reader) if passes_hidden else call()
-    result: R = found if passes_hidden else reader(found, None)
-    return result
+        return call() if reader is None else call(read=reader)
 
 
 def scored_tokens(

@@ -17,6 +17,7 @@ from ..models.model_files import ADAPTER_CONFIG
 from ..models.torch_weights_file import write_weights
 from ..tokenizers.end_tokens import CONFIG
 from ..tokenizers.pretrained_tokenizer import copy_tokenizer
+from . import torch_critic
 from .torch_trainer import MOMENTS, OPTIMIZER, STATE
 
 
@@ -75,4 +76,4 @@ def _copy(checkpoint: Path, target: Path) -> None:
 
 def _is_of_model(name: str) -> bool:
     """Return whether a file of a checkpoint belongs to the model; the others are the trainer's."""
-    return name not in {MOMENTS, OPTIMIZER, STATE}
+    return name not in {MOMENTS, OPTIMIZER, STATE, torch_critic.WEIGHTS, torch_critic.MOMENTS}

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -28,6 +28,8 @@ from ..._pipeline.errors import PeerLost
 from ..._pipeline.workers.worker import die_with
 from ..._schemas.conversion import convert
 from ..losses.metrics import EffectiveSamples, Extreme, Mean, Metric, TokensUsed, merge
+
+R = TypeVar("R")
 
 HEARTBEAT_S = 0.25
 """Interval of the heartbeats of a rank, and of the pings of the leader."""
@@ -135,6 +137,10 @@ class Ranks:
         numbers = torch.tensor([number])
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._work)
         return int(numbers)
+
+    def padded(self, parts: Sequence[R]) -> list[R | None]:
+        """Return `parts`, with None at the end until every rank has as many."""
+        return [*parts, *[None] * (self.maximum(len(parts)) - len(parts))]
 
     def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return the metrics of all ranks, merged; the same on every one.

@@ -25,6 +25,8 @@ class Address(NamedTuple):
     """That of the parameter in its model."""
     moment: str = ""
     """The name of a tensor in the optimizer's state of that parameter; empty for the parameter itself."""
+    judges: bool = False
+    """True for a tensor of the critic."""
 
 
 Gather: TypeAlias = Callable[[Address], Tensor]
@@ -34,8 +36,9 @@ Gather: TypeAlias = Callable[[Address], Tensor]
 class SavedTensors:
     """The tensors of a model and its optimizer, by name."""
 
-    def __init__(self, model: CausalModel, optimizer: GivenOptimizer) -> None:
-        """Number the tensors of `model`, which stay the same objects while it trains."""
+    def __init__(self, model: CausalModel, optimizer: GivenOptimizer, *, judges: bool) -> None:
+        """Number the tensors of `model`, a critic or not, which stay the same objects while it trains."""
+        self._judges = judges
         self._model = model
         self._optimizer = optimizer
         self._numbered = [*model.parameters()]
@@ -65,7 +68,7 @@ class SavedTensors:
 
     def _address(self, parameter: Tensor, moment: str = "") -> Address:
         """Return the address of a parameter, given as itself or as in a `state_dict`, or of a moment of it."""
-        return Address(self._numbers[memory_of(parameter)], moment)
+        return Address(self._numbers[memory_of(parameter)], moment, self._judges)
 
 
 def _read_by(gather: Gather, tensors: Mapping[str, Tensor], address: Callable[[str], Address]) -> Mapping[str, Tensor]:

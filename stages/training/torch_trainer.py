@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from ..._schemas import (
 )
 from ..._schemas.conversion import decode_json
 from ..._schemas.numbers import finite_number, whole_number
-from ..contracts.autocast import check_autocast, computing_in
+from ..contracts.autocast import computing_in
 from ..contracts.causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing, packs
 from ..contracts.routed_experts import RouterReplay
 from ..losses.adaptive import adaptive_terms_of
@@ -46,26 +47,25 @@ from ..losses.choices import TokenChoice
 from ..losses.diagnostics import diagnostics
 from ..losses.distillation import TOKENS_USED
 from ..losses.distributions import Distributions, entropy_of, logprobs_of
-from ..losses.metrics import Mean, Metric, check_used, merge
+from ..losses.metrics import Mean, Metric, merge
 from ..losses.policy import PPOClip
 from ..losses.products import check_backward_dtype
 from ..losses.scored import Scored
 from ..losses.terms import Aggregated, Loss, LossTerm, LossValue
-from ..models.gathering import gathered
 from ..models.micro_batches import MicroBatch, Packed, empty_micro_batch, micro_batches
 from ..models.scoring import TEMPERATURE, check_lengths, check_temperature, own_temperatures, read_distributions, reads
-from ..models.torch_sharding import Trainable, accumulating, bare, device_of, is_shared, load_weights
-from ..models.torch_weights_file import stored_weights, write_weights
+from ..models.torch_sharding import Trainable, bare, is_shared, load_weights
+from ..models.torch_weights_file import stored_weights
 from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer, copy_tokenizer
 from .activation_memory import suitable_tokens
-from .loss_scale import LossScale
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .step_clock import StepClock
-from .torch_optimizer import GivenOptimizer
+from .torch_critic import Critic, TrainedCritic
 from .torch_ranks import Ranks
 from .torch_routing import RoutingReplay
-from .torch_saved_tensors import Address, Gather, SavedTensors
+from .torch_saved_tensors import Address, Gather
 from .torch_token_choices import KEYS, choose_tokens, chosen_of, measurements_of, token_keys
+from .torch_trained_model import TrainedModel
 
 R = TypeVar("R")
 
@@ -129,12 +129,16 @@ class TorchTrainer:
             `torch.bfloat16`, where the device has instructions for it: log-probabilities stay as they are. None for the
             dtype of the forward pass.
         compile: makes the function that is called in place of the model: `partial(torch.compile, dynamic=True)`.
+        critic: makes the advantages, and trains beside the policy; batches have none then. In its `warmup_steps` the
+            policy and its schedule stay as they are. `micro_batch_tokens`, `updates`, `max_grad_norm` and `autocast`
+            are its own too.
         state: further state in checkpoints, by name: `{"normalizer": normalizer}`.
 
     Raises:
         InvalidConfig: parameters that train are in bfloat16 or float16, another `autocast`, a `head_backward_dtype`
-            that the device computes no faster, a number out of range, or updates of a reference that is absent, or of
-            a model that ranks share in parts; or a router that is absent, unknown or compiled.
+            that the device computes no faster, a number out of range, updates of a reference that is absent, or of
+            a model that ranks share in parts, a critic that ranks share otherwise than the model, or a router that is
+            absent, unknown or compiled.
         WeightsMismatch: the reference is to be updated, and has other tensors than the model.
     """
 
@@ -156,6 +160,7 @@ class TorchTrainer:
         autocast: torch.dtype | None = None,
         head_backward_dtype: torch.dtype | None = None,
         compile: Callable[[Any], Callable[..., Tensor]] | None = None,  # noqa: A002 (torch's name for it)
+        critic: Critic | None = None,
         state: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.tokenizer: TokenizerIdentity | None = None
@@ -167,11 +172,11 @@ class TorchTrainer:
         """The ranks that train the model together; None for a single process."""
         self._forward = model if compile is None else compile(model)
         self._reference = None if reference is None else reference.train(mode=False)
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        _check_precision(autocast, model)
-        check_backward_dtype("TorchTrainer.head_backward_dtype", head_backward_dtype, self._device)
-        self._optimizer = GivenOptimizer(optimizer, self._parameters, schedule)
-        self._tensors = SavedTensors(bare(model), self._optimizer)
+        bound = math.inf if max_grad_norm is None else finite_number("max_grad_norm", max_grad_norm)
+        shared: dict[str, Any] = {"max_grad_norm": bound, "autocast": autocast, "ranks": self.ranks}
+        self._policy = TrainedModel("model", model, optimizer, schedule, **shared)
+        self._critic = None if critic is None else TrainedCritic(critic, **shared)
+        check_backward_dtype("TorchTrainer.head_backward_dtype", head_backward_dtype, self._policy.device)
         self._reference_updates = reference_updates
         if reference_updates is not None:
             _check_reference(reference, model)
@@ -180,7 +185,7 @@ class TorchTrainer:
         self._adaptive = adaptive_terms_of(loss)
         self._choices: tuple[TokenChoice, ...] = loss.choices if isinstance(loss, LossTerm | Aggregated) else ()
         """The rules by which the loss chooses among all tokens of a batch."""
-        self._max_grad_norm = math.inf if max_grad_norm is None else finite_number("max_grad_norm", max_grad_norm)
+        self._max_grad_norm = bound
         self._micro_batch_tokens: int | Literal["auto"] | None = (
             micro_batch_tokens
             if micro_batch_tokens is None or micro_batch_tokens == "auto"
@@ -190,7 +195,6 @@ class TorchTrainer:
         self._updates = whole_number("updates", updates)
         self._autocast = autocast
         self._head_backward_dtype = head_backward_dtype
-        self._loss_scale = LossScale(autocast, self._device)
         self._state = {**(state or {}), **self._adaptive}
         self._steps = 0
         self._committed = CommittedPrompts()
@@ -215,6 +219,8 @@ class TorchTrainer:
         """Return the columns that the loss needs and the trainer does not fill."""
         needed = self._loss.needs_columns if isinstance(self._loss, NeedsColumns) else ()
         filled = () if self._reference is None else ("ref_logprobs",)
+        if self._critic is not None:
+            needed, filled = (*needed, *self._critic.needs_columns), (*filled, "advantages")
         return tuple(name for name in (*needed, *self._routing.needs_columns) if name not in filled)
 
     def facts(self) -> StageFacts:
@@ -222,7 +228,7 @@ class TorchTrainer:
         model = bare(self._model)
         identity = {"model": model.identity()} if isinstance(model, IdentifiedModel) else {}
         options = {
-            "optimizer": self._optimizer.given,
+            "optimizer": self._policy.optimizer.given,
             "loss": text_of(self._loss),
             "max_grad_norm": None if math.isinf(self._max_grad_norm) else self._max_grad_norm,
             "temperature": self._temperature,
@@ -232,7 +238,9 @@ class TorchTrainer:
             "reference_updates": repr(self._reference_updates),
             **self._routing.options,
         }
-        return StageFacts(fixed={"optimizer": self._optimizer.name, **identity}, options=options)
+        fixed, more = ({}, {}) if self._critic is None else self._critic.facts()
+        fixed = {"optimizer": self._policy.optimizer.name, **identity, **fixed}
+        return StageFacts(fixed=fixed, options=options | more)
 
     def weights(self, gather: Gather | None = None) -> Mapping[str, Tensor]:
         """Return the model's tensors by name, for publishing: not copies.
@@ -240,11 +248,12 @@ class TorchTrainer:
         Args:
             gather: returns a tensor that ranks share, which is then made whenever it is read; `gather` by default.
         """
-        return self._tensors.weights(gather or self.gather)
+        return self._policy.tensors.weights(gather or self.gather)
 
     def gather(self, address: Address) -> Tensor:
         """Return a tensor that ranks share, whole on rank 0, and on the meta device on others; all ranks call this."""
-        return self._tensors.gather(address)
+        trained = self._critic.trained if self._critic is not None and address.judges else self._policy
+        return trained.tensors.gather(address)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -253,12 +262,15 @@ class TorchTrainer:
 
         `loss`, `grad_norm` before clipping, `lr`, the metrics of the loss, `losses.diagnostics`, and
         `timing_s/{prepare,forward,backward,optimizer}`. With several updates they are means or extremes over all. In
-        float16 also `loss_scale`, and `skipped_updates`: their gradients overflowed and were computed again.
+        float16 also `loss_scale`, and `skipped_updates`: their gradients overflowed and were computed again. With a
+        critic also `timing_s/critic` and `critic/{loss,clip_fraction,explained_variance,value,return,grad_norm,lr}`,
+        in its warm-up alone.
 
         Raises:
             InvalidConfig: the first batch, and sequences of one row see each other; the model is unchanged.
             InvalidRecord: the batch lacks a column that the loss needs, has no token that trains, was sampled at
-                another temperature, or has a sequence beyond the model's positions; the model is unchanged.
+                another temperature, has a sequence beyond the model's positions, or advantages beside a critic; the
+                model is unchanged.
             FloatingPointError: the gradient is not finite; the update was not applied.
         """
         if not batch.loss_tokens:
@@ -269,24 +281,42 @@ class TorchTrainer:
         check_temperature(batch.groups, self._temperature, "TorchTrainer")
         check_lengths(bare(self._model), batch)
         check_lengths(self._reference, batch)
-        clock = StepClock(self._device)
+        if self._critic is not None:
+            self._critic.check(batch)
+        clock = StepClock(self._policy.device)
         self._check_packing()
+        tokens = self._chosen_tokens(batch)
+        critic, step, judged = self._critic, self._steps + 1, dict[str, float]()
+        if critic is not None:
+            clock.lap("prepare")
+            batch, judged = critic.step(batch, micro_batch_tokens=tokens, updates=self._updates, step=step)
+            clock.lap("critic")
+        found = {} if critic is not None and critic.warms_up(self._steps) else self._train_policy(batch, tokens, clock)
+        self._steps = step
+        if self._reference is not None and self._reference_updates is not None:
+            self._reference_updates.apply(self._reference, bare(self._model), self._steps)
+        return found | judged | clock.seconds()
+
+    def _chosen_tokens(self, batch: TrainBatch) -> int | None:
+        """Return the tokens of a micro-batch, chosen with the first batch if they are `auto`."""
+        if self._micro_batch_tokens == "auto":
+            has_moments = bool(self._policy.optimizer.optimizer.state)
+            forward, longest = partial(self._forward_of, batch), int(batch.lengths().max())
+            judging = [] if self._critic is None else self._critic.trained.parameters
+            self._micro_batch_tokens = suitable_tokens(
+                self._policy.device, [*self._policy.parameters, *judging], forward, longest, has_moments=has_moments
+            )
+        return self._micro_batch_tokens
+
+    def _train_policy(self, batch: TrainBatch, tokens: int | None, clock: StepClock) -> dict[str, float]:
+        """Do all updates of the policy on `batch`, and advance its schedule; return metrics without timings."""
         self._model.train()
         columns = {**_columns(batch, self._temperature), **self._routing.begin(batch)}
         if self._choices:
             columns[KEYS] = token_keys(batch)
-        if self._micro_batch_tokens == "auto":
-            has_moments = bool(self._optimizer.optimizer.state)
-            forward, longest = partial(self._forward_of, batch), int(batch.lengths().max())
-            self._micro_batch_tokens = suitable_tokens(
-                self._device, self._parameters, forward, longest, has_moments=has_moments
-            )
         together = packs(bare(self._model)) and packs(self._reference)
-        parts: list[MicroBatch | None] = [
-            *micro_batches(batch, columns, self._micro_batch_tokens, self._device, packs=together)
-        ]
-        if self.ranks is not None:
-            parts += [None] * (self.ranks.maximum(len(parts)) - len(parts))
+        own = micro_batches(batch, columns, tokens, self._policy.device, packs=together)
+        parts = [*own] if self.ranks is None else self.ranks.padded(own)
         clock.lap("prepare")
         metrics: dict[str, Metric] = {}
         for update in range(self._updates):
@@ -294,90 +324,55 @@ class TorchTrainer:
                 turn = self._steps * self._updates + update
                 choose_tokens(self._choices, parts, partial(self._measured, batch), self.ranks, turn)
                 clock.lap("forward")
-            reported = self._update(parts, batch, clock)
+            around, loss_of = partial(self._prepared, batch), partial(self._loss_of_part, batch)
+            reported = self._policy.update(parts, loss_of, clock.lap, self._steps + 1, around)
             merge(metrics, {name: metric.over(self._updates) for name, metric in reported.items()})
-        self._steps += 1
-        rate = self._optimizer.rate
-        self._optimizer.advance()
-        if self._reference is not None and self._reference_updates is not None:
-            self._reference_updates.apply(self._reference, bare(self._model), self._steps)
+        rate = self._policy.optimizer.rate
+        self._policy.optimizer.advance()
         found = {name: metric.value() for name, metric in metrics.items()}
         for term in self._adaptive.values():
             found |= term.adapt(found, batch.total_rollouts)
         unused = {} if batch.teacher_ids is None else {TOKENS_USED: 0.0}  # shows that no loss uses the teacher
-        return unused | found | {"lr": rate} | self._loss_scale.metrics() | clock.seconds()
-
-    @property
-    def _device(self) -> torch.device:
-        return device_of(self._parameters[0])
+        return unused | found | {"lr": rate} | self._policy.loss_scale.metrics()
 
     def _check_packing(self) -> None:
-        """Check the model, and the reference, in the dtype of their computations."""
-        with computing_in(self._autocast, self._device):
+        """Check the model, the reference and the critic, in the dtype of their computations."""
+        with computing_in(self._autocast, self._policy.device):
             check_packing(bare(self._model))
             check_packing(self._reference)
+            check_packing(None if self._critic is None else bare(self._critic.given.model))
 
     def _forward_of(self, batch: TrainBatch, tokens: int) -> Tensor:
         """Return a result of the model for a row of `tokens` tokens of `batch`."""
         ids = np.resize(batch.tokens, tokens)
         row = Packed(ids, np.array([0, tokens]), np.arange(tokens) > 0)
-        (part,) = micro_batches(row, {}, None, self._device)
+        (part,) = micro_batches(row, {}, None, self._policy.device)
         return self._read(bare(self._model), part, lambda found: found.logprobs_of(part.targets))
 
-    def _update(self, parts: Sequence[MicroBatch | None], batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
-        """Do one optimizer update on the whole batch; return its metrics."""
-        metrics, norm = self._gradient(parts, batch, clock)
-        while not norm.isfinite():
-            if not self._loss_scale.lower():
-                found = {name: metric.value() for name, metric in metrics.items()}
-                raise FloatingPointError(
-                    f"expected a finite gradient in step {self._steps + 1}, got norm {norm.item()} with {found}"
-                )
-            metrics, norm = self._gradient(parts, batch, clock)
-        self._loss_scale.step(self._optimizer.optimizer)
-        clock.lap("optimizer")
-        return metrics | {"grad_norm": Mean(norm)}
-
-    def _gradient(
-        self, parts: Sequence[MicroBatch | None], batch: TrainBatch, clock: StepClock
-    ) -> tuple[dict[str, Metric], Tensor]:
-        """Compute the gradient of the whole batch, clipped; return metrics, and its norm before that."""
-        self._optimizer.optimizer.zero_grad(set_to_none=True)
-        metrics: dict[str, Metric] = {}
-        for left, part in zip(reversed(range(len(parts))), parts, strict=True):
-            with accumulating(self._model, last=not left):
-                merge(metrics, self._accumulate(part, batch, clock))
-        if self.ranks is not None:
-            metrics = self.ranks.merged(metrics)
-        check_used(metrics)
-        self._loss_scale.unscale(self._optimizer.optimizer)
-        norm: Tensor = gathered(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
-        return metrics, norm
-
-    def _accumulate(self, part: MicroBatch | None, batch: TrainBatch, clock: StepClock) -> dict[str, Metric]:
-        """Add the gradients of a micro-batch, None if only other ranks have one; return its share of the metrics."""
+    @contextmanager
+    def _prepared(self, batch: TrainBatch, part: MicroBatch | None) -> Iterator[None]:
+        """Score the reference on a micro-batch, then have the routers of the model choose within the body."""
         if part is None:
-            empty = empty_micro_batch(batch, self._device)
-            none = self._read(self._forward, empty, lambda found: found.logprobs_of(empty.targets).sum())
-            torch.autograd.backward(0 * none)
-            return {}
+            yield
+            return
         self._score_reference(part)
-        ranks = 1 if self.ranks is None else self.ranks.count
         with self._routing.choosing(part, batch):
-            found = self._read(self._forward, part, lambda found: self._loss_of(found, part, batch))
-            value, metrics = self._routing.balanced(found, part, batch)
-            clock.lap("forward")
-            torch.autograd.backward(
-                self._loss_scale.scaled(ranks * value)
-            )  # ranks average their gradients, and the sum is needed
-            clock.lap("backward")
-        return dict(metrics)
+            yield
+
+    def _loss_of_part(self, batch: TrainBatch, part: MicroBatch | None) -> LossValue:
+        """Return the loss of a micro-batch; None if only other ranks have one."""
+        if part is None:
+            empty = empty_micro_batch(batch, self._policy.device)
+            none = self._read(self._forward, empty, lambda found: found.logprobs_of(empty.targets).sum())
+            return LossValue(0 * none, {})
+        found = self._read(self._forward, part, lambda found: self._loss_of(found, part, batch))
+        return self._routing.balanced(found, part, batch)
 
     @torch.no_grad()
     def _measured(self, batch: TrainBatch, part: MicroBatch | None) -> list[Tensor]:
         """Return what the choices of the loss measure of `part`; the model also runs if only other ranks have one."""
         if part is None:
-            empty = empty_micro_batch(batch, self._device)
+            empty = empty_micro_batch(batch, self._policy.device)
             return [self._read(self._forward, empty, lambda found: found.logprobs_of(empty.targets))]
         use = partial(measurements_of, self._choices)
         with self._routing.choosing(part, batch):
@@ -457,20 +452,16 @@ class TorchTrainer:
         return write_checkpoint(Path(folder), self._steps, lambda into: self._write(into, committed, gather))
 
     def _write(self, folder: Path, committed: Mapping[GroupId, int], gather: Gather) -> None:
-        write_weights(self.weights(gather), folder / self._weights_file)
-        write_weights(self._tensors.moments(gather), folder / MOMENTS)
+        self._policy.write(folder / self._weights_file, folder / MOMENTS, gather)
+        if self._critic is not None:
+            self._critic.write(folder, gather)
         self._write_model_files(folder)
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         with (folder / OPTIMIZER).open("wb") as file:  # with a path, torch hides the reason of a failure
             random_states = {"torch": torch.get_rng_state(), "cuda": cuda}
             reference = None if self._moving_reference is None else self._moving_reference.state_dict()
-            kept = {
-                "optimizer": self._optimizer.state(),
-                "given": self._optimizer.given,
-                "reference": reference,
-                "loss_scale": self._loss_scale.state(),
-            }
-            torch.save(kept | random_states, file)
+            critic = None if self._critic is None else self._critic.trained.state()
+            torch.save(self._policy.state() | {"reference": reference, "critic": critic} | random_states, file)
         state = _State(
             step=self._steps,
             committed=CommittedPrompts(committed).state,
@@ -510,7 +501,8 @@ class TorchTrainer:
         Raises:
             CheckpointDamaged: a file is not as it was written; the trainer stays as it is.
             WeightsMismatch: the checkpoint is of another model; lists every difference.
-            ValueError: it contains other state than this trainer, or a prompt twice.
+            ValueError: it contains other state than this trainer, a critic or none otherwise than it, or a prompt
+                twice.
             OSError: it cannot be read.
         """
         verify_checkpoint(checkpoint)
@@ -527,12 +519,19 @@ class TorchTrainer:
         tensors = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
         weights = stored_weights(folder / self._weights_file)
         check_weights(specs_of(self.weights()), specs_of(weights), f"weights of {folder} do not fit the model")
+        judged = tensors.get("critic")  # absent in older checkpoints
+        if (judged is None) != (self._critic is None):
+            expected, got = ("without", "one with") if self._critic is None else ("with", "one without")
+            raise ValueError(f"expected a checkpoint {expected} a critic, got {got}: {folder}")
+        if self._critic is not None:
+            self._critic.check_fits(folder, self.gather)
         load_weights(model, weights)
         if isinstance(model, IdentifiedModel):
             model.compare(folder)
-        moments = stored_weights(folder / MOMENTS) if (folder / MOMENTS).is_file() else {}  # {} in older checkpoints
-        self._optimizer.resume(tensors["optimizer"], moments, tensors.get("given"), kept.step)
-        self._loss_scale.load(tensors.get("loss_scale", {}))  # absent in older checkpoints
+        warmup = 0 if self._critic is None else self._critic.given.warmup_steps
+        self._policy.resume(tensors, folder / MOMENTS, max(0, kept.step - warmup))
+        if self._critic is not None:
+            self._critic.resume(folder, judged, kept.step)
         if self._moving_reference is not None and tensors["reference"] is not None:  # None if it did not move before
             self._moving_reference.load_state_dict(tensors["reference"])
         for name, stateful in self._state.items():
@@ -571,19 +570,6 @@ def _check_reference(reference: CausalModel | None, model: Trainable) -> None:
         raise InvalidConfig("reference_updates: expected a model that every rank has whole, got one in parts (FSDP2)")
     problem = "the reference, which is to be updated, does not fit the model"
     check_weights(specs_of(bare(model).state_dict()), specs_of(reference.state_dict()), problem)
-
-
-def _check_precision(autocast: torch.dtype | None, model: Trainable) -> None:
-    """Check that small updates are not lost: one below 2**-9 of a parameter leaves it as it is in bfloat16."""
-    check_autocast("TorchTrainer", autocast)
-    allowed = {torch.float32, torch.float64} if autocast is None else {torch.float32}
-    found = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} - allowed
-    if found:
-        raise InvalidConfig(
-            f"TorchTrainer.model: expected parameters that train in float32, in which small updates are not lost, got "
-            f"{', '.join(sorted(map(str, found)))}: make the model without a dtype, or with model.float(), and give "
-            f"TorchTrainer(autocast=torch.bfloat16) to compute in bfloat16"
-        )
 
 
 def _checked(name: str, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,9 @@ algorithm.optimizer.warmup_steps
 algorithm.optimizer.weight_decay
 algorithm.optimizer.betas
 algorithm.optimizer.max_grad_norm
+critic.learning_rate
+critic.warmup_steps
+critic.clip
 sampling.max_completion_tokens
 sampling.temperature
 sampling.top_p
@@ -77,6 +80,7 @@ reward.functions[].concurrency
 reward.functions[].reward_timeout_s
 environment.timeout_s
 algorithm.optimizer.micro_batch_tokens
+critic.model
 engine
 server
 server.url
@@ -190,6 +194,8 @@ environment.tool_calls
 environment.history
 environment.observation_role
 algorithm.advantages
+algorithm.gamma
+algorithm.gae_lambda
 algorithm.rewards
 algorithm.preset
 algorithm.loss

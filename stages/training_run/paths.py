@@ -14,6 +14,7 @@ from .places import changed_at
 
 PATHS = (
     "model.path",
+    "critic.model",
     "data.path",
     "data.sets.[].path",
     "evaluation.sets.[].path",

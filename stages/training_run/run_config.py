@@ -37,6 +37,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 BelowOne: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Unit: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
@@ -45,6 +46,12 @@ FunctionName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[\w.]+:[\w.]+$"
 
 BOUNDED = ("ppo", "gspo", "gmpo", "cispo", "dppo", "clip_cov")
 """Losses with bounds on the ratio, or on the change of the probability."""
+
+WITHIN_GROUPS = ("grpo", "dr_grpo", "rloo", "maxrl", "opo", "gdpo", "reinforce++-baseline")
+"""Advantages that compare the completions of a prompt."""
+
+DISCOUNTED = ("reinforce++", "gae")
+"""Advantages with a discount."""
 
 LOSSES = (*BOUNDED, "kl_cov", "sapo", "vespo", "reinforce", SUPERVISED)
 
@@ -275,7 +282,7 @@ class ReferenceConfig(Config, frozen=True):
 
     every: Count = 1
     """Steps between two updates of the reference."""
-    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    share: Unit = 0.0
     """reference ← share · policy + (1 − share) · reference; 0 keeps the reference, 1 makes it the policy."""
 
 
@@ -303,7 +310,12 @@ class AlgorithmConfig(Config, frozen=True):
     """The algorithm: advantages, loss and batches."""
 
     advantages: Mode = "grpo"
-    """Mode of the AdvantageNormalizer; with gdpo, the parts of the reward are its components."""
+    """Mode of the AdvantageNormalizer; with gdpo, the parts of the reward are its components. With gae a critic makes
+    them, see `critic`."""
+    gamma: Unit = 1.0
+    """Discount of reinforce++ and gae from one token that trains to the next."""
+    gae_lambda: Unit = 1.0
+    """λ of gae."""
     rewards: Literal["sequence", "token"] = "sequence"
     """`token` compares the rewards of turns, on the last token of each, in place of those of rollouts."""
     preset: Library | None = None
@@ -323,8 +335,8 @@ class AlgorithmConfig(Config, frozen=True):
     """Weight of an entropy bonus."""
     adaptive_entropy: AdaptiveEntropyConfig | None = None
     """Controller that starts from this weight, which may be 0; null keeps the weight."""
-    group_size: Annotated[int, msgspec.Meta(ge=2, le=LARGEST)] = 8
-    """Completions of a prompt."""
+    group_size: Count = 8
+    """Completions of a prompt; 1 with advantages that compare none of a prompt, as gae."""
     prompts: Count = 32
     """Prompts in a step; with sft, conversations."""
     steps: Count = 100
@@ -348,6 +360,11 @@ class AlgorithmConfig(Config, frozen=True):
     def is_supervised(self) -> bool:
         """Return whether the run imitates the conversations of its data, and samples nothing."""
         return self.loss == SUPERVISED
+
+    @property
+    def has_critic(self) -> bool:
+        """Return whether a critic makes the advantages."""
+        return self.advantages == "gae"
 
     @property
     def sequences(self) -> int:
@@ -374,6 +391,36 @@ class AlgorithmConfig(Config, frozen=True):
             raise InvalidConfig(f"entropy: expected at most adaptive_entropy.most, got {self.entropy}")
         if self.clip is not None and self.loss not in BOUNDED:
             raise InvalidConfig(f"clip: expected with loss {', '.join(BOUNDED)}, got loss {self.loss}")
+        self._check_advantages()
+
+    def _check_advantages(self) -> None:
+        """Check the keys that belong to some advantages alone."""
+        mode = self.advantages
+        if self.group_size == 1 and mode in WITHIN_GROUPS and not self.is_supervised:
+            raise InvalidConfig(f"group_size: expected at least 2 with advantages {mode}, which compares them, got 1")
+        if self.gamma != 1 and mode not in DISCOUNTED:
+            raise InvalidConfig(f"gamma: expected 1 but with {' and '.join(DISCOUNTED)}, got {self.gamma} with {mode}")
+        if self.gae_lambda != 1 and mode != "gae":
+            raise InvalidConfig(f"gae_lambda: expected 1 but with gae, got {self.gae_lambda} with {mode}")
+        if self.has_critic and self.preset is not None:
+            raise InvalidConfig(f"preset: expected none with gae, whose critic has one formula, got {self.preset}")
+        if self.has_critic and self.drop_zero_variance:
+            raise InvalidConfig(
+                "drop_zero_variance: expected false with gae, which learns from completions of equal rewards, got true"
+            )
+
+
+class CriticConfig(Config, frozen=True):
+    """The critic of advantages gae: a model that predicts the return of each token, and trains beside the policy."""
+
+    model: str = ""
+    """Folder of the model whose body it begins with; by default `model.path`. Its head begins with zeros."""
+    learning_rate: Positive = 1e-5
+    """Constant; the rest of AdamW, and the bound on the gradient, are those of `algorithm.optimizer`."""
+    warmup_steps: Natural = 0
+    """First steps in which the critic alone trains; the policy and its schedule stay as they are."""
+    clip: Positive = 0.5
+    """Bound on the change of a value in the updates of a step."""
 
 
 class InferenceServerConfig(Config, frozen=True):
@@ -474,6 +521,7 @@ class RunConfig(Config, frozen=True):
     environment: EnvironmentConfig | None = None
     """null for one completion of each prompt of `data`."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     sampling: SamplingParams = SamplingParams()
     engine: Literal["torch"] | ServerKind = "torch"
     """torch samples in processes of this run; the others are inference servers, see `server`."""
@@ -505,6 +553,7 @@ class RunConfig(Config, frozen=True):
             self._check_supervised()
         self._check_engine()
         self._check_rows()
+        self._check_critic()
         evaluation = self.evaluation
         if evaluation is not None and not (self.data.evaluation or evaluation.sets or evaluation.environments):
             raise InvalidConfig(
@@ -531,6 +580,13 @@ class RunConfig(Config, frozen=True):
             )
         if self.placement.python is not None and (self.placement.ray or self.placement.joining):
             raise InvalidConfig("placement: expected python without ray and joining, whose workers have their own")
+
+    def _check_critic(self) -> None:
+        """Check that there is a critic where there are keys of one."""
+        if self.critic != CriticConfig() and not self.algorithm.has_critic:
+            raise InvalidConfig(
+                f"critic: expected algorithm.advantages gae beside it, got {self.algorithm.advantages}, which has none"
+            )
 
     def _check_supervised(self) -> None:
         """Check that a run that samples nothing has no key for it, and messages."""

@@ -21,6 +21,8 @@ UNUSED = (
         f"algorithm.{name}"
         for name in (
             "advantages",
+            "gamma",
+            "gae_lambda",
             "rewards",
             "preset",
             "kl",
@@ -30,6 +32,7 @@ UNUSED = (
             "mask_truncated",
         )
     ),
+    "critic",
     "sampling",
     "engine",
     "server",

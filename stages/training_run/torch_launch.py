@@ -23,6 +23,7 @@ from ..._pipeline.errors import InvalidConfig, PeerLost, ServerFailed
 from ..._pipeline.workers.worker import die_with
 from .own_rank import SERVER_DIED, is_rank
 from .run_config import RunConfig
+from .torch_critic_parts import empty_value_model
 from .torch_devices import device_of
 from .torch_memory import is_sharded
 from .torch_parts import RunParts, digest_of
@@ -96,7 +97,7 @@ def joined(parts: RunParts) -> Iterator[bool]:
     dist.init_process_group(backend, timeout=TIMEOUT)
     try:
         _check_equal(config)
-        yield _agreed(is_sharded(config, parts.empty_model()))
+        yield _agreed(is_sharded(config, parts.empty_model(), empty_value_model(config)))
     finally:
         dist.destroy_process_group()
 

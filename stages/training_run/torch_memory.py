@@ -29,6 +29,9 @@ from .torch_devices import CONCURRENCY, device_of, max_length_of, sampler_device
 FLOAT32 = 4
 """Bytes of a parameter that trains, and of its gradient; a moment has as many."""
 
+CRITIC = 4 * FLOAT32
+"""Bytes of a parameter of a critic: itself, its gradient and two moments."""
+
 BYTES = {"float32": 4, "bfloat16": 2}
 
 STORED, STORED_WIDE = 25, 4
@@ -75,33 +78,42 @@ class DeviceNeeds:
         return f"{self.device}, {size(self.has)}: {size(self.least)} at least: {', '.join(parts)}"
 
 
-def needs_of_run(config: RunConfig, model: HFModel) -> list[DeviceNeeds]:
-    """Return what a run needs on each device of this host, with its model, which may be without weights."""
-    numbers = numbers_of(model)
-    return _needs(config, numbers, sharded=is_sharded(config, model))
+def needs_of_run(config: RunConfig, model: HFModel, critic: HFModel | None = None) -> list[DeviceNeeds]:
+    """Return what a run needs on each device of this host, with its model and its critic, which may have no weights."""
+    return _needs(config, numbers_of(model), _parameters(critic), sharded=is_sharded(config, model, critic))
 
 
-def is_sharded(config: RunConfig, model: HFModel) -> bool:
-    """Return whether each rank has a part of the model: where the whole does not fit beside its moments."""
+def is_sharded(config: RunConfig, model: HFModel, critic: HFModel | None = None) -> bool:
+    """Return whether each rank has a part of the models: where the whole does not fit beside its moments."""
     if config.placement.trainers == 1 or config.model.lora is not None or config.algorithm.reference.share:
         return False
-    return not _fit(_needs(config, numbers_of(model), sharded=False))
+    return not _fit(_needs(config, numbers_of(model), _parameters(critic), sharded=False))
 
 
-def check_memory(config: RunConfig, model: HFModel, make_model: Callable[[RunConfig], HFModel]) -> None:
+def _parameters(critic: HFModel | None) -> int:
+    """Return the number of parameters of a critic, all of which train; 0 without one."""
+    return 0 if critic is None else sum(each.numel() for each in critic.parameters())
+
+
+def check_memory(
+    config: RunConfig, model: HFModel, critic: HFModel | None, make_model: Callable[[RunConfig], HFModel]
+) -> None:
     """Compare what a run needs with what each device has.
 
     Args:
         config: the configuration.
         model: its model, which may be without weights.
+        critic: that of the critic, likewise; None in a run without one.
         make_model: returns the model of a configuration, without weights.
 
     Raises:
         InvalidConfig: a device has less; with its memory, what is needed, and values with which it would fit.
     """
-    for each in needs_of_run(config, model):
+    for each in needs_of_run(config, model, critic):
         if each.least > each.has:
-            fits = [text for text, smaller in _smaller(config) if _fit(needs_of_run(smaller, make_model(smaller)))]
+            fits = [
+                text for text, smaller in _smaller(config) if _fit(needs_of_run(smaller, make_model(smaller), critic))
+            ]
             raise InvalidConfig(
                 f"config: expected a run that fits into {each.device}, which has {size(each.has)}, got one that needs "
                 f"{size(each.least)}: {', '.join(f'{name} {size(n)}' for name, n in each.exact.items() if n)}; what "
@@ -143,13 +155,14 @@ def numbers_of(model: HFModel) -> Numbers:
     )
 
 
-def _needs(config: RunConfig, numbers: Numbers, *, sharded: bool) -> list[DeviceNeeds]:
+def _needs(config: RunConfig, numbers: Numbers, judging: int, *, sharded: bool) -> list[DeviceNeeds]:
     """Return what a run needs on each device of this host.
 
     Args:
         config: the configuration.
         numbers: of its model.
-        sharded: whether each rank has a part of the model.
+        judging: parameters of its critic; 0 without one.
+        sharded: whether each rank has a part of the models.
     """
     trains, samples = device_of(config), sampler_devices(config)
     prompts = -(-config.algorithm.prompts // config.placement.samplers)
@@ -164,6 +177,7 @@ def _needs(config: RunConfig, numbers: Numbers, *, sharded: bool) -> list[Device
         of_device["weights"] += (FLOAT32 * numbers.trained + BYTES[base_dtype(config, kind)] * frozen) // parts
         of_device["gradients"] += FLOAT32 * numbers.trained // parts
         of_device["moments"] += 2 * FLOAT32 * numbers.trained // parts
+        of_device["critic"] += CRITIC * judging // parts
         if config.algorithm.kl and config.model.lora is None:
             of_device["reference"] += BYTES[reference_dtype(config, kind)] * numbers.parameters
         bounds[device]["activations"] += _activations(config, numbers, kind)

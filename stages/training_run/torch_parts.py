@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -75,6 +75,7 @@ from .dtypes import base_dtype, reference_dtype, sampled_dtype
 from .environment_parts import chat_of, environment_of, evaluated_by, evaluated_environments
 from .paths import with_paths
 from .run_config import AlgorithmConfig, EvaluationConfig, RunConfig
+from .torch_critic_parts import check_critic, critic_of, empty_value_model
 from .torch_devices import CONCURRENCY, check_device, device_of, max_length_of, sampler_devices
 from .torch_memory import check_memory
 from .torch_mixtures import recorded_experts
@@ -350,7 +351,7 @@ class RunParts:
         if model.max_positions is not None and longest > model.max_positions:
             raise InvalidConfig(
                 f"config: {keys}: expected at most {model.max_positions} tokens, the positions "
-                f"of the model in {self.folder}, got {summed}: lower it"
+                f"of the model in {model.folder}, got {summed}: lower it"
             )
         if model.trained_positions is not None and longest > model.trained_positions:
             log.warning(
@@ -389,8 +390,8 @@ class RunParts:
         loaded = HFModel.from_pretrained(self.folder, attention=attention).requires_grad_(requires_grad=False)
         return _frozen(loaded, DTYPES[reference_dtype(self.config, device.type)], device)
 
-    def trainer(self, model: Trainable, reference: CausalModel | None) -> TorchTrainer:
-        """Return the trainer of `model`, or of this rank."""
+    def trainer(self, model: Trainable, reference: CausalModel | None, values: Trainable | None = None) -> TorchTrainer:
+        """Return the trainer of `model`, or of this rank, with the model of a critic if the run has one."""
         config, algorithm, optimizer = self.config, self.config.algorithm, self.config.algorithm.optimizer
         with extra("train", "a training run"):
             from transformers import get_scheduler  # noqa: PLC0415 (describing a run does not need it)
@@ -402,7 +403,7 @@ class RunParts:
                 get_scheduler,
                 optimizer.schedule,
                 num_warmup_steps=optimizer.warmup_steps,
-                num_training_steps=algorithm.steps,
+                num_training_steps=max(1, algorithm.steps - config.critic.warmup_steps),
             ),
             loss=self.loss,
             max_grad_norm=optimizer.max_grad_norm,
@@ -418,17 +419,23 @@ class RunParts:
             autocast=self._autocast,
             head_backward_dtype=self._head_backward_dtype,
             compile=partial(torch.compile, dynamic=True) if config.model.compile else None,
+            critic=critic_of(config, values),
         )
 
-    def ranked_trainer(self, model: HFModel, reference: CausalModel | None, *, sharded: bool) -> RankedTrainer:
-        """Return the trainer of this rank, which has a part of the model, or the whole, with gradients summed."""
+    def ranked_trainer(
+        self, model: HFModel, reference: CausalModel | None, values: HFModel | None, *, sharded: bool
+    ) -> RankedTrainer:
+        """Return the trainer of this rank, which has a part of each model, or the whole, with gradients summed."""
         device = device_of(self.config)
-        if sharded:
-            gathered_as = self._autocast if device.type == "cuda" else None
-            shard(model, model.module.get_decoder().layers, device.type, gathered_as)
-            return RankedTrainer(self.trainer(model, reference))
-        shared = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-        return RankedTrainer(self.trainer(shared, reference))
+        gathered_as = self._autocast if device.type == "cuda" else None
+
+        def shared(each: HFModel) -> Trainable:
+            if sharded:
+                shard(each, each.module.get_decoder().layers, device.type, gathered_as)
+                return each
+            return DistributedDataParallel(each, device_ids=[device] if device.type == "cuda" else None)
+
+        return RankedTrainer(self.trainer(shared(model), reference, None if values is None else shared(values)))
 
     # -- the pipeline --------------------------------------------------------------------------------------------------
 
@@ -465,9 +472,14 @@ class RunParts:
         model = self.empty_model()
         self._check_lengths(model)
         check_servers(self.config, model)
-        check_memory(self.config, model, lambda config: RunParts(config).empty_model())
+        values = empty_value_model(self.config)
+        if values is not None and self.config.critic.model:
+            check_critic(values, self.tokenizer)
+            self._check_lengths(values)
+        check_memory(self.config, model, values, lambda config: RunParts(config).empty_model())
         policy = None if self.config.algorithm.is_supervised else self.policy(None)
-        pipeline = self.pipeline(policy, self.trainer(model, model if self.config.algorithm.kl else None), None)
+        reference = model if self.config.algorithm.kl else None
+        pipeline = self.pipeline(policy, self.trainer(model, reference, values), None)
         try:
             pipeline.check()
         except InvalidPipeline as error:
@@ -494,25 +506,30 @@ class RunParts:
         return groups.then(batcher).sink(sink)
 
     def _compared(self, policy: Policy) -> Flow[TrajectoryGroup]:
-        """Return the stages that sample groups, reward them and compute their advantages."""
+        """Return the stages that sample groups, reward them and compute their advantages, unless a critic does."""
         algorithm = self.config.algorithm
-        gathered = algorithm.prompts if algorithm.advantages in {*GATHERING, "gae"} else None
-        try:
-            normalizer = AdvantageNormalizer(
-                algorithm.advantages,
-                batch_groups=gathered,
-                rewards=algorithm.rewards,
-                preset=algorithm.preset,
-                components=self.rewards.part_weights() if algorithm.advantages == "gdpo" else None,
-            )
-        except InvalidConfig as error:
-            raise InvalidConfig(f"config: algorithm.advantages: {error}") from None
         sampled = source(self.source(policy), on=self._samplers(policy), max_lag=algorithm.max_lag)
         rewarded = sampled.then(self.rewards)
         if self.config.data.curriculum is not None:
             rewarded = rewarded.then(SuccessRates(self._prompts()))
-        compared = rewarded.then(normalizer)
-        return compared.then(TruncationMask()) if algorithm.mask_truncated else compared
+        if not algorithm.has_critic:
+            rewarded = rewarded.then(_normalizer_of(algorithm, self.rewards.part_weights()))
+        return rewarded.then(TruncationMask()) if algorithm.mask_truncated else rewarded
+
+
+def _normalizer_of(algorithm: AlgorithmConfig, components: Mapping[str, float]) -> AdvantageNormalizer:
+    """Return the stage that computes advantages; `components` are the weights of the parts of the reward."""
+    try:
+        return AdvantageNormalizer(
+            algorithm.advantages,
+            batch_groups=algorithm.prompts if algorithm.advantages in GATHERING else None,
+            rewards=algorithm.rewards,
+            gamma=algorithm.gamma,
+            preset=algorithm.preset,
+            components=components if algorithm.advantages == "gdpo" else None,
+        )
+    except InvalidConfig as error:
+        raise InvalidConfig(f"config: algorithm.advantages: {error}") from None
 
 
 def _curriculum(config: RunConfig, name: str) -> Curriculum | None:

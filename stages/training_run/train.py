@@ -205,10 +205,13 @@ async def _trainer(
     parts: RunParts, model: HFModel, stack: AsyncExitStack, *, sharded: bool | None
 ) -> TorchTrainer | RankedTrainer:
     """Return the trainer of the model: in this process alone, or on all ranks, which this one leads."""
+    from .torch_critic_parts import value_model  # noqa: PLC0415 (needs torch)
+
     reference = await anyio.to_thread.run_sync(parts.reference, model)
+    values = await anyio.to_thread.run_sync(value_model, parts.config)
     if sharded is None:
-        return parts.trainer(model, reference)
-    make = partial(parts.ranked_trainer, model, reference, sharded=sharded)
+        return parts.trainer(model, reference, values)
+    make = partial(parts.ranked_trainer, model, reference, values, sharded=sharded)
     return stack.enter_context(await anyio.to_thread.run_sync(make))
 
 
@@ -242,11 +245,13 @@ def _followed(config: RunConfig) -> Summary:
     """Take part in the steps of rank 0 until it ends. Blocks."""
     _prepare(config)
     parts = parts_of(config)
+    from .torch_critic_parts import value_model  # noqa: PLC0415 (needs torch)
     from .torch_launch import joined  # noqa: PLC0415 (needs torch)
 
     with joined(parts) as sharded:
         model = parts.model()
-        with parts.ranked_trainer(model, parts.reference(model), sharded=sharded) as trainer:
+        values = value_model(config)
+        with parts.ranked_trainer(model, parts.reference(model), values, sharded=sharded) as trainer:
             trainer.follow()
     return Summary(stop_reason="rank 0 has ended")
 
@@ -276,6 +281,7 @@ def describe_run(config: RunConfig) -> str:
         if not Path(config.model.path).exists():
             return f"{config.model.path} does not exist yet: {prepare.__module__}:{prepare.__name__} makes it in a run"
     parts = parts_of(config)
+    from .torch_critic_parts import empty_value_model  # noqa: PLC0415 (needs torch)
     from .torch_memory import needs_of_run  # noqa: PLC0415 (needs torch)
 
     pipeline, model = parts.sketch()
@@ -285,7 +291,7 @@ def describe_run(config: RunConfig) -> str:
         shown += thread.submit(anyio.run, parts.tried).result()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    memory = "\n".join(map(str, needs_of_run(config, model)))
+    memory = "\n".join(map(str, needs_of_run(config, model, empty_value_model(config))))
     described = (
         f"model: {config.model.path}, {parameters:,} parameters, of which {train:,} train\n"
         f"a completion ends after {named(parts.tokenizer)}\n"

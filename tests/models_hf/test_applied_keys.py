@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tests.run_parts import run_parts
+from tests.run_parts import run_parts, value_model
 
 from penstock import Batcher, Pipeline, SinkTrainer, SourceEnv, TrainBatch
 from penstock.agents import AgentEnv
@@ -48,10 +48,10 @@ class Continued:
     def __init__(self, config: RunConfig, checkpoint: Path, folder: Path) -> None:
         parts = run_parts(config)
         self.model = parts.model()
-        trainer = parts.trainer(self.model, parts.reference(self.model))
+        trainer = parts.trainer(self.model, parts.reference(self.model), value_model(config))
         self.pipeline: Pipeline = parts.pipeline(parts.policy(None), trainer, None)
         trainer.resume(checkpoint)
-        self.metrics = trainer.step(made(9))
+        self.metrics = trainer.step(made(9, judged=config.algorithm.has_critic))
         self.trainer = trainer
         kept = torch.load(trainer.save(folder, {}) / "optimizer.pt", weights_only=True)
         self.groups: list[dict[str, Any]] = kept["optimizer"]["param_groups"]
@@ -156,6 +156,9 @@ EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
     "algorithm.optimizer.weight_decay": (0.25, lambda run: run.groups[0]["weight_decay"], 0.25),
     "algorithm.optimizer.betas": ([0.5, 0.6], lambda run: run.groups[0]["betas"], (0.5, 0.6)),
     "algorithm.optimizer.max_grad_norm": (0.125, option("max_grad_norm"), 0.125),
+    "critic.learning_rate": (0.5, lambda run: run.metrics["critic/lr"], 0.5),
+    "critic.warmup_steps": (7, lambda run: "loss" in run.metrics, False),
+    "critic.clip": (0.25, lambda run: option("critic")(run)["clip"], 0.25),
     "sampling.max_completion_tokens": (9, sampling("max_completion_tokens"), 9),
     "sampling.temperature": (0.5, lambda run: (sampling("temperature")(run), option("temperature")(run)), (0.5, 0.5)),
     "sampling.top_p": (0.5, sampling("top_p"), 0.5),
@@ -174,13 +177,14 @@ EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
 """By key: another value, what it has an effect on, and the effect."""
 
 
-def made(seed: int) -> TrainBatch:
+def made(seed: int, *, judged: bool = False) -> TrainBatch:
+    """Return a batch, without advantages if a critic is to make them."""
     packed = batch(groups=2, completion_lengths=[3, 5])
     numbers = np.random.default_rng(seed)
     return msgspec.structs.replace(
         packed,
         tokens=numbers.integers(0, 300, len(packed.tokens)).astype(np.int32),
-        advantages=numbers.standard_normal(len(packed.tokens)).astype(np.float32),
+        advantages=None if judged else numbers.standard_normal(len(packed.tokens)).astype(np.float32),
     )
 
 
@@ -192,7 +196,7 @@ def values(model_folder: Callable[[str], Path]) -> dict[str, Any]:
 def trainer_of(config: RunConfig) -> TorchTrainer:
     parts = run_parts(config)
     model = parts.model()
-    return parts.trainer(model, parts.reference(model))
+    return parts.trainer(model, parts.reference(model), value_model(config))
 
 
 @pytest.fixture(scope="module")
@@ -228,19 +232,21 @@ MIXED = tuple(key for key in EFFECTS if key.startswith("environment.mix[]"))
 
 ROUTED = ("algorithm.router_replay", "algorithm.router_aux_loss")
 """Keys of mixtures of experts."""
+CRITIC = tuple(key for key in EFFECTS if key.startswith("critic."))
 
 AGENT = "tests.stages.agents.agent_functions:answers"
 
 BESIDE = {
     ("model.lora.dropout",): ["model.lora={rank: 2}", "algorithm.reference.share=0"],
+    CRITIC: ["algorithm.advantages=gae"],
     AGENTS: ["data.curriculum=null", f"environment.agent={AGENT}"],
     MIXED: ["data.curriculum=null", f"environment.mix=[{{agent: '{AGENT}', max_calls: 3, max_tokens: 99}}]"],
 }
 """Values without which a key has no place; those of a mixture are given as a whole."""
 
 TOGETHER: list[tuple[str, ...]] = [(key,) for key in ALONE]
-TOGETHER += [AGENTS, MIXED, ROUTED, tuple(APART)]
-TOGETHER.append(tuple(key for key in EFFECTS if key not in {*ALONE, *AGENTS, *MIXED, *ROUTED, *APART}))
+TOGETHER += [AGENTS, MIXED, ROUTED, CRITIC, tuple(APART)]
+TOGETHER.append(tuple(key for key in EFFECTS if key not in {*ALONE, *AGENTS, *MIXED, *ROUTED, *CRITIC, *APART}))
 
 
 @pytest.fixture
@@ -260,11 +266,11 @@ def test_applied_keys_have_their_effects_in_a_continued_run(
     tmp_path: Path,
 ) -> None:
     beside = BESIDE.get(keys, [])
-    if "model.lora.dropout" in keys:
-        checkpoint = trainer_of(load_run_config(values, beside)).save(tmp_path / "adapters", {})
     if keys == ROUTED:
         values = values | {"model": {"path": str(model_folder("qwen3 moe"))}}
         checkpoint = trainer_of(load_run_config(values)).save(tmp_path / "mixture", {})
+    if keys == CRITIC or "model.lora.dropout" in keys:
+        checkpoint = trainer_of(load_run_config(values, beside)).save(tmp_path / "others", {})
     changed = [f"{key}={msgspec.json.encode(EFFECTS[key][0]).decode()}" for key in keys if keys != MIXED]
 
     run = Continued(load_run_config(values, [*beside, *changed]), checkpoint, tmp_path)

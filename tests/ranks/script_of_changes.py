@@ -89,7 +89,7 @@ def change(make: MakeModel, folder: Path, kind: str) -> None:
     (folder / f"{kind}-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
-KINDS: dict[str, MakeModel] = {"ddp": ddp, "fsdp": partial(fsdp, OffloadPolicy())}
+KINDS: dict[str, MakeModel] = {"ddp": ddp, "fsdp": lambda: fsdp(OffloadPolicy(), ReadModel())}
 
 
 def main(folder: Path, kind: str) -> None:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from tests.processes.exiting_stages import EXITS
 from tests.tiny_model import ReadModel
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +36,7 @@ from penstock import GroupId, ReceiveChannel, SendChannel, SinkTrainer, TrainBat
 from penstock.errors import RunStopped
 from penstock.losses import KL, ClipCov, KLCov, PPOClip
 from penstock.testing import batch, group
-from penstock.torch import RankedTrainer, TorchTrainer
+from penstock.torch import Critic, RankedTrainer, TorchTrainer
 
 STEPS = 3
 TRAINED = {GroupId("test", "0"): 0b111}
@@ -50,8 +50,11 @@ RAISED = {**EXITS, "StopIteration": StopIteration}
 COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs")
 
 
-def made(seed: int) -> TrainBatch:
-    """Return six sequences of very different lengths; the third batch has a single one, so that a rank has none."""
+def made(seed: int, *, judged: bool = False) -> TrainBatch:
+    """Return six sequences of very different lengths; the third batch has a single one, so that a rank has none.
+
+    It has rewards in place of advantages if it is `judged`: by a critic.
+    """
     numbers = np.random.default_rng(seed)
     lengths = [5] if seed == 2 else [3, 37, 5]
     packed = batch(groups=1 if seed == 2 else 2, completion_lengths=lengths)
@@ -59,27 +62,40 @@ def made(seed: int) -> TrainBatch:
     return msgspec.structs.replace(
         packed,
         tokens=numbers.integers(0, 11, tokens).astype(np.int32),
-        advantages=numbers.standard_normal(tokens).astype(np.float32),
+        advantages=None if judged else numbers.standard_normal(tokens).astype(np.float32),
+        rewards=numbers.standard_normal(len(packed)).astype(np.float32) if judged else packed.rewards,
         behavior_logprobs=np.where(packed.loss_mask, numbers.normal(-2.4, 0.2, tokens), 0).astype(np.float32),
         ref_logprobs=np.where(packed.loss_mask, numbers.normal(-2.4, 0.2, tokens), 0).astype(np.float32),
     )
+
+
+def fsdp(offload: OffloadPolicy, model: ReadModel) -> ReadModel:
+    for block in model.mlp:
+        fully_shard(block, offload_policy=offload)
+    return fully_shard(model, offload_policy=offload)  # type: ignore[return-value]
 
 
 def ddp() -> DistributedDataParallel:
     return DistributedDataParallel(ReadModel())
 
 
-def fsdp(offload: OffloadPolicy) -> ReadModel:
-    model = ReadModel()
-    for block in model.mlp:
-        fully_shard(block, offload_policy=offload)
-    return fully_shard(model, offload_policy=offload)  # type: ignore[return-value]
+def value_model() -> ReadModel:
+    model = ReadModel(seed=3)
+    torch.manual_seed(3)
+    model.head = nn.Linear(model.head.in_features, 1)
+    return model
 
 
-def trainer(model: Any) -> TorchTrainer:
-    sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)  # Adam makes as much of rounding as of a gradient
+SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+"""Adam makes as much of rounding as of a gradient."""
+
+
+def trainer(model: Any, values: Any = None) -> TorchTrainer:
+    """Return a trainer of `model`, with a critic if there is a model of `values`."""
+    slow = partial(torch.optim.SGD, lr=0.03, momentum=0.9)
+    critic = None if values is None else Critic(model=values, optimizer=slow, gamma=0.9, gae_lambda=0.8)
     loss = PPOClip() + 0.1 * KL() + ClipCov(share=0.1, least=0.0) + KLCov(share=0.2)
-    return TorchTrainer(model, optimizer=sgd, loss=loss, max_grad_norm=0.5, micro_batch_tokens=48)
+    return TorchTrainer(model, optimizer=SGD, loss=loss, max_grad_norm=0.5, micro_batch_tokens=48, critic=critic)
 
 
 def plain(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -93,14 +109,15 @@ def listed(weights: Mapping[str, Tensor]) -> dict[str, Any]:
 # -- what ranks do -----------------------------------------------------------------------------------------------------
 
 
-def train(model: Callable[[], Any], folder: Path, kind: str) -> None:
+def train(share: Callable[[ReadModel], Any], folder: Path, kind: str, *, judged: bool = False) -> None:
     """Train as a user does: the leader feeds the trainer, the other follows; both count the passes of the model."""
-    shared, runs = model(), [0]
+    shared, runs = share(ReadModel()), [0]
     shared.register_forward_pre_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
     found: dict[str, Any] = {}
-    with RankedTrainer(trainer(shared)) as ranked:
+    values = share(value_model()) if judged else None
+    with RankedTrainer(trainer(shared, values)) as ranked:
         if ranked.leads:
-            found = lead(ranked, folder / kind)
+            found = lead(ranked, folder / kind, judged=judged)
         else:
             ranked.follow()
     counted = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
@@ -110,29 +127,33 @@ def train(model: Callable[[], Any], folder: Path, kind: str) -> None:
         (folder / f"{kind}.json").write_text(json.dumps(found))
 
 
-def lead(ranked: RankedTrainer, folder: Path) -> dict[str, Any]:
+def lead(ranked: RankedTrainer, folder: Path, *, judged: bool) -> dict[str, Any]:
     """Train three steps, a checkpoint, a step, and that step again from the checkpoint, beside a single process."""
-    alone = trainer(ReadModel())
-    steps = [(plain(alone.step(made(seed))), plain(ranked.step(made(seed)))) for seed in range(STEPS)]
+    values, other_values = (value_model(), value_model()) if judged else (None, None)
+    batch_of = partial(made, judged=judged)
+    alone = trainer(ReadModel(), values)
+    steps = [(plain(alone.step(batch_of(seed))), plain(ranked.step(batch_of(seed)))) for seed in range(STEPS)]
     weights = listed(alone.weights()), listed(ranked.weights())
     checkpoint = ranked.save(folder, TRAINED)
-    later = plain(ranked.step(made(9)))
-    single = trainer(ReadModel(seed=5))
+    later = plain(ranked.step(batch_of(9)))
+    single = trainer(ReadModel(seed=5), other_values)
     single.resume(checkpoint)
     from_checkpoint = listed(single.weights())
+    critics = [{} if each is None else listed(each.state_dict()) for each in (values, other_values)]
     ranked.resume(checkpoint)
-    again = [later, plain(ranked.step(made(9))), plain(single.step(made(9)))]
+    again = [later, plain(ranked.step(batch_of(9))), plain(single.step(batch_of(9)))]
     steps_done = [ranked.steps, single.steps]
-    ranked.step(made(7))
+    ranked.step(batch_of(7))
     ranked.resume(single.save(folder / "of-one", TRAINED))
     return {
         "steps": steps,
         "weights": weights,
         "from_checkpoint": from_checkpoint,
+        "critics": critics,
         "later": again,
         "steps_done": steps_done,
         "from_one": (listed(single.weights()), listed(ranked.weights())),
-        "of_one": [plain(trained.step(made(8))) for trained in (single, ranked)],
+        "of_one": [plain(trained.step(batch_of(8))) for trained in (single, ranked)],
         "committed": single.committed == ranked.committed == TRAINED,
     }
 
@@ -320,7 +341,9 @@ def main(folder: Path) -> None:
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     trainer(ReadModel())  # what torch imports late, for all children
     kinds: dict[str, Callable[[Path, str], None]] = {
-        "ddp": partial(train, ddp),
+        "ddp": partial(train, DistributedDataParallel),
+        "critic-ddp": partial(train, DistributedDataParallel, judged=True),
+        "critic-fsdp": partial(train, partial(fsdp, OffloadPolicy()), judged=True),
         "fsdp": partial(train, partial(fsdp, OffloadPolicy())),
         "offloaded": partial(train, partial(fsdp, CPUOffloadPolicy(pin_memory=False))),  # pinning needs a GPU
         "leader": partial(die, 0),

@@ -60,12 +60,13 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     ]
 
 
-def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", [[], ["algorithm.advantages=gae"]], ids=["a policy", "and a critic"])
+def test_two_ranks_train_as_one_process_does(values: list[str], tmp_path: Path) -> None:
     config = write_run(tmp_path, {})
-    status, said = ran("run", config, *SYNCHRONOUS, f"folder={tmp_path / 'alone'}")
+    status, said = ran("run", config, *SYNCHRONOUS, *values, f"folder={tmp_path / 'alone'}")
     assert not status, said
 
-    with run_on_ranks(config, *SYNCHRONOUS) as process:
+    with run_on_ranks(config, *SYNCHRONOUS, *values) as process:
         said = printed(process)
 
     assert process.returncode == 0, said

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["ddp", "fsdp", "offloaded"])
+@pytest.fixture(params=["ddp", "fsdp", "offloaded", "critic-ddp", "critic-fsdp"])
 def found(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     read: dict[str, Any] = json.loads((folder / f"{request.param}.json").read_text())
     return read
@@ -38,6 +38,16 @@ def test_loss_metrics_and_weights_are_those_of_a_single_process(found: dict[str,
     alone, ranked = found["weights"]
     for name, tensor in alone.items():
         np.testing.assert_allclose(ranked[name], tensor, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["critic-ddp", "critic-fsdp"])
+def test_the_critic_of_ranks_is_that_of_a_single_process(folder: Path, kind: str) -> None:
+    alone, from_checkpoint = json.loads((folder / f"{kind}.json").read_text())["critics"]
+
+    assert alone.keys() == from_checkpoint.keys()
+    assert "head.weight" in alone
+    for name, tensor in alone.items():
+        np.testing.assert_allclose(from_checkpoint[name], tensor, atol=1e-5)
 
 
 def test_every_rank_runs_the_same_number_of_micro_batches(found: dict[str, Any]) -> None:

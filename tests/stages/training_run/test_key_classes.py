@@ -96,6 +96,8 @@ TASKS: dict[str, Any] = {
 
 MIXED_TASKS: dict[str, Any] = {"environment": {"mix": [TASKS["environment"]]}, "data": {}}
 
+GAE: dict[str, Any] = {"algorithm": {"advantages": "gae"}}
+
 EVALUATED: dict[str, Any] = {
     "evaluation": {"environments": [{"verifiers": {"taskset": "a", "config": {"a": 1}, "client": {"a": 1}}}]}
 }
@@ -116,6 +118,8 @@ OTHERS = {
     **{f"data.curriculum{key}": CURRICULUM for key in ("", ".easy", ".hard", ".revisit")},
     "evaluation.environments[0].make": EVALUATED_GAMES,
     "algorithm.rewards": {"environment": {"agent": "m:a"}},
+    **dict.fromkeys(("algorithm.gamma", "algorithm.gae_lambda"), GAE),
+    **{f"critic.{key}": GAE for key in ("model", "learning_rate", "warmup_steps", "clip")},
     "placement.python": {"placement": {"samplers": 2}},
     **{
         f"placement.servers{key}": {
@@ -219,6 +223,8 @@ CHANGED: dict[str, Any] = {
     "environment.history": "keep",
     "environment.observation_role": "tool",
     "algorithm.advantages": "rloo",
+    "algorithm.gamma": 0.9,
+    "algorithm.gae_lambda": 0.9,
     "algorithm.rewards": "token",
     "algorithm.preset": None,
     "algorithm.loss": "gspo",
@@ -251,6 +257,10 @@ CHANGED: dict[str, Any] = {
     "algorithm.optimizer.betas": [0.8, 0.9],
     "algorithm.optimizer.max_grad_norm": None,
     "algorithm.optimizer.micro_batch_tokens": 99,
+    "critic.model": "elsewhere",
+    "critic.learning_rate": 1e-3,
+    "critic.warmup_steps": 5,
+    "critic.clip": 0.2,
     **{f"sampling.{name}": value for name, value in OTHER_SAMPLING.items()},
     "engine": "sglang",
     "server": {"url": "http://there:2", "model": "n"},

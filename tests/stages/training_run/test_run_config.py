@@ -142,3 +142,28 @@ def test_gdpo_compares_parts_of_rewards_which_nothing_corrects(reward: dict[str,
         "the parts of rewards"
     )
     assert load_run_config(LEAST, ["algorithm.advantages=gdpo"]).algorithm.advantages == "gdpo"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.group_size=1"], "group_size: expected at least 2 with advantages grpo"),
+        (["algorithm.gamma=0.9"], r"gamma: expected 1 but with reinforce\+\+ and gae, got 0.9 with grpo"),
+        (["algorithm.gae_lambda=0.9"], "gae_lambda: expected 1 but with gae, got 0.9 with grpo"),
+        (["algorithm.advantages=gae", "algorithm.preset=verl"], "preset: expected none with gae"),
+        (["algorithm.advantages=gae", "algorithm.drop_zero_variance=true"], "drop_zero_variance: expected false with"),
+        (["critic.clip=0.2"], "critic: expected algorithm.advantages gae beside it, got grpo"),
+        (["algorithm.loss=sft", "algorithm.advantages=gae"], "algorithm.advantages: expected none beside"),
+        (["algorithm.loss=sft", "algorithm.gae_lambda=0.9"], "gae_lambda: expected 1"),
+    ],
+)
+def test_what_does_not_fit_the_advantages_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        load_run_config(LEAST, overrides)
+
+
+@pytest.mark.parametrize("advantages", ["gae", "reinforce++", "batch", "global", "none"])
+def test_single_completions_are_possible_with_advantages_that_compare_none_of_a_prompt(advantages: str) -> None:
+    config = load_run_config(LEAST, [f"algorithm.advantages={advantages}", "algorithm.group_size=1"])
+
+    assert config.algorithm.sequences == config.algorithm.prompts
