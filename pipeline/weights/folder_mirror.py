@@ -114,7 +114,9 @@ class FolderReader:
         return None
 
     def _read_whole(self, version: Path, writer: WeightWriter) -> None:
-        path, written = version / WEIGHTS, _decoded(version / MANIFEST, Manifest).files[WEIGHTS]
+        path, written = version / WEIGHTS, _decoded(version / MANIFEST, Manifest).files.get(WEIGHTS)
+        if written is None:
+            raise WeightsDamaged(f"{version / MANIFEST}: expected the hash of {WEIGHTS}, got none: it was altered")
         try:
             nbytes, digest = self._copied(path, writer)
         except OSError as error:

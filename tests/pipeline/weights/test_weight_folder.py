@@ -202,6 +202,10 @@ def forged(file: Path) -> None:
     file.write_bytes(msgspec.json.encode({"files": files}))
 
 
+def emptied(file: Path) -> None:
+    file.write_bytes(msgspec.json.encode({"files": {}}))
+
+
 @pytest.mark.parametrize(
     ("name", "harm", "reason"),
     [
@@ -209,10 +213,15 @@ def forged(file: Path) -> None:
         ("weights.safetensors", altered, r"expected xxh3 \w+, got \w+: it was altered"),
         ("weights.safetensors", Path.unlink, r"expected .*weights\.safetensors, got none: No such file"),
         ("manifest.json", forged, r"expected xxh3 0{32}, got \w+: it was altered"),
+        (
+            "manifest.json",
+            emptied,
+            r"manifest\.json: expected the hash of weights\.safetensors, got none: it was altered",
+        ),
         ("manifest.json", torn, r"manifest\.json: expected to read back what was written, got "),
         ("manifest.json", Path.unlink, r"expected .*manifest\.json, got none: No such file"),
     ],
-    ids=["torn", "altered", "absent", "forged manifest", "torn manifest", "absent manifest"],
+    ids=["torn", "altered", "absent", "forged manifest", "manifest of no file", "torn manifest", "absent manifest"],
 )
 async def test_a_damaged_version_is_refused_with_the_reason_and_the_model_stays(
     tmp_path: Path, name: str, harm: Callable[[Path], None], reason: str
