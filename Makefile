@@ -13,6 +13,8 @@
 #                        each with an interpreter of its own; installs what test-atropos and test-skyrl install
 #   make test-atropos-roll ATROPOS=../atropos ROLL=../roll   environments of Atropos, trained by ROLL's pipeline on a CPU
 #   make test-gpu        kernels, weights, training, sampling and runs on a GPU of this machine; eight minutes at most
+#   make test-oracles    losses, masks and advantages beside the code of verl, TRL, SkyRL, AReaL and OpenRLHF; installs 50 MB first
+#   make test-oracles PRIME_RL=../prime-rl SLIME=../slime   and beside that of prime-rl and slime, whose checkouts are there
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
 #   make test-ray        stages on clusters of Ray on this machine; installs Ray first (100 MB)
@@ -40,6 +42,7 @@ VERIFIERS := $(VENV)/verifiers
 OPENENV := $(VENV)/openenv
 TRACKERS := $(VENV)/trackers
 TRL := $(VENV)/trl
+ORACLES := $(VENV)/oracles
 WITH_SKYRL := $(VENV)/skyrl
 SKYRL_PYTHON ?= python3.12
 VERL := $(VENV)/verl
@@ -51,7 +54,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check check-mypy check-pyright docs chaos bench setup clean
+.PHONY: demo test test-all test-gpu test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-oracles test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check check-mypy check-pyright docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -95,6 +98,11 @@ test-agents: $(AGENTS)/ready $(VERIFIERS)/ready $(OPENENV)/ready
 	PYTHONPATH=$(CURDIR)/$(AGENTS):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/agents_real/against_*.py
 	PATH="$(CURDIR)/$(VERIFIERS)/bin:$$PATH" PYTHONPATH=$(CURDIR)/$(VERIFIERS):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/verifiers_real/against_*.py
 	PYTHONPATH=$(CURDIR)/$(OPENENV):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/openenv_real/against_*.py
+
+# Without a checkout, the tests with it are skipped.
+test-oracles: $(ORACLES)/ready
+	PRIME_RL="$(PRIME_RL)" SLIME="$(SLIME)" PYTHONPATH=$(CURDIR)/$(ORACLES) \
+		$(BIN)/python $(AGAINST) tests/oracles_real/against_*.py
 
 # Ray's warnings are no errors. Its processes begin as Python starts them, without the paths of pytest.
 test-ray: private WARNINGS := -W default
@@ -160,9 +168,10 @@ test-atropos-skyrl: $(READY)
 		$(WITH_SKYRL)/bin/python $(AGAINST) tests/atropos_skyrl_real/against_*.py
 
 # Packages beside those of .venv, in a folder that only the tests with them have on their path. Some wheels have folders
-# that are not their own. gem, for ROLL, refuses Python 3.12.1 and later by its metadata alone.
-$(WITH_ROLL)/ready: private OPTIONS := --ignore-requires-python
-$(AGENTS)/ready $(VERIFIERS)/ready $(OPENENV)/ready $(TRACKERS)/ready $(TRL)/ready $(RAY)/ready $(VERL)/ready $(WITH_PRIME_RL)/ready $(WITH_ROLL)/ready: $(VENV)/%/ready: scripts/%/requirements.txt | $(READY)
+# that are not their own. gem, for ROLL, refuses Python 3.12.1 and later by its metadata alone; of
+# SkyRL, which refuses 3.11, the oracles run functions.
+$(WITH_ROLL)/ready $(ORACLES)/ready: private OPTIONS := --ignore-requires-python
+$(AGENTS)/ready $(VERIFIERS)/ready $(OPENENV)/ready $(TRACKERS)/ready $(TRL)/ready $(ORACLES)/ready $(RAY)/ready $(VERL)/ready $(WITH_PRIME_RL)/ready $(WITH_ROLL)/ready: $(VENV)/%/ready: scripts/%/requirements.txt | $(READY)
 	rm -rf $(@D)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps $(OPTIONS) --target $(@D) --requirement $<
 	rm -rf $(addprefix $(@D)/,tests scripts recipe tutorial)
@@ -175,7 +184,7 @@ $(VLLM)/ready $(WITH_SKYRL)/ready $(WITH_ATROPOS)/ready: $(VENV)/%/ready: script
 	touch $@
 
 # Every week too, each in a job of its own: .github/workflows/weekly.yml.
-PLUGINS := test-agents test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl
+PLUGINS := test-agents test-trackers test-ray test-oracles test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl
 
 test-plugins:
 	$(MAKE) --keep-going --jobs=1 $(PLUGINS)
