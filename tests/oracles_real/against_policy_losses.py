@@ -1,19 +1,16 @@
 """Policy losses beside the code of the peers: values, and gradients by log π. `make test-oracles` runs this file.
 
-A row names a loss of penstock and the same of a peer. Rows are compared on all batches; where they name some, the rest
-of this file shows the difference on the others.
+Rows are compared on all batches, or on those that they name: `against_differences` shows what differs on the others.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
-import torch
 from tests.oracles_real import of_areal, of_openrlhf, of_prime_rl, of_skyrl, of_slime, of_trl, of_verl
-from tests.oracles_real.batches import BATCHES, LONGEST, Batch, Peer, agree, chosen, differentiated, ours
+from tests.oracles_real.batches import BATCHES, LONGEST, agree, chosen
+from tests.oracles_real.rows import BY_SEQUENCE, NEAR, OF_SKYRL, OF_TRL, OF_VERL, PPO, Row, cells
 
 from penstock.losses import (
     CISPO,
@@ -26,61 +23,35 @@ from penstock.losses import (
     ClipCov,
     ImportanceWeight,
     KLCov,
-    Loss,
     PPOClip,
 )
 
-
-class Row(NamedTuple):
-    name: str
-    ours: Loss
-    peer: Peer
-    batches: tuple[str, ...] = tuple(BATCHES)
-    gradient_only: bool = False
-    """True if the peer has another value with the same gradient."""
-
-
-NEAR = ("near", "apart", "one advantage", "no advantage")
-"""Batches without extremes: log-ratios within the bounds of every peer."""
-
-BY_SEQUENCE = ("one advantage", "no advantage")
-"""Batches with one advantage for all tokens of a sequence: the gradient of the peer's ratio is that of the sequence."""
-
-WIDE = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 1e30}
-"""The bounds of `PPO` for verl, with a dual clip that no value reaches: it has always one."""
-
-SKY = {"eps_clip_low": 0.2, "eps_clip_high": 0.3, "policy_loss_type": "regular"}
-
-EPSILON = {"epsilon_low": 0.2, "epsilon_high": 0.3}
-
-PPO = PPOClip(0.2, 0.3, old="proximal")
-
 VERL: list[Row] = [
-    Row("vanilla", PPO, of_verl.policy_loss("vanilla", **WIDE)),
+    Row("vanilla", PPO, of_verl.policy_loss("vanilla", **OF_VERL)),
     Row(
         "vanilla dual clip",
         PPOClip(0.2, 0.3, dual_clip=3.0, old="proximal"),
-        of_verl.policy_loss("vanilla", **WIDE | {"clip_ratio_c": 3.0}),
+        of_verl.policy_loss("vanilla", **OF_VERL | {"clip_ratio_c": 3.0}),
     ),
     Row(
         "vanilla seq-mean-token-sum",
         PPO.aggregated("seq-mean-token-sum"),
-        of_verl.policy_loss("vanilla", "seq-mean-token-sum", **WIDE),
+        of_verl.policy_loss("vanilla", "seq-mean-token-sum", **OF_VERL),
     ),
     Row(
         "vanilla seq-mean-token-mean",
         PPO.aggregated("seq-mean-token-mean"),
-        of_verl.policy_loss("vanilla", "seq-mean-token-mean", **WIDE),
+        of_verl.policy_loss("vanilla", "seq-mean-token-mean", **OF_VERL),
     ),
     Row(
         "vanilla seq-mean-token-sum-norm",
         PPO.aggregated("seq-mean-token-sum-norm", longest=LONGEST),
-        of_verl.policy_loss("vanilla", "seq-mean-token-sum-norm", **WIDE),
+        of_verl.policy_loss("vanilla", "seq-mean-token-sum-norm", **OF_VERL),
     ),
     Row(
         "vanilla loss_scale_factor",
         PPO.aggregated("seq-mean-token-sum-norm", longest=31),
-        of_verl.policy_loss("vanilla", "seq-mean-token-sum-norm", scale=31, **WIDE),
+        of_verl.policy_loss("vanilla", "seq-mean-token-sum-norm", scale=31, **OF_VERL),
     ),
     Row(
         "dppo_tv",
@@ -92,7 +63,7 @@ VERL: list[Row] = [
         DPPO("kl", low=0.01, high=0.02, highest=1.5),
         of_verl.policy_loss("dppo_kl", old="rollout", clip_ratio_low=0.01, clip_ratio_high=0.02, clip_ratio_c=1.5),
     ),
-    Row("gspo", GSPO(0.2, 0.3), of_verl.policy_loss("gspo", **WIDE), NEAR),
+    Row("gspo", GSPO(0.2, 0.3), of_verl.policy_loss("gspo", **OF_VERL), NEAR),
     Row(
         "gspo seq-mean-token-mean",
         GSPO(0.02, 0.03).aggregated("seq-mean-token-mean"),
@@ -119,7 +90,7 @@ VERL: list[Row] = [
     Row(
         "clip_cov",
         ClipCov(0.2, 0.3, share=1.0, least=0.1, most=0.9, old="proximal"),
-        of_verl.policy_loss("clip_cov", **WIDE, clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=0.9),
+        of_verl.policy_loss("clip_cov", **OF_VERL, clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=0.9),
     ),
     Row(
         "kl_cov",
@@ -130,26 +101,26 @@ VERL: list[Row] = [
 ]
 
 SKYRL: list[Row] = [
-    Row("ppo_policy_loss", PPO, of_skyrl.policy_loss("ppo_policy_loss", **SKY)),
+    Row("ppo_policy_loss", PPO, of_skyrl.policy_loss("ppo_policy_loss", **OF_SKYRL)),
     Row(
         "ppo_policy_loss dual clip",
         PPOClip(0.2, 0.3, dual_clip=3.0, old="proximal"),
-        of_skyrl.policy_loss("ppo_policy_loss", **SKY | {"policy_loss_type": "dual_clip", "clip_ratio_c": 3.0}),
+        of_skyrl.policy_loss("ppo_policy_loss", **OF_SKYRL | {"policy_loss_type": "dual_clip", "clip_ratio_c": 3.0}),
     ),
     Row(
         "ppo_policy_loss sequence_mean",
         PPO.aggregated("seq-mean-token-mean", counted="all"),
-        of_skyrl.policy_loss("ppo_policy_loss", "sequence_mean", **SKY),
+        of_skyrl.policy_loss("ppo_policy_loss", "sequence_mean", **OF_SKYRL),
     ),
     Row(
         "ppo_policy_loss seq_mean_token_sum_norm",
         PPO.aggregated("seq-mean-token-sum-norm", longest=of_skyrl.BOUND, counted="all"),
-        of_skyrl.policy_loss("ppo_policy_loss", "seq_mean_token_sum_norm", **SKY),
+        of_skyrl.policy_loss("ppo_policy_loss", "seq_mean_token_sum_norm", **OF_SKYRL),
     ),
     Row(
         "ppo_policy_loss prompt_mean",
         PPO.aggregated("prompt-mean"),
-        of_skyrl.policy_loss("ppo_policy_loss", "prompt_mean", **SKY),
+        of_skyrl.policy_loss("ppo_policy_loss", "prompt_mean", **OF_SKYRL),
     ),
     Row(
         "sapo_policy_loss",
@@ -159,7 +130,7 @@ SKYRL: list[Row] = [
     Row(
         "gspo_policy_loss",
         GSPO(0.2, 0.3).aggregated("seq-mean-token-mean", counted="all"),
-        of_skyrl.policy_loss("gspo_policy_loss", "sequence_mean", **SKY),
+        of_skyrl.policy_loss("gspo_policy_loss", "sequence_mean", **OF_SKYRL),
         NEAR,
     ),
     Row(
@@ -181,14 +152,12 @@ SKYRL: list[Row] = [
     Row(
         "rollout_is_policy_loss",
         AdvantageWeighted() * ImportanceWeight(high=1.3, low=0.8, beyond="mask"),
-        of_skyrl.policy_loss("rollout_is_policy_loss", **SKY),
+        of_skyrl.policy_loss("rollout_is_policy_loss", **OF_SKYRL),
     ),
     Row(
         "dppo_policy_loss binary_tv",
         DPPO("tv", low=0.05, high=0.1, highest=math.inf),
-        of_skyrl.policy_loss(
-            "dppo_policy_loss", dppo={"dppo_type": "binary_tv", "delta_low": 0.05, "delta_high": 0.1}
-        ),
+        of_skyrl.policy_loss("dppo_policy_loss", dppo={"dppo_type": "binary_tv", "delta_low": 0.05, "delta_high": 0.1}),
         NEAR,
         gradient_only=True,
     ),
@@ -207,7 +176,7 @@ SKYRL: list[Row] = [
         of_skyrl.policy_loss(
             "compute_policy_loss_clip_cov",
             None,
-            **SKY,
+            **OF_SKYRL,
             clip_cov={"clip_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.9},
         ),
     ),
@@ -220,16 +189,16 @@ SKYRL: list[Row] = [
 ]
 
 TRL: list[Row] = [
-    Row("grpo", PPO.aggregated("seq-mean-token-mean", counted="all"), of_trl.loss_of("grpo", **EPSILON)),
-    Row("bnpo", PPO, of_trl.loss_of("bnpo", **EPSILON)),
-    Row("dapo", PPO, of_trl.loss_of("dapo", **EPSILON)),
+    Row("grpo", PPO.aggregated("seq-mean-token-mean", counted="all"), of_trl.loss_of("grpo", **OF_TRL)),
+    Row("bnpo", PPO, of_trl.loss_of("bnpo", **OF_TRL)),
+    Row("dapo", PPO, of_trl.loss_of("dapo", **OF_TRL)),
     Row(
         "dr_grpo",
         PPO.aggregated("seq-mean-token-sum-norm", longest=20, counted="all"),
-        of_trl.loss_of("dr_grpo", **EPSILON),
+        of_trl.loss_of("dr_grpo", **OF_TRL),
     ),
-    Row("luspo", PPO.aggregated("seq-mean-token-sum", counted="all"), of_trl.loss_of("luspo", **EPSILON)),
-    Row("dapo delta", PPOClip(0.2, 0.3, dual_clip=2.0, old="proximal"), of_trl.loss_of("dapo", **EPSILON, delta=2.0)),
+    Row("luspo", PPO.aggregated("seq-mean-token-sum", counted="all"), of_trl.loss_of("luspo", **OF_TRL)),
+    Row("dapo delta", PPOClip(0.2, 0.3, dual_clip=2.0, old="proximal"), of_trl.loss_of("dapo", **OF_TRL, delta=2.0)),
     Row(
         "grpo sequence",
         GSPO(0.02, 0.03).aggregated("seq-mean-token-mean", counted="all"),
@@ -274,13 +243,20 @@ AREAL: list[Row] = [
 
 SLIME: list[Row] = [
     Row("compute_policy_loss", PPO, of_slime.ppo()),
-    Row("compute_policy_loss eps_clip_c", PPOClip(0.2, 0.3, dual_clip=3.0, old="proximal"), of_slime.ppo(dual_clip=3.0)),
+    Row(
+        "compute_policy_loss eps_clip_c", PPOClip(0.2, 0.3, dual_clip=3.0, old="proximal"), of_slime.ppo(dual_clip=3.0)
+    ),
     Row("compute_gspo_kl", GSPO(0.2, 0.3), of_slime.ppo("sequence"), BY_SEQUENCE),
     Row("compute_cispo_loss", CISPO(0.8, 1.3, old="proximal"), of_slime.cispo(0.2, 0.3)),
 ]
 
 PRIME_RL: list[Row] = [
-    Row("default_loss_fn", DPPO("tv", low=0.05, high=0.1, highest=math.inf), of_prime_rl.default(0.05, 0.1), gradient_only=True),
+    Row(
+        "default_loss_fn",
+        DPPO("tv", low=0.05, high=0.1, highest=math.inf),
+        of_prime_rl.default(0.05, 0.1),
+        gradient_only=True,
+    ),
 ]
 
 TABLE: dict[str, list[Row]] = {
@@ -293,14 +269,7 @@ TABLE: dict[str, list[Row]] = {
     "prime-rl": PRIME_RL,
 }
 
-CELLS = [
-    pytest.param(row, batch, id=f"{release}: {row.name}: {batch}")
-    for release, rows in TABLE.items()
-    for row in rows
-    for batch in row.batches
-]
 
-
-@pytest.mark.parametrize(("row", "batch"), CELLS)
+@pytest.mark.parametrize(("row", "batch"), cells(TABLE))
 def test_a_policy_loss_has_the_value_and_the_gradient_of_the_peer(row: Row, batch: str) -> None:
     agree(row.ours, row.peer, BATCHES[batch], value=not row.gradient_only, prepare=chosen(row.ours))

@@ -1,8 +1,8 @@
-"""Batches in both layouts: rectangles [B, L] with a mask, as the peers have them, and packed tokens, as penstock has."""
+"""Batches in two layouts: rectangles [B, L] with a mask, as of the peers, and packed tokens, as of penstock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.losses import Loss, Scored
 
-__all__ = ["BATCHES", "GROUPS", "LONGEST", "Batch", "Peer", "agree", "chosen", "differentiated", "ours"]
+__all__ = ["BATCHES", "GROUPS", "LONGEST", "Batch", "Peer", "agree", "chosen", "differentiated", "ours", "shifted"]
 
 TOKENS = (5, 9, 1, 0, 7, 4, 1, 6)
 """Tokens of each sequence that train; the fourth has none."""
@@ -50,8 +50,8 @@ class Batch:
 
     def packed(self, new: Tensor) -> Scored:
         """Return the tokens that train, with `new` [T] as log-probabilities of the policy."""
-        groups = torch.tensor(GROUPS)
-        counts = torch.bincount(groups, self.mask.sum(1), minlength=len(set(GROUPS)))
+        groups = torch.tensor(GROUPS[: self.sequences])
+        counts = torch.bincount(groups, self.mask.sum(1))
         columns: dict[str, Any] = {
             "behavior_logprobs": self.rollout[self.mask],
             "proximal_logprobs": self.old[self.mask],
@@ -79,6 +79,13 @@ def made(seed: int, spread: float, *, by_token: bool = True, zero: bool = False)
     advantages[4] = 0.0
     columns = (away(old), old, rollout, away(old), advantages * (not zero))
     return Batch(*(torch.tensor(np.where(mask, each, PADDING)) for each in columns), torch.tensor(mask))
+
+
+def shifted(log_ratio: float, advantages: Sequence[float] = (-1.0,)) -> Batch:
+    """Return one sequence of three tokens, whose log-ratio to every other policy is the same."""
+    new = torch.full((1, 3), min(log_ratio, 0.0) - 1.0, dtype=torch.float64)
+    of_tokens = torch.tensor(advantages, dtype=torch.float64).expand(1, 3)
+    return Batch(new, *[new - log_ratio] * 3, of_tokens, torch.ones(1, 3, dtype=torch.bool))
 
 
 BATCHES: Mapping[str, Batch] = {

@@ -10,7 +10,7 @@ from tests.oracles_real.batches import Batch, Peer
 from tests.oracles_real.release import checkout
 from torch import Tensor
 
-__all__ = ["default", "ref_kl"]
+__all__ = ["default"]
 
 LOSS = "prime_rl.trainer.rl.loss"
 
@@ -32,8 +32,3 @@ def default(low: float, high: float) -> Peer:
     """Return `default_loss_fn` without its second term."""
     config = SimpleNamespace(dppo_mask_low=low, dppo_mask_high=high, adv_tau=1.0, kl_tau=0.0)
     return lambda batch: sums("default_loss_fn", batch, config)
-
-
-def ref_kl() -> Peer:
-    """Return `ref_kl_loss_fn`."""
-    return lambda batch: sums("ref_kl_loss_fn", batch)

@@ -97,7 +97,9 @@ def approx_kl(kind: str, *, with_ratio: bool = False) -> Callable[[Batch], Tenso
 
     def estimates(batch: Batch) -> Tensor:
         new, old, reference = (each[batch.mask] for each in (batch.new, batch.old, batch.reference))
-        values: Tensor = slime(PPO, "compute_approx_kl")(new, reference, kind, (new - old).exp() if with_ratio else None)
+        values: Tensor = slime(PPO, "compute_approx_kl")(
+            new, reference, kind, (new - old).exp() if with_ratio else None
+        )
         return values
 
     return estimates

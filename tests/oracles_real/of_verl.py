@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from tests.oracles_real.batches import Batch, Peer
@@ -30,12 +29,13 @@ def config_of(**options: Any) -> Any:
 def policy_loss(
     name: str, aggregation: str = "token-mean", old: str = "old", scale: int | None = None, **options: Any
 ) -> Peer:
-    """Return the policy loss of a function `compute_policy_loss_<name>`; `scale` is that of `seq-mean-token-sum-norm`."""
+    """Return the loss `compute_policy_loss_<name>`; `scale` is that of `seq-mean-token-sum-norm`."""
 
     def loss(batch: Batch) -> Tensor:
         config = config_of(**options)
         if scale is not None:
             config.global_batch_info["loss_scale_factor"] = scale
+        value: Tensor
         value, _ = VERL.get(CORE, f"compute_policy_loss_{name}")(
             old_log_prob=getattr(batch, old),
             log_prob=batch.new,
@@ -49,37 +49,31 @@ def policy_loss(
     return loss
 
 
-def weighted(level: str, threshold: str | float, aggregation: str = "token-mean") -> Peer:
+def weighted(level: str, threshold: str | float, **options: Any) -> Peer:
     """Return PPO against the recomputed policy, times the weights of `compute_rollout_correction_weights`."""
 
     def loss(batch: Batch) -> Tensor:
         weights, _ = VERL.get(CORRECTION, "compute_rollout_correction_weights")(
             batch.old - batch.rollout, batch.floats, level, threshold
         )
-        value, _ = VERL.get(CORE, "compute_policy_loss_vanilla")(
-            batch.old,
-            batch.new,
-            batch.advantages,
-            batch.floats,
-            aggregation,
-            config_of(clip_ratio_c=1e9),
-            weights,
-        )
+        ppo, config = VERL.get(CORE, "compute_policy_loss_vanilla"), config_of(**options)
+        value: Tensor
+        value, _ = ppo(batch.old, batch.new, batch.advantages, batch.floats, "token-mean", config, weights)
         return value
 
     return loss
 
 
-def rejecting(options: str, thresholds: str) -> Peer:
-    """Return the sum of −log π · A over the tokens that `compute_rollout_rejection_mask` keeps."""
+def rejecting(criteria: str, thresholds: str, **options: Any) -> Peer:
+    """Return PPO over the tokens that `compute_rollout_rejection_mask` keeps, divided by all that train."""
 
     def loss(batch: Batch) -> Tensor:
         kept, _ = VERL.get(CORRECTION, "compute_rollout_rejection_mask")(
-            batch.old - batch.rollout, batch.floats, options, thresholds
+            batch.old - batch.rollout, batch.floats, criteria, thresholds
         )
-        value, _ = VERL.get(CORE, "compute_policy_loss_gpg")(
-            batch.old, batch.new, batch.advantages, kept, "token-sum", SimpleNamespace(global_batch_info={})
-        )
-        return value
+        ppo, config = VERL.get(CORE, "compute_policy_loss_vanilla"), config_of(**options)
+        value: Tensor
+        value, _ = ppo(batch.old, batch.new, batch.advantages, kept, "token-sum", config)
+        return value / batch.mask.sum()
 
     return loss

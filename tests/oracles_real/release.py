@@ -11,8 +11,8 @@ Decorators that enter a function in a registry are left out, for a registry may 
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import importlib
 import os
@@ -72,7 +72,9 @@ class Names(dict[str, Any]):
 
     def _execute(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            statement.decorator_list = [each for each in statement.decorator_list if not LEFT_OUT.match(ast.unparse(each))]
+            statement.decorator_list = [
+                each for each in statement.decorator_list if not LEFT_OUT.match(ast.unparse(each))
+            ]
         for each in read_at_once(statement):  # the body of a class does not ask `__missing__`
             self.get_or_define(each)
         whole = ast.Module([statement], [])
@@ -122,7 +124,10 @@ class Release:
         try:
             return getattr(self.module(module), name)
         except (AttributeError, ImportError) as error:
-            pytest.fail(f"{self.name}: expected {module}.{name}, got none ({error}): compare with what replaced it")
+            pytest.fail(
+                f"{self.name}: expected {module}.{name}, got none ({error}): compare with what replaced it, or add a "
+                f"package that it imports to scripts/oracles/requirements.txt"
+            )
 
     def module(self, name: str) -> Any:
         """Return a module of this release, or another one that is installed."""
