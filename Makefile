@@ -19,7 +19,7 @@
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
 #   make test-ray        stages on clusters of Ray on this machine; installs Ray first (100 MB)
 #   make test-verl       verl's own trainer, on a CPU; installs verl, Ray and what they need first (580 MB)
-#   make test-plugins PRIME_RL=../prime-rl ROLL=../roll ATROPOS=../atropos   agents, trackers, Ray and all of these trainers, one after the
+#   make test-plugins PRIME_RL=../prime-rl SLIME=../slime ROLL=../roll ATROPOS=../atropos   agents, trackers, Ray and all of these trainers, one after the
 #                        other; those that failed are named at the end
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
@@ -99,11 +99,6 @@ test-agents: $(AGENTS)/ready $(VERIFIERS)/ready $(OPENENV)/ready
 	PATH="$(CURDIR)/$(VERIFIERS)/bin:$$PATH" PYTHONPATH=$(CURDIR)/$(VERIFIERS):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/verifiers_real/against_*.py
 	PYTHONPATH=$(CURDIR)/$(OPENENV):$(CURDIR) $(BIN)/python $(AGAINST) -W default tests/openenv_real/against_*.py
 
-# Without a checkout, the tests with it are skipped.
-test-oracles: $(ORACLES)/ready
-	PRIME_RL="$(PRIME_RL)" SLIME="$(SLIME)" PYTHONPATH=$(CURDIR)/$(ORACLES) \
-		$(BIN)/python $(AGAINST) tests/oracles_real/against_*.py
-
 # Ray's warnings are no errors. Its processes begin as Python starts them, without the paths of pytest.
 test-ray: private WARNINGS := -W default
 test-ray: private BELOW := :$(CURDIR)
@@ -116,12 +111,14 @@ test-skyrl: $(WITH_SKYRL)/ready
 	$(WITH_SKYRL)/bin/python $(AGAINST) tests/skyrl_real/against_skyrl.py
 
 COMMIT_OF_PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
+COMMIT_OF_SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 COMMIT_OF_ROLL := 8eb27cc2dc34c4d1310b169d9b86d339004d811a
 COMMIT_OF_ATROPOS := 296a0bc55760e43b9c0743c052f8d6c2732606d1
 
 # A recipe looks at the checkouts that it needs before it installs anything.
 CHECK = scripts/check_checkout.sh $@
 CHECK_PRIME_RL = $(CHECK) PRIME_RL https://github.com/PrimeIntellect-ai/prime-rl $(COMMIT_OF_PRIME_RL) "$(PRIME_RL)"
+CHECK_SLIME = $(CHECK) SLIME https://github.com/THUDM/slime $(COMMIT_OF_SLIME) "$(SLIME)"
 CHECK_ROLL = $(CHECK) ROLL https://github.com/alibaba/ROLL $(COMMIT_OF_ROLL) "$(ROLL)"
 CHECK_ATROPOS = $(CHECK) ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
 
@@ -131,6 +128,13 @@ test-prime-rl: $(READY)
 	$(CHECK_PRIME_RL)
 	$(MAKE) $(WITH_PRIME_RL)/ready $(TRACKERS)/ready
 	PYTHONPATH=$(AT) $(BIN)/python $(AGAINST) tests/prime_rl/against_prime_rl.py
+
+# Without one of the checkouts, the tests with it are skipped.
+test-oracles: $(ORACLES)/ready
+	$(if $(PRIME_RL),$(CHECK_PRIME_RL))
+	$(if $(SLIME),$(CHECK_SLIME))
+	PRIME_RL="$(PRIME_RL)" SLIME="$(SLIME)" PYTHONPATH=$(CURDIR)/$(ORACLES) \
+		$(BIN)/python $(AGAINST) tests/oracles_real/against_*.py
 
 # ROLL's checkout has a package `tests`, as penstock has: a link to its package `roll` alone is on the path. Its
 # warnings, and those of Ray, are no errors.

@@ -17,7 +17,7 @@ from tests.oracles_real.batches import BATCHES, Peer, agree, chosen, differentia
 from tests.oracles_real.rows import OF_SKYRL, OF_VERL, PPO
 
 from penstock import AdvantageNormalizer
-from penstock.losses import DPPO, GSPO, KL, ClipCov, PPOClip
+from penstock.losses import DPPO, GSPO, KL, ClipCov, KLCov, PPOClip
 from penstock.testing import drive, group
 
 BOUNDED: dict[str, Peer] = {
@@ -123,6 +123,23 @@ def test_clip_cov_holds_back_as_many_tokens_as_verl_and_others_of_them() -> None
     theirs = differentiated(of_verl.policy_loss("clip_cov", **OF_VERL, **options), given).gradient
 
     assert int((bare & (found == 0)).sum()) == int((bare & (theirs == 0)).sum()) == int(0.1 * given.mask.sum())
+
+
+@pytest.mark.parametrize("batch", ["near", "apart", "one advantage"])
+def test_the_divergence_of_skyrls_kl_cov_is_a_sum_and_its_bounds_of_a_covariance_are_those_of_a_share(
+    batch: str,
+) -> None:
+    """SkyRL divides the advantages, before the loss, by the tokens of the batch; the rest of the loss it does not."""
+    given = BATCHES[batch]
+    tokens = int(given.mask.sum())
+    kl_cov = KLCov(share=0.3, weight=0.7 * tokens, old="proximal")
+    clip_cov = ClipCov(0.2, 0.3, share=1.0, least=0.1, most=0.9, old="proximal")
+    bounds = {"clip_ratio": 1.0, "clip_cov_lb": 0.1 / tokens, "clip_cov_ub": 0.9 / tokens}
+
+    theirs = of_skyrl.policy_loss("compute_policy_loss_kl_cov", kl_cov={"kl_cov_frac": 0.3, "ppo_kl_coef": 0.7})
+    agree(kl_cov, theirs, given, prepare=chosen(kl_cov))
+    theirs = of_skyrl.policy_loss("compute_policy_loss_clip_cov", clip_cov=bounds, **OF_SKYRL)
+    agree(clip_cov, theirs, given, prepare=chosen(clip_cov))
 
 
 def test_a_dual_clip_leaves_a_value_that_the_clip_of_verl_bounds() -> None:

@@ -42,7 +42,12 @@ def ours(term: Term, policy: Tensor, teacher: Tensor, chosen_by: str) -> Tensor:
     """Return [T] the values of a term; the tokens are 0, 1, 2 and so on."""
     predicted, tokens = torch.log_softmax(policy, -1), torch.arange(TOKENS)
     ids, logprobs = candidates(policy.detach(), teacher, chosen_by)
-    columns = {"predicted": predicted, "tokens": tokens, "teacher_ids": ids, "teacher_logprobs": logprobs}
+    columns: dict[str, Any] = {
+        "predicted": predicted,
+        "tokens": tokens,
+        "teacher_ids": ids,
+        "teacher_logprobs": logprobs,
+    }
     return term.per_token(scored(predicted[tokens, tokens], torch.ones(TOKENS), **columns)).values
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tests.stages.losses.scoring import scored
 from torch import Tensor
 
@@ -70,22 +71,28 @@ def made(seed: int, spread: float, *, by_token: bool = True, zero: bool = False)
     for row, tokens in zip(mask, TOKENS, strict=True):
         row[random.choice(LONGEST, tokens, replace=False)] = True
 
-    def away(center: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return np.minimum(center + np.clip(spread * random.standard_normal(shape), -19.5, 19.5), -1e-4)
+    def away(center: NDArray[np.float64]) -> NDArray[np.float64]:
+        moved: NDArray[np.float64] = np.minimum(
+            center + np.clip(spread * random.standard_normal(shape), -19.5, 19.5), -1e-4
+        )
+        return moved
 
     rollout = -random.gamma(0.7, 1.5, shape) - 20 * (random.random(shape) < 0.5) * (spread > 5)
     old = away(rollout)
     advantages = random.standard_normal(shape if by_token else (shape[0], 1)) * np.ones(shape)
     advantages[4] = 0.0
-    columns = (away(old), old, rollout, away(old), advantages * (not zero))
-    return Batch(*(torch.tensor(np.where(mask, each, PADDING)) for each in columns), torch.tensor(mask))
+    columns = {"new": away(old), "old": old, "rollout": rollout, "reference": away(old)}
+    columns["advantages"] = advantages * (not zero)
+    padded = {name: torch.tensor(np.where(mask, each, PADDING)) for name, each in columns.items()}
+    return Batch(mask=torch.tensor(mask), **padded)
 
 
 def shifted(log_ratio: float, advantages: Sequence[float] = (-1.0,)) -> Batch:
     """Return one sequence of three tokens, whose log-ratio to every other policy is the same."""
     new = torch.full((1, 3), min(log_ratio, 0.0) - 1.0, dtype=torch.float64)
     of_tokens = torch.tensor(advantages, dtype=torch.float64).expand(1, 3)
-    return Batch(new, *[new - log_ratio] * 3, of_tokens, torch.ones(1, 3, dtype=torch.bool))
+    other = new - log_ratio
+    return Batch(new, other, other, other, of_tokens, torch.ones(1, 3, dtype=torch.bool))
 
 
 BATCHES: Mapping[str, Batch] = {

@@ -87,7 +87,8 @@ def opsm(delta: float) -> Peer:
             sequences(batch.advantages, batch),
             ones(batch),
         )
-        return (clipped(batch, "token", None) * mask).mean()
+        values: Tensor = clipped(batch, "token", None) * mask
+        return values.mean()
 
     return loss
 

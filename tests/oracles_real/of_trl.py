@@ -100,7 +100,7 @@ def trainer(name: str = "grpo", **options: Any) -> Any:
 def collecting() -> dict[str, Any]:
     """Return the attributes to which a trainer appends what it logs."""
     logs = defaultdict[str, Any](list, rewards=defaultdict(list), extra=defaultdict(list))
-    pending = {"_pending_extra_logs": {}, "_pending_metrics": {}}
+    pending: dict[str, Any] = {"_pending_extra_logs": {}, "_pending_metrics": {}}
     return {"_metrics": {"train": defaultdict(list)}, "_logs": logs, "model": Model(), **pending}
 
 
@@ -124,7 +124,7 @@ def completions(made: Any, batch: Batch, rewards: Tensor) -> dict[str, Any]:
     """Return what `_generate_and_score_completions` makes of a batch with `rewards` [B, number of functions]."""
     rows, longest = batch.mask.shape
     prompts, ids, texts = [[1]] * rows, [[1] * longest] * rows, [""] * rows
-    more = (batch.mask.long().tolist(), texts, batch.rollout.tolist(), {}, None, None)
+    more: tuple[Any, ...] = (batch.mask.long().tolist(), texts, batch.rollout.tolist(), {}, None, None)
     made.__dict__.update(
         _generate=lambda _: (prompts, ids, *(more if "GRPO" in type(made).__name__ else [texts])),
         _calculate_rewards=lambda *_: rewards,
@@ -168,7 +168,7 @@ def corrected(mode: str, low: float | None, high: float) -> Peer:
     """Return DAPO's loss with the importance weights of vLLM's samples."""
 
     def loss(batch: Batch) -> Tensor:
-        correction = {"mode": mode, "clip_min": low, "clip_max": high}
+        correction: dict[str, Any] = {"mode": mode, "clip_min": low, "clip_max": high}
         made = trainer(
             loss_type="dapo",
             use_vllm=True,
