@@ -14,7 +14,7 @@
 #   make test-atropos-roll ATROPOS=../atropos ROLL=../roll   environments of Atropos, trained by ROLL's pipeline on a CPU
 #   make test-gpu        kernels, weights, training, sampling and runs on a GPU of this machine; eight minutes at most
 #   make test-oracles    losses, masks and advantages beside the code of verl, TRL, SkyRL, AReaL and OpenRLHF; installs 50 MB first
-#   make test-oracles PRIME_RL=../prime-rl SLIME=../slime   and beside that of prime-rl and slime, whose checkouts are there
+#   make test-oracles PRIME_RL=../prime-rl SLIME=../slime ROLL=../roll   and beside that of these, whose checkouts are there
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
 #   make test-ray        stages on clusters of Ray on this machine; installs Ray first (100 MB)
@@ -133,7 +133,8 @@ test-prime-rl: $(READY)
 test-oracles: $(ORACLES)/ready
 	$(if $(PRIME_RL),$(CHECK_PRIME_RL))
 	$(if $(SLIME),$(CHECK_SLIME))
-	PRIME_RL="$(PRIME_RL)" SLIME="$(SLIME)" PYTHONPATH=$(CURDIR)/$(ORACLES) \
+	$(if $(ROLL),$(CHECK_ROLL))
+	PRIME_RL="$(PRIME_RL)" SLIME="$(SLIME)" ROLL="$(ROLL)" PYTHONPATH=$(CURDIR)/$(ORACLES) \
 		$(BIN)/python $(AGAINST) tests/oracles_real/against_*.py
 
 # ROLL's checkout has a package `tests`, as penstock has: a link to its package `roll` alone is on the path. Its

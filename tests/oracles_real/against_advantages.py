@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.oracles_real import of_openrlhf, of_skyrl, of_trl, of_verl
 from tests.oracles_real.batches import Batch
+from tests.oracles_real.release import checkout
 from torch import Tensor
 
 from penstock import AdvantageNormalizer, TrajectoryGroup
@@ -72,14 +73,17 @@ class Rollouts(NamedTuple):
         )
 
 
-def made(seed: int, sizes: tuple[int, ...], *, equal: bool = False, holes: bool = True) -> Rollouts:
-    """Return rollouts whose rewards are exact in float32; those of the last group are equal, or all are."""
+def made(seed: int, sizes: tuple[int, ...], *, equal: bool = False, whole: bool = False) -> Rollouts:
+    """Return rollouts whose rewards are exact in float32; those of the last group are equal, or all are.
+
+    Two tokens of each do not train, nor do those behind its length, which is the longest in `whole` ones.
+    """
     random = np.random.default_rng(seed)
     count = sum(sizes)
     lengths = random.integers(1, LONGEST + 1, count)
     lengths[1] = 1
-    mask = np.arange(LONGEST) < lengths[:, None]
-    mask[:, 3:5] &= not holes
+    mask = whole | (np.arange(LONGEST) < lengths[:, None])
+    mask[:, 3:5] = False
     parts = random.integers(0, 4, (count, len(WEIGHTS))) / 2
     parts[count - sizes[-1] :] = parts[-1]
     if equal:
@@ -94,9 +98,10 @@ ROLLOUTS = {
     "even": made(2, (4, 4, 4)),
     "pairs": made(3, (2, 2, 2, 2)),
     "equal": made(4, (4, 4), equal=True),
+    "whole": made(5, (3, 3, 3), whole=True),
 }
 
-EVEN = ("even", "pairs", "equal")
+EVEN = ("even", "pairs", "equal", "whole")
 
 Advantages = Callable[[Rollouts], Tensor]
 
@@ -159,6 +164,20 @@ def trl(name: str = "grpo", *, of_parts: bool = False, **options: Any) -> Advant
     return advantages
 
 
+def roll(estimator: str, *, whitens: bool) -> Advantages:
+    """Return the advantages of ROLL's `compute_advantage`, whose checkout `ROLL` names; they are of float32."""
+
+    def advantages(given: Rollouts) -> Tensor:
+        data = SimpleNamespace(batch={"token_level_rewards": given.token_rewards, "values": given.values}, meta_info={})
+        checkout("ROLL").get("roll.utils.functionals", "compute_advantage")(
+            data, GAMMA, LAMBDA, estimator, whiten_advantages=whitens, response_mask=given.floats
+        )
+        found: Tensor = data.batch["advantages"]
+        return found
+
+    return advantages
+
+
 class Row(NamedTuple):
     library: Any
     name: str
@@ -168,7 +187,7 @@ class Row(NamedTuple):
     rollouts: tuple[str, ...] = tuple(ROLLOUTS)
 
 
-DIFFERENT = ("ragged", "even", "pairs")
+DIFFERENT = ("ragged", "even", "pairs", "whole")
 """Rollouts that can be whitened."""
 
 TABLE = [
@@ -210,10 +229,12 @@ TABLE = [
         trl(of_parts=True, multi_objective_aggregation="normalize_then_sum"),
         EVEN,
     ),
+    Row("roll", "reinforce", "reinforce++", roll("reinforce", whitens=True), ("whole",)),
+    Row("roll", "gae", "gae", roll("gae", whitens=False)),
     Row("trl", "rloo", "rloo", trl("rloo", beta=0.0, normalize_advantages=False, reward_clip_range=None), EVEN),
 ]
 
-RELEASES = {"verl": of_verl.VERL, "skyrl": of_skyrl.SKYRL, "trl": of_trl.TRL}
+RELEASES = {"verl": of_verl.VERL, "skyrl": of_skyrl.SKYRL, "trl": of_trl.TRL, "roll": "ROLL"}
 
 CELLS = [
     pytest.param(row, rollouts, id=f"{RELEASES[row.library]}: {row.name}: {rollouts}")
@@ -224,11 +245,12 @@ CELLS = [
 
 def stage(row: Row, given: Rollouts) -> AdvantageNormalizer:
     """Return the stage with the preset of the library."""
-    gathers = row.mode in ("batch", "gdpo", "reinforce++", "reinforce++-baseline", "gae")
+    gathers = row.mode in ("batch", "gdpo", "reinforce++", "reinforce++-baseline")
+    whitens = row.mode == "gae" and row.library != "roll"
     return AdvantageNormalizer(
         row.mode,
         preset=row.library,
-        batch_groups=len(given.sizes) if gathers else None,
+        batch_groups=len(given.sizes) if gathers or whitens else None,
         gamma=GAMMA if row.mode in ("reinforce++", "gae") else 1.0,
         gae_lambda=LAMBDA if row.mode == "gae" else 1.0,
         components=WEIGHTS if row.mode == "gdpo" else None,
