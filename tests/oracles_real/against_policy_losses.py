@@ -31,7 +31,7 @@ VERL: list[Row] = [
     Row(
         "vanilla dual clip",
         PPOClip(0.2, 0.3, dual_clip=3.0, old="proximal"),
-        of_verl.policy_loss("vanilla", **OF_VERL | {"clip_ratio_c": 3.0}),
+        of_verl.policy_loss("vanilla", clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0),
     ),
     Row(
         "vanilla seq-mean-token-sum",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ LONGEST = 11
 WEIGHTS = {"right": 1.0, "short": 0.5, "polite": 2.0}
 
 
-class Rollouts(NamedTuple):
+@dataclass(frozen=True)
+class Rollouts:
     """Responses of several groups as rectangles, float64 but the mask and the index."""
 
     sizes: tuple[int, ...]
