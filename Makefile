@@ -13,11 +13,13 @@
 #                        each with an interpreter of its own; installs what test-atropos and test-skyrl install
 #   make test-atropos-roll ATROPOS=../atropos ROLL=../roll   environments of Atropos, trained by ROLL's pipeline on a CPU
 #   make test-gpu        kernels, weights, training, sampling and runs on a GPU of this machine; eight minutes at most
+#   make test-oracles    losses, masks and advantages beside the code of verl, TRL, SkyRL, AReaL and OpenRLHF; installs 50 MB first
+#   make test-oracles PRIME_RL=../prime-rl SLIME=../slime ROLL=../roll   and beside that of these, whose checkouts are there
 #   make test-trl        TRL's own trainers, on a CPU; installs TRL first (11 MB)
 #   make test-skyrl SKYRL_PYTHON=python3.12   SkyRL's own trainers, on a CPU; installs SkyRL and torch first (6 GB), takes minutes
 #   make test-ray        stages on clusters of Ray on this machine; installs Ray first (100 MB)
 #   make test-verl       verl's own trainer, on a CPU; installs verl, Ray and what they need first (580 MB)
-#   make test-plugins PRIME_RL=../prime-rl ROLL=../roll ATROPOS=../atropos   agents, trackers, Ray and all of these trainers, one after the
+#   make test-plugins PRIME_RL=../prime-rl SLIME=../slime ROLL=../roll ATROPOS=../atropos   agents, trackers, Ray and all of these trainers, one after the
 #                        other; those that failed are named at the end
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
@@ -40,6 +42,7 @@ VERIFIERS := $(VENV)/verifiers
 OPENENV := $(VENV)/openenv
 TRACKERS := $(VENV)/trackers
 TRL := $(VENV)/trl
+ORACLES := $(VENV)/oracles
 WITH_SKYRL := $(VENV)/skyrl
 SKYRL_PYTHON ?= python3.12
 VERL := $(VENV)/verl
@@ -51,7 +54,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check check-mypy check-pyright docs chaos bench setup clean
+.PHONY: demo test test-all test-gpu test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-oracles test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check check-mypy check-pyright docs chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -108,12 +111,14 @@ test-skyrl: $(WITH_SKYRL)/ready
 	$(WITH_SKYRL)/bin/python $(AGAINST) tests/skyrl_real/against_skyrl.py
 
 COMMIT_OF_PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
+COMMIT_OF_SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 COMMIT_OF_ROLL := 8eb27cc2dc34c4d1310b169d9b86d339004d811a
 COMMIT_OF_ATROPOS := 296a0bc55760e43b9c0743c052f8d6c2732606d1
 
 # A recipe looks at the checkouts that it needs before it installs anything.
 CHECK = scripts/check_checkout.sh $@
 CHECK_PRIME_RL = $(CHECK) PRIME_RL https://github.com/PrimeIntellect-ai/prime-rl $(COMMIT_OF_PRIME_RL) "$(PRIME_RL)"
+CHECK_SLIME = $(CHECK) SLIME https://github.com/THUDM/slime $(COMMIT_OF_SLIME) "$(SLIME)"
 CHECK_ROLL = $(CHECK) ROLL https://github.com/alibaba/ROLL $(COMMIT_OF_ROLL) "$(ROLL)"
 CHECK_ATROPOS = $(CHECK) ATROPOS https://github.com/NousResearch/atropos $(COMMIT_OF_ATROPOS) "$(ATROPOS)"
 
@@ -123,6 +128,14 @@ test-prime-rl: $(READY)
 	$(CHECK_PRIME_RL)
 	$(MAKE) $(WITH_PRIME_RL)/ready $(TRACKERS)/ready
 	PYTHONPATH=$(AT) $(BIN)/python $(AGAINST) tests/prime_rl/against_prime_rl.py
+
+# Without one of the checkouts, the tests with it are skipped.
+test-oracles: $(ORACLES)/ready
+	$(if $(PRIME_RL),$(CHECK_PRIME_RL))
+	$(if $(SLIME),$(CHECK_SLIME))
+	$(if $(ROLL),$(CHECK_ROLL))
+	PRIME_RL="$(PRIME_RL)" SLIME="$(SLIME)" ROLL="$(ROLL)" PYTHONPATH=$(CURDIR)/$(ORACLES) \
+		$(BIN)/python $(AGAINST) tests/oracles_real/against_*.py
 
 # ROLL's checkout has a package `tests`, as penstock has: a link to its package `roll` alone is on the path. Its
 # warnings, and those of Ray, are no errors.
@@ -160,9 +173,10 @@ test-atropos-skyrl: $(READY)
 		$(WITH_SKYRL)/bin/python $(AGAINST) tests/atropos_skyrl_real/against_*.py
 
 # Packages beside those of .venv, in a folder that only the tests with them have on their path. Some wheels have folders
-# that are not their own. gem, for ROLL, refuses Python 3.12.1 and later by its metadata alone.
-$(WITH_ROLL)/ready: private OPTIONS := --ignore-requires-python
-$(AGENTS)/ready $(VERIFIERS)/ready $(OPENENV)/ready $(TRACKERS)/ready $(TRL)/ready $(RAY)/ready $(VERL)/ready $(WITH_PRIME_RL)/ready $(WITH_ROLL)/ready: $(VENV)/%/ready: scripts/%/requirements.txt | $(READY)
+# that are not their own. gem, for ROLL, refuses Python 3.12.1 and later by its metadata alone; of
+# SkyRL, which refuses 3.11, the oracles run functions.
+$(WITH_ROLL)/ready $(ORACLES)/ready: private OPTIONS := --ignore-requires-python
+$(AGENTS)/ready $(VERIFIERS)/ready $(OPENENV)/ready $(TRACKERS)/ready $(TRL)/ready $(ORACLES)/ready $(RAY)/ready $(VERL)/ready $(WITH_PRIME_RL)/ready $(WITH_ROLL)/ready: $(VENV)/%/ready: scripts/%/requirements.txt | $(READY)
 	rm -rf $(@D)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps $(OPTIONS) --target $(@D) --requirement $<
 	rm -rf $(addprefix $(@D)/,tests scripts recipe tutorial)
@@ -175,7 +189,7 @@ $(VLLM)/ready $(WITH_SKYRL)/ready $(WITH_ATROPOS)/ready: $(VENV)/%/ready: script
 	touch $@
 
 # Every week too, each in a job of its own: .github/workflows/weekly.yml.
-PLUGINS := test-agents test-trackers test-ray test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl
+PLUGINS := test-agents test-trackers test-ray test-oracles test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl
 
 test-plugins:
 	$(MAKE) --keep-going --jobs=1 $(PLUGINS)

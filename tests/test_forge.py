@@ -39,7 +39,9 @@ def test_the_weekly_jobs_are_the_targets_of_test_plugins_with_the_same_commits()
     matrix = load(ROOT / ".github/workflows/weekly.yml")["jobs"]["plugins"]["strategy"]["matrix"]
     others = matrix["include"]
     targets = re.search(r"^PLUGINS := (.*)$", makefile, re.MULTILINE)
-    checkouts = {(name, job[name]) for job in others for name in ("prime-rl", "roll", "atropos") if name in job}
+    checkouts = {
+        (name, job[name]) for job in others for name in ("prime-rl", "slime", "roll", "atropos") if name in job
+    }
 
     assert targets is not None
     assert sorted([*matrix["target"], *(job["target"] for job in others)]) == sorted(targets[1].split())

@@ -58,8 +58,8 @@ class GMPO(RatioTerm):
 
     Zhao et al., "Geometric-Mean Policy Optimization" (arXiv:2507.20673). A token is clipped where its log-ratio is
     beyond the bound in the direction of A, and has no gradient then. The bounds are on the logarithm, and wide: 0.4 is
-    the paper's. Sequences weigh the same with `aggregated("seq-mean-token-mean")`, as in the paper; it is then verl's
-    `geo_mean` for tokens of one advantage.
+    the paper's. Sequences weigh the same with `aggregated("seq-mean-token-mean")`, as in the paper; with
+    `counted="all"` too it is verl's `geo_mean` for tokens of one advantage.
     """
 
     clip_low: float = 0.4
