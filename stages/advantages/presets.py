@@ -1,6 +1,6 @@
 """Rules of the trainer libraries where they differ from each other and from us: ε, groups of one, masked sequences.
 
-Taken from the sources of verl 0.9.1, SkyRL 0.3.0, TRL 1.16.0 and ROLL (main of 2026), and compared with the results of
+Taken from the sources of verl 0.9.1, SkyRL 0.4.0, TRL 1.16.0 and ROLL (main of 2026), and compared with the results of
 the first three. σ has ddof = 1 in all of them. A preset gives their numbers in float64: the noise of their float32 sums
 (in verl seven rewards of 1/3 have advantages of 0.03) is left out, and where they raise or return NaN it gives 0.
 """
