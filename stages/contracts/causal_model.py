@@ -127,7 +127,7 @@ class Cache(Protocol):
 
 @runtime_checkable
 class HasVocabulary(Protocol):
-    """A model that knows the number of its tokens, as `HFModel`: prompts with others are refused."""
+    """A model that knows the number of its tokens, as `HFModel`: sequences with others are refused."""
 
     @property
     def vocabulary(self) -> int:

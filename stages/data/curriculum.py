@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._pipeline.errors import InvalidConfig
+from ..._pipeline.util.atomic_file import write_atomically
 from ..._schemas.numbers import normalize_counts, number_or_nan
 
 DTYPE = np.dtype("<f4")
@@ -64,10 +65,13 @@ class RateFile:
         return float("nan") if self._mapped is None else float(self._mapped[place])
 
     def begin(self, rates: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Write the file with `rates` [rows], or with NaN, in its place; return its memory [rows], to change."""
+        """Write the file with `rates` [rows], or with NaN, in its place; return its memory [rows], to change.
+
+        A file of another size is replaced, and never truncated: a process that reads it would be killed by a signal.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if not self._is_whole():
-            self._path.write_bytes(np.full(self._rows, np.nan, DTYPE).tobytes())
+            write_atomically(self._path, np.full(self._rows, np.nan, DTYPE).tobytes())
         memory: NDArray[np.float32] = np.memmap(self._path, DTYPE, "r+", shape=(self._rows,))
         memory[:] = np.nan if rates is None else rates
         return memory

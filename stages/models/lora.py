@@ -52,7 +52,8 @@ def insert(module: nn.Module, lora: LoRA) -> None:
     try:
         peft.inject_adapter_in_model(config, module, adapter_name=ADAPTER)
     except (ValueError, re.error) as error:
-        raise InvalidConfig(f"LoRA.targets: expected names of layers, got {lora.targets!r}: {error}") from None
+        said = " ".join(str(error).split())
+        raise InvalidConfig(f"LoRA.targets: expected names of layers, got {lora.targets!r}: {said}") from None
     except (TypeError, RuntimeError) as error:  # of torch: a size beyond 64 bits, or beyond the memory
         said = str(error).partition("\n")[0]
         raise InvalidConfig(f"LoRA.rank: expected adapters that fit, got rank {lora.rank}: {said}") from None

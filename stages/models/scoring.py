@@ -25,7 +25,7 @@ from ..._schemas.columns import run_starts
 from ..._schemas.conversion import convert
 from ..contracts.attention import Attention
 from ..contracts.autocast import autocast_on, computing_in
-from ..contracts.causal_model import CausalModel, check_packing, packs, positions_in
+from ..contracts.causal_model import CausalModel, HasVocabulary, check_packing, packs, positions_in
 from ..contracts.sampling_params import TEMPERATURES
 from ..losses.distributions import Distributions
 from ..losses.products import dtype_of_inputs
@@ -182,7 +182,7 @@ def scored_tokens(
     if own is not None:
         known[TEMPERATURE] = own
     passes_hidden = reads(model)
-    check_lengths(model, packed)
+    check_sequences(model, packed)
     check_packing(model)
     for part in micro_batches(packed, known, micro_batch_tokens, device, packs=packs(model)):
         of_part = partial(_called, use, part.targets)
@@ -190,11 +190,13 @@ def scored_tokens(
         yield part.columns["place"].cpu().numpy(), found
 
 
-def check_lengths(model: object, sequences: Sequences) -> None:
-    """Check that `model` has a position for each token of each sequence, if it states how many it has.
+def check_sequences(model: object, sequences: Sequences) -> None:
+    """Check that `model` has a position and an embedding for each token, if it states how many it has.
+
+    A device reports a token without an embedding by an error without its name, after which it computes no more.
 
     Raises:
-        InvalidRecord: a sequence has more tokens than the model has positions.
+        InvalidRecord: a sequence has more tokens than the model has positions, or a token that the model lacks.
     """
     bound, lengths = positions_in(model), np.diff(sequences.cu_seqlens)
     if bound is not None and len(lengths) and lengths.max() > bound:
@@ -202,6 +204,14 @@ def check_lengths(model: object, sequences: Sequences) -> None:
         raise InvalidRecord(
             f"{_name_of(sequences, row)}: expected at most {bound} tokens, the positions of the model, got "
             f"{lengths[row]}: lower max_length of SourceEnv, or its prompts and max_completion_tokens"
+        )
+    if isinstance(model, HasVocabulary) and (unknown := sequences.tokens >= model.vocabulary).any():
+        place = int(unknown.argmax())
+        row = int(np.searchsorted(sequences.cu_seqlens, place, side="right")) - 1
+        raise InvalidRecord(
+            f"{_name_of(sequences, row)}: expected tokens below {model.vocabulary}, the vocabulary of a "
+            f"{type(model).__name__}, got {sequences.tokens[place]}: use the tokenizer of the model, and models that "
+            f"have the same"
         )
 
 

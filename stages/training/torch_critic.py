@@ -33,7 +33,7 @@ from ..losses.metrics import Metric, merge
 from ..losses.terms import LossValue
 from ..losses.value import value_loss
 from ..models.micro_batches import MicroBatch, empty_micro_batch, micro_batches
-from ..models.scoring import check_lengths, read_values
+from ..models.scoring import check_sequences, read_values
 from ..models.torch_sharding import Trainable, bare, is_shared, load_weights
 from ..models.torch_weights_file import stored_weights
 from .optimizers import OptimizerRecipe
@@ -144,7 +144,7 @@ class TrainedCritic:
                 "advantages: expected a batch without, whose advantages the critic makes, got a column: leave out the "
                 "AdvantageNormalizer, or the critic"
             )
-        check_lengths(bare(self.given.model), batch)
+        check_sequences(bare(self.given.model), batch)
 
     # -- training ------------------------------------------------------------------------------------------------------
 

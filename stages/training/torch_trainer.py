@@ -53,7 +53,14 @@ from ..losses.products import check_backward_dtype
 from ..losses.scored import Scored
 from ..losses.terms import Aggregated, Loss, LossTerm, LossValue
 from ..models.micro_batches import MicroBatch, Packed, empty_micro_batch, micro_batches
-from ..models.scoring import TEMPERATURE, check_lengths, check_temperature, own_temperatures, read_distributions, reads
+from ..models.scoring import (
+    TEMPERATURE,
+    check_sequences,
+    check_temperature,
+    own_temperatures,
+    read_distributions,
+    reads,
+)
 from ..models.torch_sharding import Trainable, bare, is_shared, load_weights
 from ..models.torch_weights_file import stored_weights
 from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer, copy_tokenizer
@@ -279,8 +286,8 @@ class TorchTrainer:
                 "momentum and decay alone. A Batcher drops such groups"
             )
         check_temperature(batch.groups, self._temperature, "TorchTrainer")
-        check_lengths(bare(self._model), batch)
-        check_lengths(self._reference, batch)
+        check_sequences(bare(self._model), batch)
+        check_sequences(self._reference, batch)
         if self._critic is not None:
             self._critic.check(batch)
         clock = StepClock(self._policy.device)

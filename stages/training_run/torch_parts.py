@@ -219,10 +219,12 @@ class RunParts:
         data = self.config.data
         if not data.sets:
             return [self._dataset(split, data.path, data.prompt, "")] if data.path else []
-        return [self._dataset(split, each.path, each.prompt, each.name) for each in data.sets]
+        return [
+            self._dataset(split, each.path, each.prompt, each.name, place=place) for place, each in enumerate(data.sets)
+        ]
 
     def _dataset(
-        self, split: Split, path: str, prompt: str, name: str, *, evaluation: float | None = None
+        self, split: Split, path: str, prompt: str, name: str, *, evaluation: float | None = None, place: int = 0
     ) -> PromptDataset:
         data, trains = self.config.data, split == "train" and evaluation is None
         return PromptDataset(
@@ -235,7 +237,7 @@ class RunParts:
             chat=self.chat,
             system=data.system or "",
             max_prompt_tokens=data.max_prompt_tokens,
-            curriculum=_curriculum(self.config, name or Path(path).stem) if trains else None,
+            curriculum=_curriculum(self.config, place) if trains else None,
             name=name,
         )
 
@@ -532,12 +534,12 @@ def _normalizer_of(algorithm: AlgorithmConfig, components: Mapping[str, float]) 
         raise InvalidConfig(f"config: algorithm.advantages: {error}") from None
 
 
-def _curriculum(config: RunConfig, name: str) -> Curriculum | None:
-    """Return the curriculum of a set, whose file is in the folder of the run."""
+def _curriculum(config: RunConfig, place: int) -> Curriculum | None:
+    """Return the curriculum of a set, whose file in the folder of the run has its place: a name may be no file's."""
     given = config.data.curriculum
     if given is None:
         return None
-    path = Path(config.folder).absolute() / "curriculum" / name
+    path = Path(config.folder).absolute() / "curriculum" / f"{place}.rates"
     return Curriculum(path, given.easy, given.hard, given.revisit)
 
 

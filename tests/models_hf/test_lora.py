@@ -14,6 +14,7 @@ import torch
 import transformers
 from anyio import to_thread
 from safetensors.torch import load_file, save_file
+from tests.models_hf.mixtures import QWEN3, write_mixture
 from torch import Tensor
 
 from penstock import TrainBatch, Worker
@@ -405,3 +406,12 @@ def test_adapters_of_an_embedding_are_trained_saved_exported_and_loaded(
 def test_adapters_of_an_embedding_that_is_the_head_too_are_refused(target: str, model_folder: ModelFolder) -> None:
     with pytest.raises(InvalidConfig, match=rf"LoRA.targets: expected layers that share no weights, got .*{target}"):
         HFModel.from_pretrained(model_folder("qwen2"), lora=LoRA(rank=4, targets=(target, "q_proj")))
+
+
+@pytest.mark.parametrize("targets", [("gate_up_proj",), ("experts",), ("gate_proj",), "layers.0.mlp.experts", ".*("])
+def test_targets_that_are_no_layers_of_a_mixture_are_refused_in_one_line(targets: Any, tmp_path: Path) -> None:
+    write_mixture(tmp_path, **QWEN3)
+
+    with pytest.raises(InvalidConfig, match=r"^LoRA.targets: expected names of layers.*\Z") as refused:
+        HFModel.from_pretrained(tmp_path, lora=LoRA(rank=4, targets=targets))
+    assert "\n" not in str(refused.value)

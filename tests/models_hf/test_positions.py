@@ -1,4 +1,4 @@
-"""Sequences longer than the positions of a model: refused by both numbers where it has a table of them."""
+"""Sequences beyond the tables of a model: longer than its positions, or of other tokens. Refused by both numbers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from structlog.testing import capture_logs
 
 from penstock import TrainBatch, Worker
 from penstock.errors import InvalidConfig, InvalidRecord
+from penstock.losses import KL, PPOClip
 from penstock.models import HFModel
 from penstock.policies import SamplingParams
 from penstock.runs import RunConfig, describe_run, load_run_config, train
 from penstock.testing import batch, drive, group
-from penstock.torch import TorchPolicy, TorchReference, TorchTrainer
+from penstock.torch import Critic, TorchPolicy, TorchReference, TorchTrainer
 
 ModelFolder = Callable[[str], Path]
 
@@ -108,6 +109,31 @@ def test_a_trainer_names_the_sequence_that_has_more_tokens_than_positions(folder
 async def test_a_reference_names_it_too(folder: Path) -> None:
     with pytest.raises(InvalidRecord, match=r"sequence 1: expected at most 24 tokens.*got 25"):
         await drive(TorchReference(partial(model, folder)), [group(completion_lengths=[3, 23])])
+
+
+@pytest.mark.parametrize("role", ["policy", "critic", "reference"])
+def test_a_trainer_names_the_sequence_that_has_a_token_without_an_embedding(folder: Path, role: str) -> None:
+    other = model(folder)
+    other.module.resize_token_embeddings(50)
+    roles: dict[str, Any] = {"reference": other, "critic": Critic(model=other, optimizer=torch.optim.SGD)}
+    given = {role: roles[role]} if role in roles else {}
+    loss = PPOClip() + 0.1 * KL("k3") if role == "reference" else PPOClip()
+    trainer = TorchTrainer(model(folder) if given else other, optimizer=torch.optim.SGD, loss=loss, **given)
+    packed = batch(
+        groups=2, completion_lengths=[3], prompt_length=1, advantages=None if role == "critic" else np.ones(4)
+    )
+    tokens = np.arange(44, 52, dtype=np.int32)
+
+    with pytest.raises(InvalidRecord, match=r"test/1: repetition 0: expected tokens below 50, the vocabulary .*got 50"):
+        trainer.step(msgspec.structs.replace(packed, tokens=tokens))
+
+
+async def test_a_stage_of_a_reference_names_it_too(folder: Path) -> None:
+    with pytest.raises(InvalidRecord, match=r"sequence 0: expected tokens below \d+, the vocabulary .*got 100000"):
+        await drive(
+            TorchReference(partial(model, folder)),
+            [group(completion_lengths=[2], prompt_length=1, tokens=np.array([1, 2, 100_000], np.int32))],
+        )
 
 
 def configured(folder: Path, rows: Path, *overrides: str) -> RunConfig:

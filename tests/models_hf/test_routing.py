@@ -132,6 +132,16 @@ def test_later_updates_keep_the_experts_of_the_first_pass(
     assert (float((first - second).abs().max()) < 1e-3) == kept
 
 
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 16},
     "mixtral": {},
@@ -140,8 +150,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4},
     "glm4_moe": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "minimax_m2": {"rotary_dim": 8},
+    "qwen3_next": {**LINEAR, "shared_expert_intermediate_size": 16},
+    "qwen3_5_moe_text": {**LINEAR, "shared_expert_intermediate_size": 16},
+    "granitemoehybrid": {**MAMBA, "shared_intermediate_size": 16, "layer_types": LINEAR["layer_types"]},
+    "jamba": {**MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
 }
-"""Mixtures with softmax, sigmoid, groups of experts, shared experts, biases, and layers without experts."""
+"""Mixtures with softmax, sigmoid, groups of experts, shared experts, biases, layers without experts, and states, whose
+prompts of different lengths are read one after the other."""
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -153,7 +168,7 @@ def test_mixtures_of_other_families_are_replayed_too(kind: str, tmp_path: Path) 
     replayed, _ = stepped(disturbed(make()), batch, router_replay="R3")
     free, _ = stepped(disturbed(make()), batch)
 
-    assert replayed.largest < CLOSE
+    assert replayed.largest < 3 * CLOSE  # states round more: they are summed token by token, or by chunks
     assert free.largest > 100 * CLOSE
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from anyio import to_thread
 from tests.fake_policy import FakePolicy, Letters
@@ -15,6 +16,7 @@ from penstock.data import Curriculum, Mixture, PromptDataset, SuccessRates
 from penstock.errors import InvalidConfig
 from penstock.policies import SamplingParams
 from penstock.testing import drive, drive_source, group
+from penstock.training import ResumePoint
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{n}+1="} for n in range(8)]
 
@@ -119,9 +121,47 @@ async def test_a_run_of_its_own_begins_without_rewards(dataset: PromptDataset) -
     assert (await left_out(dataset, range(8, 16))) == {}
 
 
-async def test_a_state_of_other_sets_is_refused(dataset: PromptDataset) -> None:
-    with pytest.raises(ValueError, match=r"expected the sets \['rows'\], got \['others'\]"):
-        SuccessRates(dataset).load_state_dict({"others": ""})
+async def test_a_set_of_another_name_and_file_goes_on_with_its_rewards(dataset: PromptDataset, tmp_path: Path) -> None:
+    stage = SuccessRates(dataset)
+    await drive(stage, sampled())
+    moved = replace(dataset, name="renamed", curriculum=Curriculum(tmp_path / "moved"))
+
+    resumed = SuccessRates(moved)
+    resumed.load_state_dict(stage.state_dict())
+    await drive(resumed, [])
+
+    assert (await left_out(moved, range(8, 16))) == (await left_out(dataset, range(8, 16))) != {}
+
+
+async def test_a_source_that_begins_first_reads_the_rewards_of_the_checkpoint(dataset: PromptDataset) -> None:
+    stage = SuccessRates(dataset)
+    await drive(stage, sampled())
+    state, before = stage.state_dict(), (await left_out(dataset, range(8, 16)))
+    await drive(SuccessRates(dataset), sampled({4: [1.0, 1.0]}))
+
+    resumed = SuccessRates(dataset)
+    resumed.load_state_dict(state)
+    await to_thread.run_sync(resumed.resume_from, ResumePoint(1, {}))
+
+    assert (await left_out(dataset, range(8, 16))) == before
+    assert resumed.state_dict() == state
+
+
+@pytest.mark.parametrize("state", [{"1": ""}, {"rows": ""}, {"0": 5}, {"0": "!"}, {"0": "AAA="}, [1], None], ids=str)
+async def test_a_state_that_is_not_one_is_refused(dataset: PromptDataset, state: Any) -> None:
+    with pytest.raises((ValueError, msgspec.ValidationError), match=r"expected the rewards|Expected|Invalid|multiple"):
+        SuccessRates(dataset).load_state_dict(state)
+
+
+async def test_a_file_that_is_read_is_replaced_instead_of_cut(dataset: PromptDataset) -> None:
+    many = replace(dataset, source=ROWS * 2000)
+    await drive(SuccessRates(many), sampled({15998: [1.0, 1.0]}))
+    read = await to_thread.run_sync(many)
+    assert (await to_thread.run_sync(read.prompt, 31998)).left_out
+
+    await drive(SuccessRates(dataset), sampled())
+
+    assert (await to_thread.run_sync(read.prompt, 31998)).left_out
 
 
 async def test_a_state_of_other_rows_is_refused(dataset: PromptDataset) -> None:
