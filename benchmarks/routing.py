@@ -159,6 +159,7 @@ def main() -> None:
         folder = Path(temporary)
         write_model(folder)
         ratios: dict[str, list[float]] = {"sampling": [], "step": []}
+        completions: list[Any] = []
         for repeat in range(options.repeats):
             plain, without = anyio.run(partial(sampled, folder, recorded=False))
             completions, recorded = anyio.run(partial(sampled, folder, recorded=True))

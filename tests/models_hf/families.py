@@ -208,7 +208,7 @@ def differences(folder: Path) -> Differences:
     weights = torch.randn(64, generator=generator)
 
     alone = [theirs(each[None], use_cache=False).logits[0] for each in sequences]
-    sum((each @ weights).sum() for each in alone).backward()
+    torch.autograd.backward(torch.stack([(each @ weights).sum() for each in alone]).sum())
     rows = [sequences] if ours.packs else [[each] for each in sequences]
     tokens, positions, attend = packed_rows(*rows)
     logits = ours(tokens, positions=positions, attend=attend)

@@ -208,7 +208,8 @@ def test_what_cannot_be_replayed_is_refused_by_name(folder: Path, batch: TrainBa
     for reason, record in records.items():
         with pytest.raises(InvalidRecord, match=reason):
             stepped(model, msgspec.structs.replace(batch, routed_experts=record), router_replay="R3")
-    for option in ({"router_replay": "R3"}, {"router_replay": "R2"}, {"router_aux_loss": 0.1}):
+    options: list[dict[str, Any]] = [{"router_replay": "R3"}, {"router_replay": "R2"}, {"router_aux_loss": 0.1}]
+    for option in options:
         with pytest.raises(InvalidConfig, match=f"{next(iter(option))}: expected a mixture of experts, .* a TinyModel"):
             TorchTrainer(TinyModel(), optimizer=SGD, **option)
         with pytest.raises(InvalidConfig, match="expected a model that is not compiled"):
