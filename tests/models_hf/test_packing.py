@@ -132,7 +132,7 @@ def blind(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: An
 def of_another_kernel(tmp_path: Path) -> HFModel:
     """Return a model whose kernel is not tried where it is loaded."""
     transformers.AttentionInterface.register("blind", blind)
-    return HFModel.from_pretrained(saved(made("llama", vocab_size=512), tmp_path), attention="blind")
+    return HFModel.from_pretrained(saved(made("llama", vocab_size=1024), tmp_path), attention="blind")
 
 
 def test_another_kernel_is_tried_in_the_first_step_before_it_trains(of_another_kernel: HFModel) -> None:
