@@ -8,7 +8,7 @@ Axes: b rows, H heads, D width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -55,14 +55,16 @@ def cache_of(states: Any, config: Any) -> HFCache:
     return HFJoinableCache(states) if _joins(states, config) else HFCache(states)
 
 
+def blocks_with_states(module: nn.Module) -> list[Any]:
+    """Return the layers of `module` that keep their states in themselves (RecurrentGemma)."""
+    return [block for block in module.modules() if hasattr(block, "conv1d_state") and hasattr(block, "rg_lru")]
+
+
 @contextmanager
-def lent_states(module: nn.Module, states: Any) -> Iterator[None]:
-    """Lend the states of a cache to the layers of `module` that keep theirs in themselves (RecurrentGemma)."""
-    own: list[Any] = [
-        block for block in module.modules() if hasattr(block, "conv1d_state") and hasattr(block, "rg_lru")
-    ]
-    layers = [layer for layer in states.layers if type(layer).__name__ in STATES]
-    pairs = list(zip(own, layers, strict=True)) if own else []
+def lent_states(blocks: Sequence[Any], states: Any) -> Iterator[None]:
+    """Lend the states of a cache to `blocks_with_states` of its model."""
+    layers = [layer for layer in states.layers if type(layer).__name__ in STATES] if blocks else []
+    pairs = list(zip(blocks, layers, strict=True))
     for block, layer in pairs:
         block.conv1d_state, block.rg_lru.recurrent_states = layer.conv_states[0], layer.recurrent_states[0]
     try:

@@ -41,7 +41,7 @@ from . import hf_attention, hf_packing
 from . import lora as adapters_of
 from .adapter_config import lora_of
 from .hf_buffers import compute_buffers
-from .hf_cache import HFCache, cache_of, lent_states
+from .hf_cache import HFCache, blocks_with_states, cache_of, lent_states
 from .hf_routing import HFRouters
 from .lora_config import LoRA
 from .model_files import ADAPTER_CONFIG, check_configurations, check_model_files
@@ -97,6 +97,8 @@ class HFModel(nn.Module):
             "cache_params" if "cache_params" in signature(module.forward).parameters else "past_key_values"
         )
         """Name of the argument for the cache."""
+        self._blocks_with_states = blocks_with_states(module)
+        """Layers whose states are lent to them for each call."""
         self._window = hf_attention.window_of(module)
         """Keys that a token of a layer with a sliding window sees, if there are such layers."""
         if lora is not None:
@@ -220,7 +222,7 @@ class HFModel(nn.Module):
             hidden = found.last_hidden_state.view(*tokens.shape, -1)
             return self.module.get_output_embeddings()(hidden, self._finish, read)
         if cache is not None:
-            with lent_states(self.module, cache.states):
+            with lent_states(self._blocks_with_states, cache.states):
                 found = self.module(
                     input_ids=tokens,
                     attention_mask=self._mask(attend, cached=True),

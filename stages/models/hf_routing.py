@@ -109,9 +109,11 @@ class HFRouters:
             return own(*args, **kwargs)
         with _Choice(self.experts, self.chosen, routes.chosen(place)) as choice:
             outputs = own(*args, **kwargs)
-        if choice.indices is None or not any(output is choice.indices for output in outputs):
+        indices = choice.indices
+        if indices is None or not any(output is indices for output in outputs):
             raise self._unknown(router)
-        routes.note(place, choice.compact, outputs[index])
+        small = torch.uint8 if self.experts <= 2**8 else torch.int32
+        routes.note(place, indices.to(small), outputs[index])
         return outputs
 
     def _unknown(self, router: nn.Module) -> InvalidConfig:
@@ -132,12 +134,6 @@ class _Choice(TorchFunctionMode):
         self._given = given
         self.indices: Tensor | None = None
         """[F, E] int64 of the choice; None before it."""
-
-    @property
-    def compact(self) -> Tensor:
-        """Return [F, E] the choice in a small dtype."""
-        assert self.indices is not None  # noqa: S101 (asked for after a choice)
-        return self.indices.to(torch.uint8 if self._experts <= 2**8 else torch.int32)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `function`, and replace its result if it is the choice."""
