@@ -71,13 +71,15 @@ class HFRouters:
         tried = {_tried(router.module) for router in found}
         if None in tried or len(tried) != 1:
             raise self._unknown(found[0].module)
-        self.experts, self.chosen = next(iter(tried)) or (0, 0)
+        experts, chosen = next(iter(tried)) or (0, 0)
+        self.experts: int = experts
+        self.chosen: int = chosen
         if self.chosen < LEAST:
             raise InvalidConfig(
                 f"{name}: expected a mixture that chooses {LEAST} experts a token or more, got a {self._kind}, which "
                 f"chooses {self.chosen}: train it without router_replay"
             )
-        self.layers = tuple(router.layer for router in found)
+        self.layers: tuple[int, ...] = tuple(router.layer for router in found)
         self.depth: int = module.config.get_text_config().num_hidden_layers
         self._routes: Routes | None = None
         """Those in use; None outside of `using`."""
