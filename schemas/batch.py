@@ -1,8 +1,8 @@
 """`TrainBatch`: the input of an optimizer step. Groups packed end to end, never padded, with the ids to commit.
 
-Axes: B sequences, N tokens, G groups, K teacher candidates, L layers with experts, E of which each chooses. `Packer`
-copies each group once, straight into the batch's own memory, so that the slot a group came from is free again as soon
-as `add` returns.
+Axes: B sequences, N tokens, G groups, K teacher candidates, L layers with experts, E of which each chooses, W tokens
+that a token was drawn from. `Packer` copies each group once, straight into the batch's own memory, so that the slot a
+group came from is free again as soon as `add` returns.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[N, K]."""
     routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """[N, L, E] the experts that the sampling engine chose in each layer; zeros where it recorded none."""
+    support_ids: NDArray[np.int32] | None = None
+    """[N, W] the tokens that each could be drawn from, −1 where there are fewer; −1 alone for the whole vocabulary."""
     reward_parts: dict[str, NDArray[np.float32]] = {}
     """[B] each."""
 
@@ -282,7 +284,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         for name in (*TOKEN_COLUMNS, "position_ids"):
             column = getattr(self, name)
             if column is not None:
-                fill = pad_token if name == "tokens" else -1 if name == "teacher_ids" else 0
+                fill = pad_token if name == "tokens" else -1 if name in {"teacher_ids", "support_ids"} else 0
                 padded[name] = np.full((*mask.shape, *column.shape[1:]), fill, column.dtype)
                 padded[name][mask] = column
         return PaddedBatch(padded, mask)
@@ -489,12 +491,13 @@ class _Plan(NamedTuple):
     def described(self) -> str:
         """Return what each token has in the columns of more than one axis."""
         dtypes = dict(zip(self.form.names, self.form.dtypes, strict=True))
-        candidates, layers, experts = self.widths
+        candidates, layers, experts, support = self.widths
         taught = f"{candidates} teacher candidates" if "teacher_ids" in dtypes else ""
         routed = (
             f"{experts} experts of {layers} layers ({dtypes['routed_experts']})" if "routed_experts" in dtypes else ""
         )
-        return " and ".join(filter(None, (taught, routed)))
+        cut = f"a support of {support}" if "support_ids" in dtypes else ""
+        return " and ".join(filter(None, (taught, routed, cut)))
 
     def columns(self, memory: NDArray[np.uint8], tokens: int, chunks: list[list[bytes]]) -> dict[str, Array]:
         """Return all columns: those over tokens, `tokens` long, as views on `memory`, the others joined."""

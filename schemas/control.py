@@ -29,7 +29,7 @@ from .errors import UNREADABLE, InvalidConfig, ProtocolMismatch
 from .ids import MAX_REPETITION_ID, GroupId
 from .tokenizer import TokenizerIdentity
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Incremented with every change that an older peer would misread; peers of different versions reject each other by
 name."""
 

@@ -1,10 +1,10 @@
 """`TrajectoryGroup`: the unit that travels. All completions of one prompt, as numpy columns.
 
 Axes, used in every docstring below: S sequences, R rollouts, N tokens in all, K teacher candidates a token, L layers
-with experts, E of which each chooses for a token. Sequence s owns `tokens[offsets[s]:offsets[s + 1]]`: its prompt
-first, then the rest, with `loss_mask` true on the tokens that the policy sampled and that train. A rollout is one
-completion of the prompt. It has several sequences, its *branches*, if the history before some of its tokens is no
-continuation of the history before others.
+with experts, E of which each chooses for a token, W tokens that a token was drawn from. Sequence s owns
+`tokens[offsets[s]:offsets[s + 1]]`: its prompt first, then the rest, with `loss_mask` true on the tokens that the
+policy sampled and that train. A rollout is one completion of the prompt. It has several sequences, its *branches*, if
+the history before some of its tokens is no continuation of the history before others.
 
 `TrajectoryGroup.build` checks everything, once, where data enters; the plain constructor trusts its caller and is for
 code that already holds checked columns. A group is immutable: `with_…` methods return a new one that shares columns.
@@ -47,6 +47,7 @@ GROUP_RULES: dict[str, ColumnRule] = {
     "teacher_ids": ColumnRule(np.dtype(np.int32), ("NK",)),
     "teacher_logprobs": ColumnRule(np.dtype(np.float32), ("NK",)),
     "routed_experts": ColumnRule(np.dtype(np.uint8), ("NLE",), wide=np.dtype(np.uint16)),
+    "support_ids": ColumnRule(np.dtype(np.int32), ("NW",)),
 }
 
 GROUP_SCHEMA = Schema("group", GROUP_RULES, part_prefix=PART_PREFIX, part_rule="rewards")
@@ -84,6 +85,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[T, K]."""
     routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """[T, L, E] the experts that the sampling engine chose; zeros where it recorded none."""
+    support_ids: NDArray[np.int32] | None = None
+    """[T, W] the tokens that each could be drawn from, −1 where there are fewer."""
 
     @property
     def prompt_length(self) -> int:
@@ -142,6 +145,9 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """[N, L, E] the experts that the sampling engine chose in each layer, uint8 for up to 256. Zeros where it recorded
     none, as for the last token of a sequence: E experts of one token differ, so that no record has equal ones."""
+    support_ids: NDArray[np.int32] | None = None
+    """[N, W] the tokens that each could be drawn from, −1 where there are fewer than W; −1 alone where none was drawn,
+    or from the whole vocabulary. `behavior_logprobs` are those of the restricted distribution then."""
     reward_parts: dict[str, NDArray[np.float32]] = {}
     """[S] each: the contribution of every component of the reward bridge, and the raw score."""
     meta: JsonObject = {}
@@ -240,6 +246,8 @@ class TrajectoryGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 f"predicts it), got true at token {int(starts[where])}"
             )
         self._check_teacher()
+        if self.support_ids is not None:
+            check_support(self.tokens, self.loss_mask, self.support_ids)
 
     def _check_teacher(self) -> None:
         ids, logprobs = self.teacher_ids, self.teacher_logprobs
@@ -493,3 +501,22 @@ def _flat(name: str, values: ArrayLike | Sequence[ArrayLike]) -> Array:
         return np.concatenate([array for array in arrays if array.size] or arrays)  # [] has no dtype of its own
     except ValueError as error:
         raise InvalidRecord(f"{name}: expected rows of one depth and width, got others ({error})") from None
+
+
+def check_support(tokens: NDArray[np.int32], loss_mask: NDArray[np.bool_], support: NDArray[np.int32]) -> None:
+    """Check a column `support_ids` [N, W]: no id below −1, and each sampled token among those that it was drawn from.
+
+    Raises:
+        InvalidRecord: naming the first that is not.
+    """
+    if support.size and support.min() < -1:
+        raise InvalidRecord(f"support_ids: expected ids of 0 or more, or −1 for none, got {support.min()}")
+    own = support[loss_mask]
+    outside = (own != tokens[loss_mask][:, None]).all(1) & (own >= 0).any(1)
+    if outside.any():
+        place = int(np.flatnonzero(loss_mask)[outside.argmax()])
+        known = support[place][support[place] >= 0]
+        raise InvalidRecord(
+            f"support_ids: expected each sampled token among those that it was drawn from, got {tokens[place]} at "
+            f"token {place}, drawn from {known.tolist()}"
+        )

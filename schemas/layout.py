@@ -9,7 +9,7 @@ Several records of one form may lie together, as a *bundle*: then a column holds
 of the second, and so on (docs/decisions/0005).
 
 Axes: N tokens, S sequences, F offsets (S + 1 of each record), K teacher candidates a token, L layers with experts, E of
-which each chooses for a token.
+which each chooses for a token, W tokens that a token was drawn from.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ MOST_RECORDS = 2**16 - 1
 """Records in a bundle: the header of a slot counts them in 16 bits."""
 
 MOST_CANDIDATES = 2**20
-"""Teacher candidates a token: more than any vocabulary has. Where there are no tokens, no bytes bound them."""
+"""Teacher candidates a token, or tokens that it was drawn from: more than any vocabulary has. Where there are no
+tokens, no bytes bound them."""
 
 MOST_LAYERS, MOST_EXPERTS = 2**12, 2**16
 """Layers with experts, and experts that a layer chooses for a token: more than any model has."""
 
-AXES = ("N", "S", "F", "NK", "NLE")
+AXES = ("N", "S", "F", "NK", "NLE", "NW")
 """The axes, in the order of `AxisSizes.items`."""
 
 FRAME_BYTES = 2**16
@@ -93,7 +94,7 @@ def _cast(view: memoryview, item: Any) -> memoryview:
     return view.cast(item)
 
 
-Items: TypeAlias = tuple[int, int, int, int, int]
+Items: TypeAlias = tuple[int, int, int, int, int, int]
 """Entries of a column over each of `AXES`."""
 
 
@@ -106,10 +107,12 @@ class Widths(NamedTuple):
     """Layers with experts."""
     experts: int = 0
     """Experts that each of them chooses for a token."""
+    support: int = 0
+    """Tokens that a token was drawn from, at most."""
 
     def shape_of(self, axes: str) -> tuple[int, ...]:
         """Return the shape of a token's part of a column over `axes`."""
-        return {"NK": (self.candidates,), "NLE": (self.layers, self.experts)}[axes]
+        return {"NK": (self.candidates,), "NLE": (self.layers, self.experts), "NW": (self.support,)}[axes]
 
     def items_of(self, axes: str | None) -> int:
         """Return the entries of a token in a column over `axes`; 1 for None, a column over tokens alone."""
@@ -126,8 +129,9 @@ class AxisSizes(NamedTuple):
 
     def items(self) -> Items:
         """Return the entries of a column over each of `AXES`."""
-        tokens, sequences, (candidates, layers, experts), records = self
-        return tokens, sequences, sequences + records, tokens * candidates, tokens * layers * experts
+        tokens, sequences, (candidates, layers, experts, support), records = self
+        behind = tokens * candidates, tokens * layers * experts, tokens * support
+        return tokens, sequences, sequences + records, *behind
 
 
 Length: TypeAlias = Count
@@ -155,11 +159,13 @@ class BundleHeader(NamedTuple):
     """Layers with experts."""
     experts: Length = 0
     """Experts that each of them chooses for a token."""
+    support: Length = 0
+    """Tokens that a token was drawn from, at most."""
 
     @classmethod
     def of(cls, kind: str, form: ColumnLayout, widths: Widths, parts: Sequence[tuple[int, int, bytes]]) -> BundleHeader:
         """Return the header of a bundle of `parts`, a `BundleEntry` each."""
-        return cls(kind, form.encoded, widths.candidates, parts, widths.layers, widths.experts)  # type: ignore[arg-type]  # they travel alike
+        return cls(kind, form.encoded, widths.candidates, parts, *widths[1:])  # type: ignore[arg-type]  # they travel alike
 
     @classmethod
     def alone(cls, kind: str, form: ColumnLayout, lengths: AxisSizes, header: bytes) -> BundleHeader:
@@ -177,7 +183,7 @@ class BundleHeader(NamedTuple):
             return _decode(encoded)
         except UNREADABLE as error:
             raise InvalidRecord(
-                f"contents: expected (kind, form, candidates, parts, layers, experts), got {error}"
+                f"contents: expected (kind, form, candidates, parts, layers, experts, support), got {error}"
             ) from None
 
     def lengths(self) -> AxisSizes:
@@ -190,7 +196,7 @@ class BundleHeader(NamedTuple):
     @property
     def widths(self) -> Widths:
         """Return the lengths of the axes behind that over tokens."""
-        return Widths(self.candidates, self.layers, self.experts)
+        return Widths(self.candidates, self.layers, self.experts, self.support)
 
 
 encode_contents = msgspec.msgpack.Encoder().encode
@@ -628,8 +634,8 @@ class Schema:
         if widths == _NO_WIDTHS:
             return
         axes = form.shaped.values()
-        taught, routed = "NK" in axes, "NLE" in axes
-        most = Widths(MOST_CANDIDATES * taught, MOST_LAYERS * routed, MOST_EXPERTS * routed)
+        taught, routed, cut = "NK" in axes, "NLE" in axes, "NW" in axes
+        most = Widths(MOST_CANDIDATES * taught, MOST_LAYERS * routed, MOST_EXPERTS * routed, MOST_CANDIDATES * cut)
         for name, bound, width in zip(Widths._fields, most, widths, strict=True):
             if width > bound:
                 raise InvalidRecord(f"{name}: expected at most {bound} a token in {form.names}, got {width}")
@@ -653,13 +659,15 @@ _NO_WIDTHS = Widths()
 
 def _widths_of(form: ColumnLayout, columns: Mapping[str, Array]) -> Widths:
     """Return the lengths of the axes behind that over tokens; the first column with an axis decides."""
-    candidates = layers = experts = 0
+    candidates = layers = experts = support = 0
     for name, axes in reversed(form.shaped.items()):
         if axes == "NK":
             _, candidates = columns[name].shape
+        elif axes == "NW":
+            _, support = columns[name].shape
         else:
             _, layers, experts = columns[name].shape
-    return Widths(candidates, layers, experts)
+    return Widths(candidates, layers, experts, support)
 
 
 def check_offsets(name: str, offsets: list[int], tokens: int) -> None:

@@ -49,8 +49,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tokens: NDArray[np.int32]
     """[C] sampled ids, the token that ends it included where it was sampled."""
     logprobs: NDArray[np.float32] | None
-    """[C] log-probability of each at the temperature of the sampling, before truncation and repetition penalty; None if
-    unknown."""
+    """[C] log-probability of each at the temperature of the sampling, before truncation and repetition penalty, or over
+    `support_ids` where they are kept; None if unknown."""
     stop_reason: StopReason
     """STOP after a token that ends a completion or a stop string, LENGTH at `max_completion_tokens`."""
     policy_versions: NDArray[np.int64]
@@ -58,6 +58,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """[P + C, L, E] experts that each layer of a mixture chose for tokens of the prompt and of the completion; zeros
     for those without a record. None where the engine records none."""
+    support_ids: NDArray[np.int32] | None = None
+    """[C, W] the tokens that each was drawn from, −1 where there are fewer; None unless they are kept."""
 
 
 class Call(Completion, frozen=True, kw_only=True, eq=False):

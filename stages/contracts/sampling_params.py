@@ -1,8 +1,8 @@
 """`SamplingParams`: how the tokens of a completion are drawn, and where it ends.
 
-Truncation (`top_k`, `top_p`, `min_p`) and `repetition_penalty` change the draw only. Log-probabilities are always those
-of the tempered distribution without them, because the trainer computes its own of that distribution: on policy every
-ratio is 1. Knows no engine.
+Truncation (`top_k`, `top_p`, `min_p`) and `repetition_penalty` change the draw only. Log-probabilities are those of the
+tempered distribution without them, because the trainer computes its own of that distribution: on policy every ratio is
+1. With `keep_support` both are of the truncated distribution, over the tokens that it kept. Knows no engine.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class SamplingParams(Config, frozen=True):
     """Only so many of the most probable tokens are drawn; None for all, as -1 and 0."""
     min_p: float = 0.0
     """Only tokens are drawn with at least this share of the highest probability; 0 for all."""
+    keep_support: bool = False
+    """True to record the tokens that each token was drawn from, `top_k` at most, and to report log-probabilities of
+    that distribution; `TorchTrainer` computes its own over the same tokens."""
     repetition_penalty: float = 1.0
     """Divides positive logits, and multiplies negative ones, of tokens that the prompt or the completion contains."""
     stop: tuple[str, ...] = ()
@@ -72,6 +75,11 @@ class SamplingParams(Config, frozen=True):
             if number > 1 and name in {"top_p", "min_p"}:
                 raise InvalidConfig(f"SamplingParams.{name}: expected at most 1, got {number}")
             self._set(name, number)
+        if self.keep_support and self.top_k is None and not self.greedy:
+            raise InvalidConfig(
+                "SamplingParams.keep_support: expected top_k beside it, the tokens of a support at most, got none: set "
+                "top_k, 64 for example, beside top_p or min_p"
+            )
         if not self.temperature:
             self._set("greedy", True)
             self._set("temperature", 1.0)
@@ -89,6 +97,11 @@ class SamplingParams(Config, frozen=True):
     def truncates(self) -> bool:
         """Return whether some tokens cannot be drawn."""
         return not self.greedy and (self.top_k is not None or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def support(self) -> int:
+        """Return the tokens of a support that is kept at most, 0 for none."""
+        return self.top_k if self.keep_support and not self.greedy and self.top_k is not None else 0
 
     @property
     def logprob_temperature(self) -> float:

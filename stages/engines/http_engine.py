@@ -135,7 +135,7 @@ class HttpEngine:
             ProtocolMismatch: the response is no completion, or has no token ids, or no experts where they are wanted.
         """
         check_prompts(prompts)
-        self._requests.check(sampling, self._server)
+        self._requests.check(sampling, self._server, tempered=self._tempered)
         omitted = self._requests.other_logprobs(sampling, tempered=self._tempered)
         completions: dict[int, Completion] = {}
 
@@ -177,8 +177,11 @@ class HttpEngine:
         return completion
 
     async def _stream(self, body: bytes, sampling: SamplingParams) -> StreamedCompletion:
-        completion, events = StreamedCompletion(sampling.max_completion_tokens, sampling.stop_ids), Events()
-        longest = bytes_of(sampling.max_completion_tokens)
+        completion, events = (
+            StreamedCompletion(sampling.max_completion_tokens, sampling.stop_ids, sampling.support),
+            Events(),
+        )
+        longest = bytes_of(sampling.max_completion_tokens * (1 + sampling.support))
         async with self._client.stream("/v1/completions", body, longest=longest) as chunks:
             async for chunk in chunks:
                 for data in events.feed(chunk):
@@ -194,7 +197,7 @@ class HttpEngine:
     ) -> Completion:
         """Return a completion with its experts, from an answer without a stream: vLLM's streams have none."""
         most = sampling.max_completion_tokens
-        bound = bytes_of(most) + longest(shape, prompt + most)
+        bound = bytes_of(most * (1 + sampling.support)) + longest(shape, prompt + most)
         async with self._client.stream("/v1/completions", body, longest=bound) as chunks:
             received = b"".join([chunk async for chunk in chunks])
         return await parsed(received, partial(_completion_of, prompt, sampling, version, shape))
@@ -394,7 +397,7 @@ def _completion_of(
     Raises:
         ProtocolMismatch: it is no whole completion, or has no such experts.
     """
-    answer = StreamedCompletion(sampling.max_completion_tokens, sampling.stop_ids)
+    answer = StreamedCompletion(sampling.max_completion_tokens, sampling.stop_ids, sampling.support)
     answer.take(received)
     if not answer.done or answer.routing is None:
         missing = "the experts of its tokens (routed_experts)" if answer.done else "a finish_reason"

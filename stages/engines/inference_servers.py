@@ -84,11 +84,14 @@ class ServerRequests:
     """Sets the version of its weights; None if `update` does."""
     routing: Mapping[str, Any] | None = None
     """Added to a request whose answer shall have the experts of a mixture; see `http/routing_record.py`."""
+    supports: bool = False
+    """True if it returns the tokens that each was drawn from, those of `logprobs` the most probable that are finite,
+    where log-probabilities are tempered."""
     needs: str = ""
     """Options that the server must be started with to support these requests."""
 
-    def check(self, sampling: SamplingParams, server: KnownServer) -> None:
-        """Check that a server of this kind has the parameters that `sampling` needs.
+    def check(self, sampling: SamplingParams, server: KnownServer, *, tempered: bool) -> None:
+        """Check that a server of this kind, with `tempered` log-probabilities or without, has what `sampling` needs.
 
         Raises:
             InvalidConfig: it lacks one.
@@ -97,6 +100,12 @@ class ServerRequests:
             raise InvalidConfig(
                 f"SamplingParams.{name}: expected its default at a server of kind {server}, which has no such "
                 f"parameter, got {getattr(sampling, name)}: use vLLM or SGLang"
+            )
+        if sampling.support and not (tempered and self.supports):
+            raise InvalidConfig(
+                f"SamplingParams.keep_support: expected a server that returns the tokens it draws from, got {server}: "
+                f"start vLLM with --logprobs-mode processed_logprobs --max-logprobs {sampling.support} and give "
+                f"HttpPolicy(tempered_logprobs=True), or use TorchPolicy"
             )
 
     def body(self, sampling: SamplingParams) -> dict[str, Any]:
@@ -111,6 +120,8 @@ class ServerRequests:
             body["stop_token_ids"] = list(sampling.stop_ids)
         if sampling.seed is not None:
             body["seed"] = sampling.seed
+        if sampling.support:
+            body["logprobs"] = sampling.support
         return body | _changes(sampling)
 
     def other_logprobs(self, sampling: SamplingParams, *, tempered: bool) -> str | None:
@@ -118,7 +129,7 @@ class ServerRequests:
         included = self.tempered_logprobs_include if tempered else self.raw_logprobs_include
         if not tempered and sampling.logprob_temperature != 1:
             return "temperature is not 1, and the server's are not tempered"
-        if sampling.truncates and "truncation" in included:
+        if sampling.truncates and not sampling.support and "truncation" in included:
             return "the server's are those after truncation"
         if sampling.repetition_penalty != 1 and "repetition_penalty" in included:
             return "the server's are those after the repetition penalty"
@@ -172,6 +183,7 @@ SERVERS: Mapping[KnownServer, ServerRequests] = {
         version="/weight_info",
         set_version=_version_vllm,
         routing={},
+        supports=True,
         needs="VLLM_SERVER_DEV_MODE=1, and --enable-sleep-mode for sleep",
     ),
     "sglang": ServerRequests(

@@ -525,4 +525,5 @@ def _completion(row: SampledRow) -> Completion:
         stop_reason=StopReason.STOP if row.ended else StopReason.LENGTH,
         policy_versions=np.array(row.versions, np.int64),
         routed_experts=routes_of(row),
+        support_ids=np.array(row.supports, np.int32) if row.request.sampling.support else None,
     )

@@ -50,6 +50,8 @@ class SampledRow:
     """Of the weights that sampled each token."""
     routes: list[Array] = field(default_factory=list, init=False)
     """Parts [n, L, E] of the experts of its tokens, if they are recorded; see `torch_routes`."""
+    supports: list[Array] = field(default_factory=list, init=False)
+    """[W] the tokens that each token was drawn from, if they are kept."""
     ended: bool = field(default=False, init=False)
     """True if the last token ends a completion, or completes a stop string."""
     done: bool = field(default=False, init=False)

@@ -197,13 +197,15 @@ class SamplingBatch:
         """
         logits = logits.float()
         tempered = logits * columns.inverse_temperature
+        support = None
         if (restrictions := columns.restrictions) is None:
             chosen, normalizer = self._drawn(rows, columns, tempered)
         else:
             contents = (row.content for row in rows)
             scores = restrictions.scores(logits, columns.inverse_temperature, contents)
+            support = restrictions.supports(scores)
             chosen, _ = self._drawn(rows, columns, scores)
-            normalizer = tempered.logsumexp(dim=-1)
+            normalizer = (tempered if support is None else _over(tempered, support)).logsumexp(dim=-1)
             restrictions.add(chosen)
         logprobs = (tempered.gather(1, chosen[:, None])[:, 0] - normalizer).float()
         # One copy from the device; float64 holds every token id, and every float32, exactly.
@@ -217,6 +219,8 @@ class SamplingBatch:
                     f"dtype (float16 does beyond 65504)"
                 )
             row.add(int(token), logprob, version, self._end_ids)
+        if support is not None:
+            _keep(rows, support)
         return chosen
 
     def _drawn(self, rows: Sequence[SampledRow], columns: _Columns, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,6 +259,26 @@ class _Columns:
         """[b, 1] int64 number of keys at the left of the cache that the row must not see."""
         self.moves = torch.ones_like(self.position)
         """[b, 1] int64; 0 once the row is done, so that its position stays within the model's."""
+
+
+def _over(scores: Tensor, support: Tensor) -> Tensor:
+    """Return [b, V] `scores`, −inf outside of `support` [b, W] in rows that have one."""
+    ids, known = support.clamp(min=0), support >= 0
+    kept = torch.full_like(scores, -torch.inf).scatter_reduce_(
+        1, ids, scores.gather(1, ids).masked_fill(~known, -torch.inf), "amax"
+    )
+    return torch.where(known.any(1, keepdim=True), kept, scores)
+
+
+def _keep(rows: Sequence[SampledRow], support: Tensor) -> None:
+    """Store the support [b, W] of the tokens drawn last in the rows that keep theirs."""
+    found = support.to(torch.int32).cpu().numpy()
+    for row, ids in zip(rows, found, strict=True):
+        width = row.request.sampling.support
+        if width and len(row.supports) < len(row.tokens):
+            own = np.full(width, -1, np.int32)
+            own[: len(ids)] = ids[:width]
+            row.supports.append(own)
 
 
 def _exponential(rows: Sequence[SampledRow], like: Tensor) -> Tensor:

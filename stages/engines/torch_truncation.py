@@ -1,7 +1,8 @@
 """Restrictions of the tokens that rows of a batch may draw: repetition penalty, top_k, top_p and min_p.
 
 In the order of transformers' generation, with the parameters of each row. Only the draw is restricted: the
-log-probabilities of `torch_sampling` are of the whole distribution. Knows no model.
+log-probabilities of `torch_sampling` are of the whole distribution, or of `supports` where they are kept. Knows no
+model.
 
 Axes: b rows, V vocabulary.
 """
@@ -31,6 +32,8 @@ class Restrictions:
     """[b, 1]."""
     penalty: Tensor | None
     """[b, 1]."""
+    widths: Tensor | None
+    """[b, 1] int64 tokens of a support that is kept at most, 0 where it is not; None if no row keeps its own."""
     seen: Tensor | None = None
     """[b, V] bool: tokens of the prompt and of the completion so far; None without a penalty."""
 
@@ -42,8 +45,9 @@ class Restrictions:
         top_p = _column([1.0 if s.greedy else s.top_p for s in samplings], 1.0, device)
         min_p = _column([0.0 if s.greedy else s.min_p for s in samplings], 0.0, device)
         penalty = _column([s.repetition_penalty for s in samplings], 1.0, device)
+        widths = _column([s.support for s in samplings], 0, device)
         restricted = any(column is not None for column in (top_k, top_p, min_p, penalty))
-        return cls(top_k, top_p, min_p, penalty) if restricted else None
+        return cls(top_k, top_p, min_p, penalty, widths) if restricted else None
 
     def scores(self, logits: Tensor, inverse_temperature: Tensor, contents: Iterable[NDArray[np.int32]]) -> Tensor:
         """Return [b, V] the tempered logits, -inf where a token must not be drawn.
@@ -63,6 +67,22 @@ class Restrictions:
             least = self.min_p * probabilities.amax(dim=-1, keepdim=True)
             scores = scores.masked_fill(probabilities < least, -torch.inf)
         return scores
+
+    def supports(self, scores: Tensor) -> Tensor | None:
+        """Return [b, W] int64 the tokens that rows are drawn from, −1 for none; None if no row keeps its own.
+
+        Of tokens with equal scores at the end of `top_k`, a row that keeps its support draws from some alone.
+
+        Args:
+            scores: [b, V] of the draw; −inf is set where a row that keeps its support must not draw.
+        """
+        if self.widths is None:
+            return None
+        highest, ids = scores.topk(min(int(self.widths.max()), scores.shape[1]))
+        kept = (torch.arange(ids.shape[1], device=ids.device) < self.widths) & ~highest.isneginf()
+        drawn = torch.full_like(scores, -torch.inf).scatter_(1, ids, highest.masked_fill(~kept, -torch.inf))
+        torch.where(self.widths > 0, drawn, scores, out=scores)
+        return ids.masked_fill(~kept, -1)
 
     def _penalised(self, logits: Tensor, contents: Iterable[NDArray[np.int32]]) -> Tensor:
         if self.penalty is None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ..._pipeline.errors import ProtocolMismatch
 from ..._schemas import StopReason
@@ -82,9 +83,14 @@ Logprob: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e30, le=1e-3)]
 """Finite, also in single precision; above 0 only by rounding."""
 
 
+EXCLUDED = -9999.0
+"""vLLM's log-probability of a token that was not drawn from: −inf is no number in JSON."""
+
+
 class _Logprobs(msgspec.Struct):
     tokens: list[str] = []
     token_logprobs: list[Logprob | None] | None = None
+    top_logprobs: list[dict[str, Logprob] | None] | None = None
 
 
 class _StreamChoice(msgspec.Struct):
@@ -112,9 +118,13 @@ _id_decoder = msgspec.json.Decoder(TokenId)
 class StreamedCompletion:
     """One completion, parsed event by event."""
 
-    def __init__(self, max_completion_tokens: int, stop_ids: Collection[int] = ()) -> None:
+    def __init__(self, max_completion_tokens: int, stop_ids: Collection[int] = (), support: int = 0) -> None:
         self._max_completion_tokens = max_completion_tokens
         """Bound of the request."""
+        self._support = support
+        """Tokens that each was drawn from at most, if they are wanted."""
+        self._supports: list[NDArray[np.int32]] = []
+        """[W] of each token."""
         self._stop_ids = stop_ids
         """Tokens that end the completion, also at a server that goes on after them."""
         self.cut = False
@@ -169,6 +179,8 @@ class StreamedCompletion:
                 self._logprobs = None
             else:
                 self._logprobs += _check_count(logprobs, ids)[:count]
+        if self._support and ids:
+            self._supports += _supports(choice.logprobs, ids, self._support)[:count]
         if count < len(ids):
             self.cut, self.done, self._stop_reason = True, True, StopReason.STOP
             return
@@ -193,6 +205,7 @@ class StreamedCompletion:
             logprobs=np.array(self._logprobs, np.float32) if complete else None,
             stop_reason=self._stop_reason,
             policy_versions=np.full(len(self._tokens), version, np.int64),
+            support_ids=np.array(self._supports, np.int32).reshape(-1, self._support) if self._support else None,
         )
 
 
@@ -216,3 +229,36 @@ def _check_count(logprobs: list[float | None], ids: list[int]) -> list[float | N
     if len(logprobs) != len(ids):
         raise ProtocolMismatch(f"expected a log-probability for each of {len(ids)} tokens, got {len(logprobs)}")
     return logprobs
+
+
+def _supports(logprobs: _Logprobs | None, ids: list[int], width: int) -> list[NDArray[np.int32]]:
+    """Return [width] the tokens that each of `ids` was drawn from, −1 where there are fewer.
+
+    vLLM lists the most probable ones, and the sampled one if it is not among them: where several are equal at the end
+    of `top_k`.
+    """
+    listed = None if logprobs is None else logprobs.top_logprobs
+    if listed is None or len(listed) != len(ids):
+        raise ProtocolMismatch(
+            f"expected the {width} most probable of each of {len(ids)} tokens (`top_logprobs`), got "
+            f"{'none' if listed is None else len(listed)}: start vLLM with --max-logprobs {width} or more"
+        )
+    return [_support(known or {}, token, width) for known, token in zip(listed, ids, strict=True)]
+
+
+def _support(known: dict[str, float], token: int, width: int) -> NDArray[np.int32]:
+    drawn = {token: None}
+    for name, logprob in sorted(known.items(), key=lambda each: -each[1]):
+        if logprob > EXCLUDED:
+            drawn[_id_of(name)] = None
+    found = np.full(width, -1, np.int32)
+    listed = list(drawn)[:width]
+    found[: len(listed)] = listed
+    return found
+
+
+def _id_of(name: str) -> int:
+    with suppress(msgspec.MsgspecError):
+        if name.startswith(AS_IDS):
+            return _id_decoder.decode(name.removeprefix(AS_IDS))
+    raise ProtocolMismatch(f"expected tokens written as `token_id:…` in top_logprobs, got {name!r:.80}")

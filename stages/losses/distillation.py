@@ -104,7 +104,7 @@ class Distillation(Term):
                 f"SampledDistillation, or a higher top_k; columns that do contain the two likeliest need a third of −1"
             )
         candidates = _Candidates.of(scored, least=2 if self.mode == "renormalised" else 1)
-        used = scored.distributions.untempered()[candidates.rows]
+        used = scored.distributions.models_own()[candidates.rows]
         (costs,) = used.over([self._costs], candidates.ids, candidates.logprobs)
         return PerToken(
             costs.new_zeros(len(ids)).index_copy(0, candidates.rows, costs), _used(candidates.rows.numel(), costs)
@@ -154,17 +154,17 @@ class SampledDistillation(PolicyTerm):
         itself = (ids == scored.tokens[:, None]) & ~logprobs.isneginf()
         teacher = logprobs.masked_fill(~itself, 0).sum(-1)
         with torch.no_grad():
-            policy = _untempered(scored)
+            policy = _models_own(scored)
             advantages = torch.where(itself.any(-1), clamped(teacher - policy), 0)
         values, _ = AdvantageWeighted().per_token(replace(scored, advantages=advantages))
         return PerToken(values, _used(itself.any(-1).sum().item(), values))
 
 
-def _untempered(scored: Scored) -> Tensor:
-    """Return [T] log-probability of each token itself under the policy at temperature 1."""
-    if scored.distributions.is_untempered:
+def _models_own(scored: Scored) -> Tensor:
+    """Return [T] log-probability of each token itself under the policy at temperature 1, over the whole vocabulary."""
+    if scored.distributions.is_models_own:
         return scored.logprobs.detach()
-    return scored.distributions.untempered().logprobs_of(scored.tokens)
+    return scored.distributions.models_own().logprobs_of(scored.tokens)
 
 
 class _Candidates(NamedTuple):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .products import add_product, dtype_of_products, linear, products_of
+from .support import restricted
 from .tiles import ByTiles, Finish
 
 NUMBERS_AT_ONCE = 2**23
@@ -50,6 +51,8 @@ class Distributions:
     """Applied to the products of the head."""
     temperature: float | Tensor = 1.0
     """Logits are divided by it; [T, 1] where tokens have temperatures of their own."""
+    support: Tensor | None = None
+    """[T, W] the tokens that each was drawn from, the others have no probability; see `restricted`. None for all."""
     adds_to_grad: bool = False
     """True if a backward pass may add the gradient of `weight` to its `grad` itself, without a tensor of its size in
     between. Then `torch.autograd.grad` does not return it."""
@@ -63,8 +66,13 @@ class Distributions:
 
     def __getitem__(self, rows: Any) -> Distributions:
         """Return those of some tokens: a slice, a mask, or indices."""
-        own = self.temperature
-        return replace(self, hidden=self.hidden[rows], temperature=own[rows] if isinstance(own, Tensor) else own)
+        own, support = self.temperature, self.support
+        return replace(
+            self,
+            hidden=self.hidden[rows],
+            temperature=own[rows] if isinstance(own, Tensor) else own,
+            support=None if support is None else support[rows],
+        )
 
     @property
     def vocabulary(self) -> int:
@@ -72,18 +80,18 @@ class Distributions:
         return self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
 
     @property
-    def is_untempered(self) -> bool:
-        """Return whether the temperature of every token is 1."""
-        return not isinstance(self.temperature, Tensor) and self.temperature == 1
+    def is_models_own(self) -> bool:
+        """Return whether they are those of the model: at temperature 1, over the whole vocabulary."""
+        return not isinstance(self.temperature, Tensor) and self.temperature == 1 and self.support is None
 
-    def untempered(self) -> Distributions:
-        """Return them at temperature 1."""
-        return replace(self, temperature=1.0)
+    def models_own(self) -> Distributions:
+        """Return those of the model: at temperature 1, over the whole vocabulary."""
+        return replace(self, temperature=1.0, support=None)
 
     def whole(self) -> Tensor:
         """Return [T, V] log-probabilities, with gradient: as large as a chunk must not be."""
         products = self.hidden if self.weight is None else linear(self.hidden, self.weight, self.bias)
-        return _logprobs(products, self.finish, self.temperature)
+        return _logprobs(products, self.finish, self.temperature, self.support)
 
     def chunks(self, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield log-probabilities [C, V] of each chunk, without gradient, and its part of `tokens` [T]."""
@@ -105,7 +113,7 @@ class Distributions:
         tempers, common = (own, 1.0) if isinstance(own, Tensor) else (None, own)
         how = _How(functions, self.finish, common, self.vocabulary, self.backward_dtype)
         found: tuple[Tensor, ...] = _ByChunks.apply(  # type: ignore[no-untyped-call]
-            how, self.hidden, self.weight, self.bias, tempers, *columns
+            how, self.hidden, self.weight, self.bias, tempers, self.support, *columns
         )
         return found
 
@@ -122,7 +130,9 @@ class Distributions:
         entropy = entropy_of in functions
         into = self.weight if self._adds_to_grad else None
         head = self.hidden, self.weight, self.bias
-        found = ByTiles.apply(self.finish, self.temperature, entropy, tokens, *head, into, self.backward_dtype)  # type: ignore[no-untyped-call]
+        found = ByTiles.apply(
+            self.finish, self.temperature, entropy, tokens, *head, into, self.support, self.backward_dtype
+        )  # type: ignore[no-untyped-call]
         values = dict(zip((logprobs_of, entropy_of), found, strict=False))
         return tuple(values[function] for function in functions)
 
@@ -146,8 +156,8 @@ class _How:
     vocabulary: int
     backward_dtype: torch.dtype | None
 
-    def logprobs(self, products: Tensor, tempers: Tensor | None) -> Tensor:
-        return _logprobs(products, self.finish, self.temperature if tempers is None else tempers)
+    def logprobs(self, products: Tensor, tempers: Tensor | None, support: Tensor | None) -> Tensor:
+        return _logprobs(products, self.finish, self.temperature if tempers is None else tempers, support)
 
 
 class _ByChunks(torch.autograd.Function):
@@ -161,15 +171,16 @@ class _ByChunks(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         tempers: Tensor | None,
+        support: Tensor | None,
         *columns: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.how = how
-        ctx.save_for_backward(hidden, weight, bias, tempers, *columns)
+        ctx.save_for_backward(hidden, weight, bias, tempers, support, *columns)
         ctx.set_materialize_grads(False)
         found: list[list[Tensor]] = [[] for _ in how.functions]
         head = _Products(hidden, weight, bias)
         for rows in _rows(hidden, how.vocabulary):
-            predicted = how.logprobs(head(rows), _of(tempers, rows))
+            predicted = how.logprobs(head(rows), _of(tempers, rows), _of(support, rows))
             for values, function in zip(found, how.functions, strict=True):
                 values.append(function(predicted, *(column[rows] for column in columns)))
         return tuple(torch.cat(values) for values in found)
@@ -177,7 +188,7 @@ class _ByChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         how: _How = ctx.how
-        hidden, weight, bias, tempers, *columns = ctx.saved_tensors
+        hidden, weight, bias, tempers, support, *columns = ctx.saved_tensors
         given = zip(how.functions, gradients, strict=True)
         wanted = [(function, gradient) for function, gradient in given if gradient is not None]
         head = _Products(hidden, weight, bias)
@@ -185,12 +196,12 @@ class _ByChunks(torch.autograd.Function):
         for rows in _rows(hidden, how.vocabulary) if wanted else ():
             with torch.enable_grad():
                 products = head(rows).detach().requires_grad_()
-                predicted = how.logprobs(products, _of(tempers, rows))
+                predicted = how.logprobs(products, _of(tempers, rows), _of(support, rows))
                 values = [function(predicted, *(column[rows] for column in columns)) for function, _ in wanted]
                 del predicted
             (of_products,) = torch.autograd.grad(values, products, [gradient[rows] for _, gradient in wanted])
             sums.add(rows, of_products)
-        return None, sums.hidden, sums.weight, sums.bias, *[None] * (1 + len(columns))
+        return None, sums.hidden, sums.weight, sums.bias, *[None] * (2 + len(columns))
 
 
 class _Products:
@@ -252,13 +263,15 @@ def _rows(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
         yield slice(first, min(first + at_once, tokens))
 
 
-def _of(tempers: Tensor | None, rows: slice) -> Tensor | None:
-    return None if tempers is None else tempers[rows]
+def _of(column: Tensor | None, rows: slice) -> Tensor | None:
+    return None if column is None else column[rows]
 
 
-def _logprobs(products: Tensor, finish: Finish | None, temperature: float | Tensor) -> Tensor:
+def _logprobs(products: Tensor, finish: Finish | None, temperature: float | Tensor, support: Tensor | None) -> Tensor:
     logits = products if finish is None else finish(products)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if isinstance(temperature, Tensor) or temperature != 1:  # a division by 1 would only copy them
         logits = logits / temperature
+    if support is not None:
+        logits = restricted(logits.clone(), support)
     return torch.log_softmax(logits, dim=-1)

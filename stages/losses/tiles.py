@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .products import add_product, dtype_of_products, products_of
+from .support import restricted
 
 NUMBERS_OF_A_TILE = 2**21
 """C · B: 8 MB in float32. With eight times as many, they are in no cache; a quarter is no faster."""
@@ -56,6 +57,8 @@ class Head:
     finish: Finish | None
     temperature: float | Tensor
     """Logits are divided by it; [T, 1] where tokens have their own."""
+    support: Tensor | None = None
+    """[T, W] the tokens that each was drawn from; see `restricted`."""
     backward_dtype: torch.dtype | None = None
     """dtype of the numbers that are multiplied for gradients; None for that of hidden states."""
     memory: list[Tensor] = field(default_factory=list)
@@ -91,7 +94,8 @@ class Head:
     @property
     def may_be_infinite(self) -> bool:
         """Return whether logits may be −inf: products of finite numbers in float32 are not."""
-        return self.weight is None or self.bias is not None or self.finish is not None or self.is_narrow
+        changed = self.bias is not None or self.finish is not None or self.support is not None
+        return self.weight is None or changed or self.is_narrow
 
     @property
     def is_narrow(self) -> bool:
@@ -122,7 +126,9 @@ class Head:
     def logits(self, products: Tensor, tile: Tile) -> Tensor:
         """Return logits [C, B] of the products of a tile, in their memory if they need no other."""
         logits = (products if self.finish is None else self.finish(products)).to(self.wide)
-        return logits if self._is_untempered else logits.div_(self.temperature_of(tile))
+        support = None if self.support is None else self.support[tile.rows]
+        logits = logits if self._is_untempered else logits.div_(self.temperature_of(tile))
+        return restricted(logits, support, tile.part.start)
 
     def of_products(self, gradient: Tensor, products: Tensor) -> Tensor:
         """Return the gradient of the products, of that of the logits before the temperature."""
@@ -211,16 +217,17 @@ class ByTiles(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         into: Tensor | None,
+        support: Tensor | None,
         backward_dtype: torch.dtype | None,
     ) -> tuple[Tensor, ...]:
         """Return the values; tensors are `Head`'s, and the gradient of its weight is added to that of `into`."""
-        head = Head(hidden, weight, bias, finish, temperature)
+        head = Head(hidden, weight, bias, finish, temperature, support)
         sums = _Sums(hidden, head.wide, may_be_infinite=head.may_be_infinite)
         for tile in head.tiles():
             sums.add(head.logits(head.products(tile), tile), tokens[tile.rows], tile, entropy=entropy)
         normalizers, entropies = sums.highest + sums.total.log(), sums.entropies() if entropy else None
         ctx.finish, ctx.temperature, ctx.into, ctx.backward_dtype = finish, temperature, into, backward_dtype
-        ctx.save_for_backward(tokens, hidden, weight, bias, normalizers, entropies)
+        ctx.save_for_backward(tokens, hidden, weight, bias, support, normalizers, entropies)
         ctx.set_materialize_grads(False)
         found = [sums.logprobs(), *([] if entropies is None else [entropies])]
         return tuple(values.squeeze(1) for values in found)
@@ -229,9 +236,9 @@ class ByTiles(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (torch's own decorator)
         """Return the gradients of hidden states, weight and bias of the head."""
-        tokens, hidden, weight, bias, normalizers, entropies = ctx.saved_tensors
+        tokens, hidden, weight, bias, support, normalizers, entropies = ctx.saved_tensors
         of_logprobs, of_entropies = (None if each is None else each[:, None] for each in (*given, None)[:2])
-        head = Head(hidden, weight, bias, ctx.finish, ctx.temperature, ctx.backward_dtype)
+        head = Head(hidden, weight, bias, ctx.finish, ctx.temperature, support, ctx.backward_dtype)
         factors, own = _row_factors(of_logprobs, of_entropies, normalizers)
         sums = _Gradients(head, ctx.needs_input_grad[4:7], ctx.into, factors / ctx.temperature)
         for tile in head.tiles() if any(each is not None for each in given) else ():
@@ -244,7 +251,7 @@ class ByTiles(torch.autograd.Function):
                 gradient.scatter_add_(1, place, torch.where(inside, own[rows], 0.0))
             sums.add(tile, head.of_products(gradient, products))
         of_weight = None if ctx.into is not None else sums.weight
-        return None, None, None, None, sums.of_hidden(), of_weight, sums.bias, None, None
+        return None, None, None, None, sums.of_hidden(), of_weight, sums.bias, None, None, None
 
 
 class _Gradients:

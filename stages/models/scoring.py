@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from inspect import signature
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
@@ -29,6 +29,7 @@ from ..contracts.causal_model import CausalModel, HasVocabulary, check_packing, 
 from ..contracts.sampling_params import TEMPERATURES
 from ..losses.distributions import Distributions
 from ..losses.products import dtype_of_inputs
+from ..losses.support import SUPPORT
 from ..losses.tiles import Finish
 from .micro_batches import MicroBatch, Packed, Sequences, micro_batches
 from .torch_sharding import bare
@@ -77,7 +78,8 @@ class Reader(Generic[R]):
         around = autocast_on(hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             states = wanted if weight is None else wanted.to(dtype_of_inputs(weight, around))
-            return self._use(Distributions(states, weight, bias, finish, temperature))
+            support = self._part.columns.get(SUPPORT)
+            return self._use(Distributions(states, weight, bias, finish, temperature, support))
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -107,7 +109,8 @@ def read_distributions(
         part: the rows.
         use: called once; if the model passes hidden states, inside it: its tensors may be gathered there alone.
         passes_hidden: whether it does; see `reads`.
-        temperature: logits are divided by it, unless `part` has a column with one for each token.
+        temperature: logits are divided by it, unless `part` has a column with one for each token. A column `SUPPORT`
+            restricts the distributions.
         autocast: dtype of the model's safe operations; None for the dtype of the model.
     """
     reader = Reader(part, use, temperature)
@@ -171,16 +174,14 @@ def scored_tokens(
     use: Callable[[Distributions, Tensor], R],
     *,
     temperature: float = 1.0,
-    own: NDArray[np.float32] | None = None,
+    own: Mapping[str, Array] | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], R]]:
     """Yield the index [T] of some requested tokens among all N, and `use` of their distributions and ids [T].
 
-    A micro-batch at a time. `own` [N] are `own_temperatures`, if there are any.
+    A micro-batch at a time. `own` are columns `TEMPERATURE` [N] and `SUPPORT` [N, W], as far as there are any.
     """
     device = next(model.parameters()).device
-    known: dict[str, Array] = {"place": np.arange(len(packed.tokens))}
-    if own is not None:
-        known[TEMPERATURE] = own
+    known: dict[str, Array] = {"place": np.arange(len(packed.tokens)), **(own or {})}
     passes_hidden = reads(model)
     check_sequences(model, packed)
     check_packing(model)

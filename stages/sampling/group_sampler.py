@@ -182,7 +182,7 @@ class GroupSampler:
                 "task": number,
                 **self._params.sampling.recorded(rollouts),
             },
-            **columns_of(sequences, turn_rewards=self._params.turn_rewards),
+            **columns_of(sequences, turn_rewards=self._params.turn_rewards, support=self._params.sampling.support),
         )
 
     def _observe(self, group: TrajectoryGroup, rollouts: Collection[RolloutResult]) -> None:

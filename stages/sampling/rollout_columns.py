@@ -17,15 +17,16 @@ from ..contracts.rollouts import Branch, RolloutResult, Turn, tokens_of
 from .rollout_routes import routed_experts
 
 
-def columns_of(sequences: Sequence[Branch], *, turn_rewards: bool = False) -> dict[str, Any]:
+def columns_of(sequences: Sequence[Branch], *, turn_rewards: bool = False, support: int = 0) -> dict[str, Any]:
     """Return the token columns of `sequences`; loss and logprobs are on sampled tokens only.
 
     Args:
         sequences: each with at least one sampled token.
         turn_rewards: whether `token_rewards` is one of the columns.
+        support: width of the column `support_ids`, 0 for none.
 
     Raises:
-        InvalidRecord: a sequence lacks `turn_rewards`.
+        InvalidRecord: a sequence lacks `turn_rewards`, or a turn has a support that is wider.
     """
     turns = [turn for sequence in sequences for turn in sequence.turns]
     lengths = np.array([len(tokens_of(turn)) for turn in turns])
@@ -42,6 +43,8 @@ def columns_of(sequences: Sequence[Branch], *, turn_rewards: bool = False) -> di
         columns["behavior_logprobs"] = np.concatenate([_logprobs_of(turn) for turn in turns])
     if (routes := routed_experts(sequences)) is not None:
         columns["routed_experts"] = routes
+    if support:
+        columns["support_ids"] = np.concatenate([_support_of(turn, support) for turn in turns])
     if turn_rewards:
         is_sampled = np.array([isinstance(turn, Completion) for turn in turns])
         columns["token_rewards"] = _token_rewards(sequences, np.cumsum(lengths)[is_sampled], loss_mask, offsets)
@@ -92,3 +95,16 @@ def _logprobs_of(turn: Turn) -> NDArray[np.float32]:
     if isinstance(turn, Completion) and turn.logprobs is not None:
         return turn.logprobs
     return np.zeros(len(tokens_of(turn)), np.float32)
+
+
+def _support_of(turn: Turn, width: int) -> NDArray[np.int32]:
+    """Return [T, width] the tokens that each of a turn was drawn from; −1 alone where from all, or not drawn."""
+    found = np.full((len(tokens_of(turn)), width), -1, np.int32)
+    if isinstance(turn, Completion) and (own := turn.support_ids) is not None:
+        if own.shape[1] > width:
+            raise InvalidRecord(
+                f"support_ids: expected supports of at most {width} tokens, the top_k of SourceEnv.sampling, got "
+                f"{own.shape[1]}: give a call no larger top_k"
+            )
+        found[:, : own.shape[1]] = own
+    return found

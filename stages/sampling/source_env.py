@@ -116,7 +116,12 @@ class SourceEnv:
     @property
     def _fills(self) -> tuple[str, ...]:
         records = isinstance(self.policy, RecordsRoutes) and bool(self.policy.routed_experts)
-        filled = {"behavior_logprobs": True, "token_rewards": self.turn_rewards, "routed_experts": records}
+        filled = {
+            "behavior_logprobs": True,
+            "token_rewards": self.turn_rewards,
+            "routed_experts": records,
+            "support_ids": TurnSampling(self.samplings).support > 0,
+        }
         return tuple(name for name, fills in filled.items() if fills)
 
     async def assign(self, samplers: Samplers, worker: Worker = ALONE) -> AsyncIterator[Sequence[Assignment]]:

@@ -29,6 +29,11 @@ class TurnSampling:
         """Return the parameters of a turn of the policy, from 0 on."""
         return self.by_turn[min(turn, len(self.by_turn) - 1)]
 
+    @property
+    def support(self) -> int:
+        """Return the width of the column `support_ids`; 0 for none."""
+        return max(sampling.support for sampling in self.by_turn)
+
     def recorded(self, rollouts: Mapping[int, RolloutResult]) -> dict[str, Any]:
         """Return the facts for `meta` of a group, whose `rollouts` are by repetition.
 

@@ -17,13 +17,14 @@ from ..._pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..._pipeline.channels.chunks import receive_chunks, send_all
 from ..._pipeline.graph.stage_info import StageInfo
 from ..._pipeline.util.user_code import call_user
-from ..._schemas import TrajectoryGroup
+from ..._schemas import Array, TrajectoryGroup
 from ..._schemas.columns import freeze
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..contracts.causal_model import CausalModel
 from ..losses.distributions import Distributions
+from ..losses.support import SUPPORT
 from ..models.micro_batches import Packed
-from ..models.scoring import check_temperature, own_temperatures, scored_tokens
+from ..models.scoring import TEMPERATURE, check_temperature, own_temperatures, scored_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,26 @@ class TorchReference:
         )
         logprobs = np.zeros(len(packed.tokens), np.float32)
         ids, lengths = [group.rollout_ids for group in groups], np.diff(packed.cu_seqlens)
-        own = own_temperatures(groups, ids, lengths, self.temperature)
+        known: dict[str, Array] = {}
+        if (temperatures := own_temperatures(groups, ids, lengths, self.temperature)) is not None:
+            known[TEMPERATURE] = temperatures
+        if supports := [group.support_ids for group in groups if group.support_ids is not None]:
+            known[SUPPORT] = _side_by_side(groups, max(support.shape[1] for support in supports))
         tokens, at = self.micro_batch_tokens, self.temperature
-        for places, found in scored_tokens(model, packed, tokens, Distributions.logprobs_of, temperature=at, own=own):
+        for places, found in scored_tokens(model, packed, tokens, Distributions.logprobs_of, temperature=at, own=known):
             logprobs[places] = found.float().cpu().numpy()
         freeze([logprobs])
         ends = np.cumsum([len(group.tokens) for group in groups])
         columns = np.split(logprobs, ends[:-1])
         return [msgspec.structs.replace(g, ref_logprobs=column) for g, column in zip(groups, columns, strict=True)]
+
+
+def _side_by_side(groups: list[TrajectoryGroup], width: int) -> Array:
+    """Return [N, width] the supports of all groups; −1 for those without."""
+    found = np.full((sum(len(group.tokens) for group in groups), width), -1, np.int32)
+    end = 0
+    for group in groups:
+        start, end = end, end + len(group.tokens)
+        if group.support_ids is not None:
+            found[start:end, : group.support_ids.shape[1]] = group.support_ids
+    return found

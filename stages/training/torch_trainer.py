@@ -38,6 +38,7 @@ from ..._schemas import (
     tokenizer_identity,
 )
 from ..._schemas.conversion import decode_json
+from ..._schemas.group import check_support
 from ..._schemas.numbers import finite_number, whole_number
 from ..contracts.autocast import computing_in
 from ..contracts.causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing, packs
@@ -51,6 +52,7 @@ from ..losses.metrics import Mean, Metric, merge
 from ..losses.policy import PPOClip
 from ..losses.products import check_backward_dtype
 from ..losses.scored import Scored
+from ..losses.support import SUPPORT
 from ..losses.terms import Aggregated, Loss, LossTerm, LossValue
 from ..models.micro_batches import MicroBatch, Packed, empty_micro_batch, micro_batches
 from ..models.scoring import (
@@ -554,7 +556,7 @@ class TorchTrainer:
 
 
 def _columns(batch: TrainBatch, temperature: float) -> dict[str, Array]:
-    """Return the columns that a loss receives, tokens of each group and rollout, and temperatures that groups have."""
+    """Return the columns that a loss receives, tokens of each group and rollout, and temperatures and supports."""
     columns: dict[str, Array] = {
         name: column for name in SCORED_COLUMNS if (column := getattr(batch, name)) is not None
     }
@@ -566,6 +568,9 @@ def _columns(batch: TrainBatch, temperature: float) -> dict[str, Array]:
         columns["rollout_tokens"] = trained.repeat(branches).repeat(batch.lengths())
     ends = np.cumsum([group.sequences for group in batch.groups])
     own = own_temperatures(batch.groups, np.split(batch.rollout_ids, ends[:-1]), batch.lengths(), temperature)
+    if batch.support_ids is not None:
+        check_support(batch.tokens, batch.loss_mask, batch.support_ids)
+        columns[SUPPORT] = batch.support_ids
     return columns if own is None else columns | {TEMPERATURE: own}
 
 

@@ -117,6 +117,8 @@ def sampling_of(request: Any, usual: SamplingParams, *, max_tokens: int | None) 
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"):
         if (value := getattr(request, name, None)) is not None:
             own[name] = value
+    if usual.support and "top_k" in own:  # a larger support would not fit the column
+        own["top_k"] = min(own["top_k"], usual.support) if own["top_k"] > 0 else usual.support
     if "temperature" in own:
         own["greedy"] = False
     if "seed" in own:

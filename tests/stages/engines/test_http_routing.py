@@ -66,7 +66,7 @@ async def test_only_sglang_is_asked_for_them_and_only_if_they_are_wanted(urls: d
     ("trouble", "reason"),
     [
         ("no experts", "expected a completion with the experts of its tokens .* --enable-return-routed-experts"),
-        ("experts beyond the model's", "expected experts from 0 to 7, got 8 to 15"),
+        ("experts beyond the model's", r"expected experts from 0 to 7, got \d+ to \d+"),
         ("experts of a longer completion", r"expected shape \[.*, 3, 2\] .*, got \[.*, 3, 2\]"),
         ("experts that are no base64", "expected base64"),
     ],

@@ -58,8 +58,8 @@ def test_tokens_beyond_the_allowance_or_after_the_end_are_refused_as_they_come()
         taken({"token_ids": [1], "finish_reason": "stop"}, {"token_ids": [1]})
 
 
-def taken(*choices: dict[str, Any], stop_ids: tuple[int, ...] = ()) -> StreamedCompletion:
-    body = StreamedCompletion(8, stop_ids)
+def taken(*choices: dict[str, Any], stop_ids: tuple[int, ...] = (), support: int = 0) -> StreamedCompletion:
+    body = StreamedCompletion(8, stop_ids, support)
     for choice in choices:
         body.take(json.dumps({"id": "x", "choices": [{"index": 0, "text": "?"} | choice]}).encode())
     body.take(b"[DONE]")
@@ -202,3 +202,40 @@ def test_no_bytes_are_more_than_a_refused_record(encoded: str, has_header: bool)
     except ProtocolMismatch:
         return
     assert found.shape == EXPERTS.shape
+
+
+def drawn(**logprobs: Any) -> dict[str, Any]:
+    return {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0], **logprobs}}
+
+
+def test_a_support_has_the_sampled_token_and_the_most_probable_others() -> None:
+    whole = {"token_id:7": -0.5, "token_id:5": -1.0, "token_id:2": -9999.0}
+    tie = {"token_id:7": -0.5, "token_id:8": -1.0, "token_id:9": -1.0, "token_id:5": -1.0}
+
+    body = taken(drawn(top_logprobs=[whole]), drawn(top_logprobs=[tie]), support=3)
+
+    support = body.completion(0).support_ids
+    assert support is not None
+    assert support.tolist() == [[5, 7, -1], [5, 7, 8]]
+
+
+def test_a_completion_of_no_tokens_has_an_empty_support() -> None:
+    support = taken({"text": "", "token_ids": [], "finish_reason": "stop"}, support=3).completion(0).support_ids
+
+    assert support is not None
+    assert support.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("listed", "problem"),
+    [
+        (None, r"expected the 3 most probable of each of 1 tokens \(`top_logprobs`\), got none: start vLLM with"),
+        ([], r"expected the 3 most probable of each of 1 tokens \(`top_logprobs`\), got 0"),
+        ([{"five": -1.0}], r"expected tokens written as `token_id:…` in top_logprobs, got 'five'"),
+        ([{"token_id:-5": -1.0}], r"expected tokens written as `token_id:…` in top_logprobs, got 'token_id:-5'"),
+        ([{"token_id:5": 3.0}], r"expected a part of a completion as JSON"),
+    ],
+)
+def test_a_support_that_is_absent_or_invalid_is_refused(listed: object, problem: str) -> None:
+    with pytest.raises(ProtocolMismatch, match=problem):
+        taken(drawn(top_logprobs=listed), support=3)
