@@ -65,6 +65,7 @@ sampling.repetition_penalty
 sampling.stop
 sampling.stop_ids
 sampling.greedy
+sampling.keep_support
 """
 
 FREE = """
@@ -215,6 +216,7 @@ evaluation.sampling.repetition_penalty
 evaluation.sampling.stop
 evaluation.sampling.stop_ids
 evaluation.sampling.greedy
+evaluation.sampling.keep_support
 evaluation.sampling.seed
 evaluation.sets[].prompt
 evaluation.answer

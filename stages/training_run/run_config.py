@@ -618,6 +618,11 @@ class RunConfig(Config, frozen=True):
             given = "none" if self.server is None else self.server.url
             wanted = "no server" if self.engine == "torch" else "server: {url: http://host:port}"
             raise InvalidConfig(f"engine: expected {wanted} with engine {self.engine}, got {given}")
+        if self.sampling.support and self.server is not None:
+            raise InvalidConfig(
+                f"sampling.keep_support: expected engine torch, or servers that the run starts, which return the tokens "
+                f"they draw from, got a server at {self.server.url}: use placement.servers, or leave it out"
+            )
 
     def _check_curriculum(self) -> None:
         """Check that the samplers make prompts of rows, on the host where their rewards are written, if it has one."""

@@ -168,6 +168,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[Continued], Any], Any]] = {
     "sampling.stop": (["end"], sampling("stop"), ("end",)),
     "sampling.stop_ids": ([7], sampling("stop_ids"), (7,)),
     "sampling.greedy": (True, sampling("greedy"), True),
+    "sampling.keep_support": (True, sampling("keep_support"), True),
     "environment.max_calls": (3, agent("max_calls"), 3),
     "environment.max_tokens": (99, agent("max_tokens"), 99),
     "environment.max_length": (99, lambda run: run.source.max_length, 99),

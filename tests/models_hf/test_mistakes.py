@@ -177,6 +177,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("sampling.top_p=2", "top_p: expected at most 1"),
     ("sampling.stop=['']", "stop: expected"),
     ("sampling.max_completion_tokens=0", "max_completion_tokens: expected"),
+    ("sampling.keep_support=true", "keep_support: expected top_k beside it, the tokens of a support at most, got none"),
     ("prepare=rewards:nothing", "config: prepare: expected a name in rewards"),
     ("prepare=rewards", "at `$.prepare`"),
     ("evaluation={every: 0}", "at `$.evaluation.every`"),

@@ -32,6 +32,7 @@ SAMPLING: dict[str, Any] = {
     "stop": ["end"],
     "stop_ids": [7],
     "greedy": False,
+    "keep_support": False,
     "seed": 5,
 }
 
@@ -45,6 +46,7 @@ OTHER_SAMPLING: dict[str, Any] = {
     "stop": ["stop"],
     "stop_ids": [8],
     "greedy": True,
+    "keep_support": True,
     "seed": 6,
 }
 
