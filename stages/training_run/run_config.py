@@ -620,8 +620,8 @@ class RunConfig(Config, frozen=True):
             raise InvalidConfig(f"engine: expected {wanted} with engine {self.engine}, got {given}")
         if self.sampling.support and self.server is not None:
             raise InvalidConfig(
-                f"sampling.keep_support: expected engine torch, or servers that the run starts, which return the tokens "
-                f"they draw from, got a server at {self.server.url}: use placement.servers, or leave it out"
+                f"sampling.keep_support: expected engine torch or placement.servers, which return the tokens that they "
+                f"draw from, got a server at {self.server.url}: use one of these, or leave it out"
             )
 
     def _check_curriculum(self) -> None:

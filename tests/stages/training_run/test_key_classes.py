@@ -123,6 +123,7 @@ OTHERS = {
     **dict.fromkeys(("algorithm.gamma", "algorithm.gae_lambda"), GAE),
     **{f"critic.{key}": GAE for key in ("model", "learning_rate", "warmup_steps", "clip")},
     "placement.python": {"placement": {"samplers": 2}},
+    "sampling.keep_support": {"engine": "torch", "server": None},
     **{
         f"placement.servers{key}": {
             "engine": "torch",
