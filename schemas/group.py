@@ -52,7 +52,7 @@ GROUP_RULES: dict[str, ColumnRule] = {
 
 GROUP_SCHEMA = Schema("group", GROUP_RULES, part_prefix=PART_PREFIX, part_rule="rewards")
 
-TOKEN_COLUMNS = tuple(name for name, rule in GROUP_RULES.items() if rule.axes in {("N",), ("NK",), ("NLE",)})
+TOKEN_COLUMNS = tuple(name for name, rule in GROUP_RULES.items() if all(axes[0] == "N" for axes in rule.axes))
 """Columns that always have an entry a token; `policy_versions` may have."""
 
 

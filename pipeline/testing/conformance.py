@@ -281,6 +281,7 @@ async def every_column_and_dtype_comes_out_as_it_went_in(make: MakeChannel) -> N
         teacher_ids=tokens,
         teacher_logprobs=random.standard_normal((count * length, 4)),
         routed_experts=random.integers(0, 2**16, (count * length, 3, 2), np.uint16),
+        support_ids=tokens,
         policy_versions=np.arange(count * length),
         stop_reasons=[StopReason.STOP, StopReason.LENGTH, StopReason.TOOL],
         reward_parts={"score": [0.1, 0.2, 0.3], "länge": [0.0, -0.5, 1e-30]},

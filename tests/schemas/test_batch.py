@@ -39,6 +39,7 @@ def rich(lengths: tuple[int, ...], index: int = 0, *, versions_by_token: bool = 
         teacher_ids=random.integers(-1, 99, (total, 2)),
         teacher_logprobs=floats(total, 2),
         routed_experts=random.integers(0, 256, (total, 3, 2), np.uint8),
+        support_ids=np.full((total, 3), -1),
         reward_parts={"score": floats(count)},
         meta={"index": index},
     )
@@ -129,7 +130,7 @@ def test_every_row_of_every_group_is_found_again(shapes: list[tuple[int, ...]], 
         assert found["stop_reasons"] == row.stop_reason
         for name in ("behavior_logprobs", "token_rewards", "values", "advantages", "ref_logprobs"):
             assert found[name] == getattr(row, name).tolist()
-        for name in ("teacher_ids", "teacher_logprobs", "routed_experts"):
+        for name in ("teacher_ids", "teacher_logprobs", "routed_experts", "support_ids"):
             assert found[name] == getattr(row, name).tolist()
         if versions_by_token:
             assert found["policy_versions"] == row.policy_versions.tolist()
@@ -272,6 +273,14 @@ def test_groups_with_experts_of_another_model_are_refused(other: list[list[int]]
         packer.add(group(completion_lengths=[1], routed_experts=[other] * 3))
 
 
+def test_groups_with_supports_of_another_width_are_refused() -> None:
+    packer = Packer(max_tokens=100)
+    packer.add(group(completion_lengths=[1], support_ids=np.full((3, 4), -1)))
+
+    with pytest.raises(InvalidRecord, match=r"expected a support of 4 a token, .* got a support of 5"):
+        packer.add(group(completion_lengths=[1], support_ids=np.full((3, 5), -1)))
+
+
 def test_candidates_that_exceed_the_memory_are_refused_and_the_packer_continues() -> None:
     packer = Packer(max_tokens=2**40)
 
@@ -352,6 +361,7 @@ def test_padding_fills_the_right_with_values_of_no_meaning() -> None:
     assert padded.columns["position_ids"].tolist() == [[0, 1, 2, 0, 0, 0], [0, 1, 2, 3, 4, 0]]
     assert padded.columns["teacher_ids"][0, 3:].tolist() == [[-1, -1]] * 3
     assert padded.columns["routed_experts"][0, 3:].tolist() == [[[0, 0]] * 3] * 3
+    assert padded.columns["support_ids"][0, 3:].tolist() == [[-1] * 3] * 3
     assert padded.columns["advantages"][0, 3:].tolist() == [0, 0, 0]
 
 

@@ -58,6 +58,7 @@ def complete(seed: int = 0, lengths: tuple[int, ...] = (3, 4), *, versions_by_to
         teacher_ids=random.integers(-1, 1000, (total, 3), np.int32),
         teacher_logprobs=floats(total, 3),
         routed_experts=random.integers(0, 300, (total, 2, 4), np.uint16),
+        support_ids=np.full((total, 5), -1, np.int32),
         reward_parts={"score": floats(count), "format": floats(count)},
         meta={"messages": [{"role": "user", "content": "1 + 1"}], "temperature": 0.7, "nothing": None},
     )

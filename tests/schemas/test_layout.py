@@ -184,6 +184,16 @@ def test_more_layers_or_experts_than_there_can_be_are_refused() -> None:
         GROUP_SCHEMA.received(contents()._replace(experts=1))
 
 
+def test_wider_supports_than_any_vocabulary_are_refused() -> None:
+    kept = contents([*FORM, ("support_ids", "<i4", "NW")])
+
+    GROUP_SCHEMA.received(kept._replace(support=MOST_CANDIDATES))
+    with pytest.raises(InvalidRecord, match=r"support: expected at most 1048576 a token in .*, got 1048577"):
+        GROUP_SCHEMA.received(kept._replace(support=MOST_CANDIDATES + 1))
+    with pytest.raises(InvalidRecord, match=r"support: expected at most 0 a token in .*, got 1"):
+        GROUP_SCHEMA.received(contents()._replace(support=1))
+
+
 @pytest.mark.parametrize("repetition", [-1, 65_536, 2**40, -(2**63)])
 def test_a_repetition_that_no_ledger_counts_is_refused_where_it_comes_in(repetition: int) -> None:
     record = complete()
