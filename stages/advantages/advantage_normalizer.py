@@ -24,9 +24,10 @@ from ..._schemas import TrajectoryGroup
 from ..._schemas.choices import check_choice
 from ..._schemas.numbers import finite_number, normalize_counts, number_or_nan
 from ..contracts.group_stack import GroupStack
-from .estimator import BY_TOKEN, Estimate, Estimator, RewardLevel
+from .estimator import BY_TOKEN, WITHIN_GROUP, Estimate, Estimator, RewardLevel
 from .formulas import Mode, RunningStatistics
 from .presets import OURS, PRESETS, Library
+from .units import Baseline
 from .zero_advantages import zero_advantages
 
 GATHERING: tuple[Mode, ...] = ("batch", "gdpo", "reinforce++", "reinforce++-baseline")
@@ -49,7 +50,10 @@ class AdvantageNormalizer:
         batch_groups: number of groups that are gathered; the last ones of a stream, or before a flush, may be fewer.
             `gae` whitens over the gathered groups, and does not whiten where this is left out.
         rewards: `sequence` for the column `rewards`, `token` for `token_rewards`, `both` for their sum.
-        gamma: discount of `reinforce++` and `gae`, a step for each token that trains.
+        baseline: what is compared with its like in the other rollouts of the group, in the modes against the group:
+            `rollout`, `agent` (all that one agent sampled), or `turn` (one turn of an agent, with what it earned from
+            there on).
+        gamma: discount of `reinforce++` and `gae`, a step for each token that trains; and of a `turn`, a step for each.
         gae_lambda: λ of `gae`.
         preset: the library whose results are computed where they differ from ours.
         components: weight of each reward part that `gdpo` compares, by its name in `reward_parts`: the magnitude of
@@ -64,6 +68,7 @@ class AdvantageNormalizer:
     clip: float | tuple[float, float] | None = None
     batch_groups: int | None = None
     rewards: RewardLevel = "sequence"
+    baseline: Baseline = "rollout"
     gamma: float = 1.0
     gae_lambda: float = 1.0
     preset: Library | None = None
@@ -85,12 +90,13 @@ class AdvantageNormalizer:
         if not low <= 0 <= high or low == high:
             raise InvalidConfig(f"clip: expected a positive number, or a pair with 0 between, got {self.clip}")
         self._check_batch_groups(gae_is_whitened=preset.gae_is_whitened)
-        _check_discount("gamma", self.gamma, BY_TOKEN, self.mode)
+        self._check_baseline()
+        _check_discount("gamma", self.gamma, (*BY_TOKEN, *(WITHIN_GROUP if self.baseline == "turn" else ())), self.mode)
         _check_discount("gae_lambda", self.gae_lambda, ("gae",), self.mode)
         self._check_components()
         whitens = self.batch_groups is not None
         self._estimator = Estimator(
-            self.mode, self.rewards, self.gamma, self.gae_lambda, whitens, preset, self.components or {}
+            self.mode, self.rewards, self.gamma, self.gae_lambda, whitens, preset, self.components or {}, self.baseline
         )
 
     def _check_batch_groups(self, *, gae_is_whitened: bool) -> None:
@@ -100,6 +106,15 @@ class AdvantageNormalizer:
                 raise InvalidConfig(f"batch_groups: expected a number with {modes}, got none with {self.mode}")
         elif self.mode not in (*GATHERING, "gae"):
             raise InvalidConfig(f"batch_groups: expected none with {self.mode}, got {self.batch_groups}")
+
+    def _check_baseline(self) -> None:
+        check_choice("baseline", self.baseline, Baseline)
+        if self.baseline == "rollout":
+            return
+        if self.mode not in WITHIN_GROUP:
+            raise InvalidConfig(f"baseline: expected rollout but with {', '.join(WITHIN_GROUP)}, got {self.mode}")
+        if self.preset is not None:
+            raise InvalidConfig(f"preset: expected none with baseline {self.baseline}, got {self.preset}")
 
     def _check_components(self) -> None:
         if self.mode != "gdpo":
@@ -178,7 +193,7 @@ class AdvantageNormalizer:
         self._seen = estimate.seen
         advantages = np.clip(estimate.advantages, *self._bounds)
         self._observe(estimate, estimate.advantages != advantages)
-        if self.mode in BY_TOKEN:
+        if self._estimator.is_by_token:
             return stack.with_token_advantages(advantages)
         return stack.with_advantages(advantages)
 

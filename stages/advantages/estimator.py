@@ -20,12 +20,16 @@ from ..contracts.group_stack import GroupStack
 from .formulas import Groups, Mode, RunningStatistics, dr_grpo, grpo, maxrl, opo, rloo, whitened
 from .presets import Preset
 from .returns import Steps, discounted_sums, earned_rewards, generalized_advantages
+from .units import Baseline, Units
 
 RewardLevel: TypeAlias = Literal["sequence", "token", "both"]
 """The rewards that count: those of sequences, those of tokens, or their sum."""
 
 BY_TOKEN: tuple[Mode, ...] = ("reinforce++", "gae")
 """Modes that give each token an advantage of its own."""
+
+WITHIN_GROUP: tuple[Mode, ...] = ("grpo", "dr_grpo", "rloo", "maxrl", "opo")
+"""Modes that compare within a group."""
 
 Floats: TypeAlias = NDArray[np.float64]
 Flags: TypeAlias = NDArray[np.bool_]
@@ -35,7 +39,7 @@ class Estimate(NamedTuple):
     """The advantages of a stack of groups, and the statistics behind them."""
 
     advantages: Floats
-    """[B], or [N] in the modes `BY_TOKEN`."""
+    """[B], or [N] where tokens have their own: in the modes `BY_TOKEN`, and with another baseline than `rollout`."""
     trains: Flags
     """[B] or [N] true on those that train."""
     deviations: Floats
@@ -76,6 +80,12 @@ class Estimator:
     preset: Preset
     components: Mapping[str, float]
     """The weights of the reward parts that `gdpo` compares, by name."""
+    baseline: Baseline = "rollout"
+
+    @property
+    def is_by_token(self) -> bool:
+        """Return whether tokens of a rollout may have different advantages."""
+        return self.mode in BY_TOKEN or self.baseline != "rollout"
 
     def estimate(self, stack: GroupStack, seen: RunningStatistics) -> Estimate:
         """Return advantages, neither clipped nor spread; mode `global` compares with all rewards in `seen` and these.
@@ -83,6 +93,8 @@ class Estimator:
         Raises:
             InvalidRecord: a needed value is missing or not finite; the message names the group.
         """
+        if self.baseline != "rollout":
+            return self._by_unit(stack, self.baseline, seen)
         live = stack.live()
         rewards = self._compared(stack, live)
         groups = rewards.beside(stack.sizes)
@@ -122,17 +134,35 @@ class Estimator:
                 return self._against_batch(rewards, groups)
             case "gdpo":
                 return self._by_component(stack, rewards)
-            case "opo":
-                advantages = opo(groups, stack.completion_lengths())
-            case "grpo":
-                advantages = self._scaled(groups)
-            case "rloo":
-                advantages = rloo(groups)
-            case "maxrl":
-                advantages = maxrl(groups, self.preset.mean_epsilon)
             case _:
-                advantages = dr_grpo(groups)
+                advantages = self._within_group(groups, stack.completion_lengths())
         return self._with_lone(advantages, rewards.values, groups)
+
+    def _within_group(self, groups: Groups, lengths: NDArray[np.int64]) -> Floats:
+        """Return [B] the advantages of rewards that are compared within `groups`; `lengths` [B] are of what trains."""
+        match self.mode:
+            case "opo":
+                return opo(groups, lengths)
+            case "grpo":
+                return self._scaled(groups)
+            case "rloo":
+                return rloo(groups)
+            case "maxrl":
+                return maxrl(groups, self.preset.mean_epsilon)
+            case _:
+                return dr_grpo(groups)
+
+    def _by_unit(self, stack: GroupStack, baseline: Baseline, seen: RunningStatistics) -> Estimate:
+        """Return advantages of tokens, each that of its agent or its turn; see `Units`."""
+        mask = stack.loss_mask
+        by_token = None if self.level == "sequence" else stack.column("token_rewards", mask)
+        by_rollout = None if self.level == "token" else stack.rewards()
+        units = Units.of(stack, baseline, by_token, by_rollout, self.gamma)
+        advantages = self._within_group(units.groups, units.tokens)
+        deviations = units.deviations(len(stack.sizes), advantages)
+        spread = np.zeros(len(mask))
+        spread[mask] = advantages[units.unit_of_token]
+        return Estimate(spread, mask, deviations, seen)
 
     def _with_lone(self, advantages: Floats, values: Floats, groups: Groups) -> Floats:
         """Return `advantages` [B], in groups of one computed from `values` [B] where the preset keeps these."""

@@ -6,7 +6,7 @@ rollout's.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -190,6 +190,8 @@ class AgentRollout:
         """The error of the policy that ended the rollout."""
         self.scope: anyio.CancelScope = anyio.CancelScope()
         """Of the agent: cancelled by an error of the policy, which an agent must not survive."""
+        self._numbers: dict[Hashable, int] = {}
+        """Of its clients, the agents, in the order in which they were made."""
         self.serve_client: Callable[[RolloutClient], None] | None = None
         """Gives a client its key at the endpoint."""
 
@@ -216,6 +218,7 @@ class AgentRollout:
         """
         self.check_running()
         client = RolloutClient(self)
+        self._numbers[client] = len(self._numbers)
         if self.serve_client is not None:
             self.serve_client(client)
         return client
@@ -326,15 +329,20 @@ class AgentRollout:
         outcome = outcome_of(returned) or Outcome()
         branches = self._tree.branches() or [Branch(turns=[])]
         self._check_sampled(branches)
-        rewards = self._turn_rewards(branches, outcome.reward)
+        rewards, clients = self._turn_rewards(branches, outcome.reward), self._tree.clients
         first, *rest = [
-            msgspec.structs.replace(branch, turn_rewards=[rewards.get(call.id, 0.0) for call in _calls(branch)])
+            msgspec.structs.replace(
+                branch,
+                turn_rewards=[rewards.get(call.id, 0.0) for call in _calls(branch)],
+                agent=next((self._numbers[clients[call.id]] for call in _calls(branch)), 0),
+            )
             for branch in branches
         ]
         return RolloutResult(
             turns=first.turns,
             stop_reason=first.stop_reason,
             turn_rewards=first.turn_rewards,
+            agent=first.agent,
             branches=rest,
             reward=finite(outcome.reward + sum(self._rewards.values())),
             scored=self._scored,

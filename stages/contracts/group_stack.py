@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,10 +17,16 @@ from numpy.typing import NDArray
 
 from ..._schemas import InvalidRecord, TrajectoryGroup
 from ..._schemas.columns import as_column, count_between, freeze
+from ..._schemas.conversion import convert
 from ..._schemas.group import PART_PREFIX, check_branches
 from ..._schemas.noise import LARGE, check_distinct, rounding
 
 Floats: TypeAlias = NDArray[np.float64]
+
+AGENTS = "agents"
+"""Key of a group's `meta` with the agent of each sequence, by repetition, where a rollout has several agents."""
+
+Agent: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 FIRST = np.zeros(1, np.int64)
 """Offset of the first sequence."""
@@ -119,6 +125,19 @@ class GroupStack:
             if name not in group.reward_parts:
                 parts = ", ".join(sorted(group.reward_parts)) or "none"
                 raise InvalidRecord(f"{group.env}/{group.instance_id}: reward_parts: expected {name}, got {parts}")
+
+    def sequences(self) -> NDArray[np.int64]:
+        """Return [N] the sequence of each token, counted over all groups."""
+        lengths = np.concatenate([group.lengths() for group in self._groups])
+        return np.arange(len(lengths)).repeat(lengths)
+
+    def agents(self) -> NDArray[np.int64]:
+        """Return [N] the agent that each token is of, by `meta["agents"]` of its group; 0 without.
+
+        Raises:
+            InvalidRecord: a group has no number for each sequence of each rollout.
+        """
+        return np.concatenate([agents_of(group).repeat(group.lengths()) for group in self._groups])
 
     def column(self, name: str, used: NDArray[np.bool_]) -> Floats:
         """Return [N] the column `name` over tokens; 0 where `used` [N] is false, also in place of NaN.
@@ -241,6 +260,26 @@ class GroupStack:
             raise InvalidRecord(
                 f"{env}/{instance_id}, repetition {repetition_id}: {name}: expected finite values, got {values[first]}"
             )
+
+
+def agents_of(group: TrajectoryGroup) -> NDArray[np.int64]:
+    """Return [B] the agent of each sequence; see `GroupStack.agents`."""
+    given = group.meta.get(AGENTS)
+    if given is None:
+        return np.zeros(len(group), np.int64)
+    starts = group.rollout_starts()
+    counts = np.diff(starts, append=len(group)).tolist()
+    try:
+        known = convert(given, list[list[Agent] | None])
+        found = [known[repetition] or [] for repetition in group.rollout_ids[starts].tolist()]
+    except (msgspec.ValidationError, IndexError):
+        found = []
+    if [len(agents) for agents in found] != counts:
+        raise InvalidRecord(
+            f"{group.env}/{group.instance_id}: meta {AGENTS!r}: expected by repetition a list of the agent of each "
+            f"of its {counts} sequences, got {given!r:.100}"
+        )
+    return np.array([agent for agents in found for agent in agents], np.int64)
 
 
 def _lengths(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -46,6 +46,8 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     stop_reason: StopReason = StopReason.STOP
     turn_rewards: Sequence[float] | None = None
     """Reward of each Completion, where known; the sum over all sequences is the reward of the rollout."""
+    agent: int = 0
+    """Number of the agent that sampled it, among those of the rollout."""
 
     @property
     def completions(self) -> int:

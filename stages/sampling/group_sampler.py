@@ -6,7 +6,7 @@ smaller; an error of the policy is raised. Knows no channel, and chooses no prom
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -20,6 +20,7 @@ from ..._pipeline.graph.context import Context, drop
 from ..._pipeline.util.repeated_errors import RepeatedErrors
 from ..._pipeline.util.user_code import await_user
 from ..._schemas import GroupId, StopReason, TrajectoryGroup, TrajectoryId
+from ..contracts.group_stack import AGENTS
 from ..contracts.policies import Completion, Engine
 from ..contracts.rollouts import BRANCHES, RolloutFiltered, RolloutResult, tokens_of
 from ..contracts.sampling_params import SamplingParams
@@ -181,6 +182,7 @@ class GroupSampler:
                 **next(iter(rollouts.values())).meta,
                 "task": number,
                 **self._params.sampling.recorded(rollouts),
+                **_agents(rollouts),
             },
             **columns_of(sequences, turn_rewards=self._params.turn_rewards, support=self._params.sampling.support),
         )
@@ -199,3 +201,13 @@ class GroupSampler:
         for rollout in rollouts:
             for name, value in rollout.metrics.items():
                 metrics.mean(f"env/{name}", value)
+
+
+def _agents(rollouts: Mapping[int, RolloutResult]) -> dict[str, list[list[int] | None]]:
+    """Return the fact for `meta` of a group: the agent of each sequence, by repetition; none if there is one agent."""
+    if not any(sequence.agent for rollout in rollouts.values() for sequence in rollout.sequences):
+        return {}
+    agents: list[list[int] | None] = [None] * (max(rollouts) + 1)
+    for repetition, rollout in rollouts.items():
+        agents[repetition] = [sequence.agent for sequence in rollout.sequences]
+    return {AGENTS: agents}

@@ -198,6 +198,7 @@ algorithm.advantages
 algorithm.gamma
 algorithm.gae_lambda
 algorithm.rewards
+algorithm.baseline
 algorithm.preset
 algorithm.loss
 algorithm.aggregation

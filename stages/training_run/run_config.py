@@ -22,8 +22,10 @@ from ..._pipeline.errors import InvalidConfig
 from ..._pipeline.graph.placement import JoinedAt, RayActors
 from ..._schemas.bounds import LARGEST
 from ..._schemas.config import Config, counterpart_of_value, nearest
+from ..advantages.estimator import WITHIN_GROUP
 from ..advantages.formulas import Mode
 from ..advantages.presets import Library
+from ..advantages.units import Baseline
 from ..contracts.rollouts import ROLLOUT_TIMEOUT_S
 from ..contracts.routed_experts import RouterReplay
 from ..contracts.sampling_params import SamplingParams
@@ -47,7 +49,7 @@ FunctionName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[\w.]+:[\w.]+$"
 BOUNDED = ("ppo", "gspo", "gmpo", "cispo", "dppo", "clip_cov")
 """Losses with bounds on the ratio, or on the change of the probability."""
 
-WITHIN_GROUPS = ("grpo", "dr_grpo", "rloo", "maxrl", "opo", "gdpo", "reinforce++-baseline")
+COMPARING = (*WITHIN_GROUP, "gdpo", "reinforce++-baseline")
 """Advantages that compare the completions of a prompt."""
 
 DISCOUNTED = ("reinforce++", "gae")
@@ -313,11 +315,14 @@ class AlgorithmConfig(Config, frozen=True):
     """Mode of the AdvantageNormalizer; with gdpo, the parts of the reward are its components. With gae a critic makes
     them, see `critic`."""
     gamma: Unit = 1.0
-    """Discount of reinforce++ and gae from one token that trains to the next."""
+    """Discount of reinforce++ and gae from one token that trains to the next, and of baseline turn between turns."""
     gae_lambda: Unit = 1.0
     """λ of gae."""
     rewards: Literal["sequence", "token"] = "sequence"
     """`token` compares the rewards of turns, on the last token of each, in place of those of rollouts."""
+    baseline: Baseline = "rollout"
+    """What is compared with its like in the other rollouts of a prompt: each agent of a rollout with `agent`, each of
+    its turns with `turn`."""
     preset: Library | None = None
     """Library whose advantages are computed where they differ."""
     loss: Text = "ppo"
@@ -396,10 +401,13 @@ class AlgorithmConfig(Config, frozen=True):
     def _check_advantages(self) -> None:
         """Check the keys that belong to some advantages alone."""
         mode = self.advantages
-        if self.group_size == 1 and mode in WITHIN_GROUPS and not self.is_supervised:
+        if self.group_size == 1 and mode in COMPARING and not self.is_supervised:
             raise InvalidConfig(f"group_size: expected at least 2 with advantages {mode}, which compares them, got 1")
-        if self.gamma != 1 and mode not in DISCOUNTED:
-            raise InvalidConfig(f"gamma: expected 1 but with {' and '.join(DISCOUNTED)}, got {self.gamma} with {mode}")
+        if self.baseline != "rollout" and mode not in WITHIN_GROUP:
+            raise InvalidConfig(f"baseline: expected rollout but with {', '.join(WITHIN_GROUP)}, got {mode}")
+        if self.gamma != 1 and mode not in DISCOUNTED and self.baseline != "turn":
+            discounted = f"{', '.join(DISCOUNTED)} or baseline turn"
+            raise InvalidConfig(f"gamma: expected 1 but with {discounted}, got {self.gamma} with {mode}")
         if self.gae_lambda != 1 and mode != "gae":
             raise InvalidConfig(f"gae_lambda: expected 1 but with gae, got {self.gae_lambda} with {mode}")
         if self.has_critic and self.preset is not None:
@@ -552,6 +560,7 @@ class RunConfig(Config, frozen=True):
         if self.algorithm.is_supervised:
             self._check_supervised()
         self._check_engine()
+        self._check_turns()
         self._check_rows()
         self._check_critic()
         evaluation = self.evaluation
@@ -560,8 +569,6 @@ class RunConfig(Config, frozen=True):
                 "evaluation: expected rows to evaluate, or environments, got neither: set sets, environments, or "
                 "data.evaluation"
             )
-        if self.algorithm.rewards != "sequence" and self.environment is None:
-            raise InvalidConfig("algorithm.rewards: expected an environment beside it, whose turns have rewards")
         if self.algorithm.advantages == "gdpo" and (self.reward.clip or self.reward.combine != "add"):
             raise InvalidConfig(
                 "algorithm.advantages: expected neither reward.clip nor combine: fallback with gdpo, which compares "
@@ -580,6 +587,12 @@ class RunConfig(Config, frozen=True):
             )
         if self.placement.python is not None and (self.placement.ray or self.placement.joining):
             raise InvalidConfig("placement: expected python without ray and joining, whose workers have their own")
+
+    def _check_turns(self) -> None:
+        """Check that there are turns where they are compared."""
+        for key, usual in {"rewards": "sequence", "baseline": "rollout"}.items():
+            if getattr(self.algorithm, key) != usual and self.environment is None:
+                raise InvalidConfig(f"algorithm.{key}: expected an environment beside it, whose turns have rewards")
 
     def _check_critic(self) -> None:
         """Check that there is a critic where there are keys of one."""

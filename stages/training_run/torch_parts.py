@@ -526,6 +526,7 @@ def _normalizer_of(algorithm: AlgorithmConfig, components: Mapping[str, float]) 
             algorithm.advantages,
             batch_groups=algorithm.prompts if algorithm.advantages in GATHERING else None,
             rewards=algorithm.rewards,
+            baseline=algorithm.baseline,
             gamma=algorithm.gamma,
             preset=algorithm.preset,
             components=components if algorithm.advantages == "gdpo" else None,

@@ -317,6 +317,24 @@ async def test_a_call_of_another_client_continues_none_of_the_first() -> None:
     assert group.rollout_ids.tolist() == [0, 0, 1, 1]
 
 
+async def test_a_group_says_which_client_sampled_each_sequence_where_there_are_several() -> None:
+    async def drive(_: int, first: AgentClient) -> float:
+        second = first.another()
+        for client, text in ((second, "a"), (first, "b"), (second, "c")):
+            await client.generate(ids(text))
+        return 1.0
+
+    async def alone(_: int, client: AgentClient) -> float:
+        await client.generate(ids("a"))
+        return 1.0
+
+    group = await group_of(drive, group_size=2)
+
+    assert [row[0] for row in rows(group)] == ["a", "b", "c"] * 2
+    assert group.meta["agents"] == [[1, 0, 1]] * 2
+    assert "agents" not in (await group_of(alone, group_size=2)).meta
+
+
 async def test_the_reward_at_a_client_is_that_of_its_last_turn() -> None:
     async def drive(_: int, first: AgentClient) -> float:
         second = first.another()
