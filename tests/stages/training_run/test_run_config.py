@@ -148,7 +148,7 @@ def test_gdpo_compares_parts_of_rewards_which_nothing_corrects(reward: dict[str,
     ("overrides", "message"),
     [
         (["algorithm.group_size=1"], "group_size: expected at least 2 with advantages grpo"),
-        (["algorithm.gamma=0.9"], r"gamma: expected 1 but with reinforce\+\+ and gae, got 0.9 with grpo"),
+        (["algorithm.gamma=0.9"], r"gamma: expected 1 but with reinforce\+\+, gae or baseline turn, got 0.9 with grpo"),
         (["algorithm.gae_lambda=0.9"], "gae_lambda: expected 1 but with gae, got 0.9 with grpo"),
         (["algorithm.advantages=gae", "algorithm.preset=verl"], "preset: expected none with gae"),
         (["algorithm.advantages=gae", "algorithm.drop_zero_variance=true"], "drop_zero_variance: expected false with"),
