@@ -85,7 +85,8 @@ test-gpu: $(READY)
 		tests/gpu_real/against_*.py
 
 test-vllm: $(VLLM)/ready $(AGENTS)/ready
-	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python $(AGAINST) tests/vllm/against_vllm.py tests/vllm/against_servers.py
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python $(AGAINST) tests/vllm/against_vllm.py tests/vllm/against_servers.py \
+		tests/vllm/against_records.py
 	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python PYTHONPATH=$(CURDIR)/$(AGENTS):$(CURDIR) \
 		$(BIN)/python $(AGAINST) -W default tests/vllm/against_agents.py
 
