@@ -86,7 +86,7 @@ test-gpu: $(READY)
 
 test-vllm: $(VLLM)/ready $(AGENTS)/ready
 	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python $(AGAINST) tests/vllm/against_vllm.py tests/vllm/against_servers.py \
-		tests/vllm/against_records.py
+		tests/vllm/against_supports.py
 	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python PYTHONPATH=$(CURDIR)/$(AGENTS):$(CURDIR) \
 		$(BIN)/python $(AGAINST) -W default tests/vllm/against_agents.py
 

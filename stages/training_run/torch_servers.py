@@ -56,6 +56,8 @@ def _server(config: RunConfig, servers: ServersConfig, folder: str, place: int, 
     devices = server_devices(config)
     environment = {"VLLM_SERVER_DEV_MODE": "1"}  # the routes that load weights
     environment |= {"CUDA_VISIBLE_DEVICES": devices[place]} if devices else {}
+    if config.algorithm.router_replay == "R3":
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one with a record of experts
     environment |= {} if servers.python is None else {"PYTHONPATH": ""}  # its packages are its own
     options = {
         "model": folder,
