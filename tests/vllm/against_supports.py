@@ -1,4 +1,4 @@
-"""The support of a truncated draw as vLLM itself returns it, on a CPU: `make test-vllm`. The suite does not collect it."""
+"""The support of a truncated draw as vLLM itself returns it, on a CPU: `make test-vllm`. The suite leaves it out."""
 
 from __future__ import annotations
 
