@@ -130,6 +130,8 @@ trackers
 folder
 checkpoint_every
 keep_checkpoints
+replay.run
+replay.last
 prepare
 allow_changes
 skip_damaged
@@ -218,6 +220,8 @@ evaluation.sampling.greedy
 evaluation.sampling.seed
 evaluation.sets[].prompt
 evaluation.answer
+record
+replay
 seed
 """
 

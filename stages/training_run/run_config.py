@@ -510,6 +510,15 @@ class EvaluationConfig(Config, frozen=True):
     """Metric of the best checkpoint; by default mean@n of the first set."""
 
 
+class ReplayConfig(Config, frozen=True):
+    """The recorded run that a replay trains again; `penstock replay` writes it."""
+
+    run: Text
+    """Its folder."""
+    last: Count | None = None
+    """Step after which the replay ends; null for the last one of the recording."""
+
+
 class RunConfig(Config, frozen=True):
     """A training run."""
 
@@ -540,6 +549,10 @@ class RunConfig(Config, frozen=True):
     """Checkpoints that are kept."""
     skip_damaged: bool = False
     """Continue the run in the folder from its last checkpoint that is whole, where a later one is damaged."""
+    record: bool = False
+    """Keep each batch that is trained, for `penstock replay`."""
+    replay: ReplayConfig | None = None
+    """Train the batches of a recorded run, in place of sampling; null for a run with data of its own."""
     seed: Natural = 0
     """Seed of prompts, sampling and new parameters."""
     prepare: FunctionName | None = None
@@ -571,6 +584,8 @@ class RunConfig(Config, frozen=True):
             if name not in TRACKERS and ":" not in name:
                 known = f"{', '.join(TRACKERS)} or module:function"
                 raise InvalidConfig(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
+        if self.record and self.replay is not None:
+            raise InvalidConfig("record: expected false in a replay, whose batches are kept by the run that it replays")
         if self.placement.ray is not None and self.placement.joining is not None:
             raise InvalidConfig("placement: expected either ray or joining, got both")
         if self.placement.trainers > 1 and self.placement.device not in {"", "cpu"}:
@@ -642,6 +657,11 @@ class RunConfig(Config, frozen=True):
             raise InvalidConfig("data.path: expected either it or sets, got path '' and 0 sets")
         if has_agents and (data.system or not data.chat):
             raise InvalidConfig("data: expected chat, and no system, beside an agent, which writes its own messages")
+
+    @property
+    def samples_nothing(self) -> bool:
+        """Return whether the run has no sampler, reward and evaluation."""
+        return self.algorithm.is_supervised or self.replay is not None
 
     @property
     def run_folder(self) -> Path:

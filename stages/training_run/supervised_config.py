@@ -39,6 +39,8 @@ UNUSED = (
     *(f"placement.{name}" for name in ("samplers", "servers", "ray", "joining", "python", "sampler_device")),
     "evaluation",
     "samples",
+    "record",
+    "replay",
 )
 """Those keys, and sections of which every key is one."""
 
