@@ -128,7 +128,7 @@ def config_before(folder: Path, step: int) -> dict[str, Any] | None:
 
 
 def parts_of_run(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the configuration of each part of the run in `folder`, oldest first, with the step where it begins. Blocks.
+    """Return the configuration of each part of a run, oldest first, with the step where it begins. Blocks.
 
     Raises:
         FileNotFoundError: no run in a folder was there.

@@ -28,7 +28,6 @@ from .config_changes import CODE
 from .key_classes import class_of
 from .own_rank import is_rank
 from .run_config import RunConfig
-from .supervised_config import SUPERVISED
 from .values import load_run_config
 
 RECORDED = (
@@ -89,7 +88,7 @@ def load_replay_config(run: str | Path, overrides: Iterable[str] = ()) -> RunCon
 
 
 def refuse_other_start(config: RunConfig, facts: Callable[[], StageFacts]) -> None:
-    """Check that a replay begins with the weights that the recorded run began with, by the facts of its trainer. Blocks.
+    """Check that a replay begins with the weights of the recorded run, by the facts of its trainer. Blocks.
 
     Raises:
         RunDiffers: the model, or that of the critic, is another one.
@@ -125,9 +124,7 @@ def _values(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_others(recorded: RunConfig, config: RunConfig, folder: Path) -> None:
-    """Refuse values that have no effect, another algorithm, and the folder of the run itself."""
-    if config.algorithm.is_supervised:
-        raise InvalidConfig(f"config: algorithm.loss: expected one of sampled completions in a replay, got {SUPERVISED}")
+    """Refuse values that have no effect, and the folder of the run itself."""
     if config.run_folder.absolute() == folder.absolute():
         raise InvalidConfig(f"config: folder: expected one of its own for a replay, got that of the run, {folder}")
     names = list(RECORDED) if config.algorithm.has_critic else [*RECORDED, "algorithm.gamma", "algorithm.gae_lambda"]

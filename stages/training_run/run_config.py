@@ -562,6 +562,7 @@ class RunConfig(Config, frozen=True):
 
     def __post_init__(self) -> None:
         """Check the values that depend on each other."""
+        self._check_replay()
         if self.algorithm.is_supervised:
             self._check_supervised()
         self._check_engine()
@@ -580,12 +581,7 @@ class RunConfig(Config, frozen=True):
                 "algorithm.advantages: expected neither reward.clip nor combine: fallback with gdpo, which compares "
                 "the parts of rewards"
             )
-        for name in self.trackers:
-            if name not in TRACKERS and ":" not in name:
-                known = f"{', '.join(TRACKERS)} or module:function"
-                raise InvalidConfig(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
-        if self.record and self.replay is not None:
-            raise InvalidConfig("record: expected false in a replay, whose batches are kept by the run that it replays")
+        self._check_trackers()
         if self.placement.ray is not None and self.placement.joining is not None:
             raise InvalidConfig("placement: expected either ray or joining, got both")
         if self.placement.trainers > 1 and self.placement.device not in {"", "cpu"}:
@@ -595,6 +591,22 @@ class RunConfig(Config, frozen=True):
             )
         if self.placement.python is not None and (self.placement.ray or self.placement.joining):
             raise InvalidConfig("placement: expected python without ray and joining, whose workers have their own")
+
+    def _check_replay(self) -> None:
+        """Check that a replay has a loss of sampled completions, and no recording of its own."""
+        if self.replay is None:
+            return
+        if self.algorithm.is_supervised:
+            raise InvalidConfig(f"algorithm.loss: expected one of sampled completions in a replay, got {SUPERVISED}")
+        if self.record:
+            raise InvalidConfig("record: expected false in a replay, whose batches are kept by the run that it replays")
+
+    def _check_trackers(self) -> None:
+        """Check that each tracker is known, or a function."""
+        for name in self.trackers:
+            if name not in TRACKERS and ":" not in name:
+                known = f"{', '.join(TRACKERS)} or module:function"
+                raise InvalidConfig(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
 
     def _check_critic(self) -> None:
         """Check that there is a critic where there are keys of one."""

@@ -40,7 +40,6 @@ UNUSED = (
     "evaluation",
     "samples",
     "record",
-    "replay",
 )
 """Those keys, and sections of which every key is one."""
 

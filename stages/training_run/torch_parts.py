@@ -519,7 +519,9 @@ class RunParts:
             max_steps=algorithm.steps,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
-            samples=None if algorithm.is_supervised else Samples(every=config.samples.every, count=config.samples.count),
+            samples=None
+            if algorithm.is_supervised
+            else Samples(every=config.samples.every, count=config.samples.count),
             record=config.run_folder / RECORDING if config.record else None,
         )
         if (recording := self.recording) is not None:

@@ -160,7 +160,9 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
     await say(view, f"importing torch and transformers, and reading the tokenizer of {config.model.path}")
     parts = await anyio.to_thread.run_sync(parts_of, config)
     await anyio.to_thread.run_sync(parts.sketch)
-    await say(view, "looking at the data" if config.samples_nothing else "calling each reward function with a first row")
+    await say(
+        view, "looking at the data" if config.samples_nothing else "calling each reward function with a first row"
+    )
     await parts.try_data()
     folder = config.run_folder
     earlier = await anyio.to_thread.run_sync(_begun, config)

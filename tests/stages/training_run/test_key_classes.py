@@ -110,6 +110,7 @@ CURRICULUM: dict[str, Any] = {
 }
 
 OTHERS = {
+    **dict.fromkeys(("replay", "replay.run", "replay.last"), {"replay": {"run": "recorded"}}),
     **{
         f"evaluation.environments[0].{key}": EVALUATED
         for key in ("verifiers", "verifiers.taskset", "verifiers.config", "verifiers.client", "name")
@@ -316,6 +317,10 @@ CHANGED: dict[str, Any] = {
     "folder": "moved",
     "checkpoint_every": 3,
     "keep_checkpoints": 3,
+    "record": True,
+    "replay": None,
+    "replay.run": "elsewhere",
+    "replay.last": 3,
     "seed": 7,
     "prepare": "m:p",
     "allow_changes": True,
