@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec import structs
 
+from ..._pipeline.durability.recording import RECORDING
 from ..._pipeline.durability.run_changes import (
     FIRST,
     STAGES,
@@ -24,6 +25,8 @@ from ..._pipeline.durability.run_changes import (
 )
 from ..._pipeline.errors import InvalidConfig, NoRecording, RunDiffers
 from ..._pipeline.util.printing import print_line
+from ..contracts.policies import Tokenizer
+from ..senders.recording import Recording
 from .config_changes import CODE
 from .key_classes import class_of
 from .own_rank import is_rank
@@ -85,6 +88,12 @@ def load_replay_config(run: str | Path, overrides: Iterable[str] = ()) -> RunCon
     if not is_rank():  # the process that starts them prints it
         _print_changes(parts)
     return config
+
+
+def recording_of(config: RunConfig, tokenizer: Tokenizer | None = None) -> Recording | None:
+    """Return the source of a replay, with the tokenizer of its tokens; None for a run with data of its own."""
+    replay = config.replay
+    return None if replay is None else Recording(Path(replay.run) / RECORDING, tokenizer, replay.last)
 
 
 def refuse_other_start(config: RunConfig, facts: Callable[[], StageFacts]) -> None:

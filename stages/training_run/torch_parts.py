@@ -66,7 +66,6 @@ from ..sampling.environments import Environment
 from ..sampling.evaluation import Evaluation
 from ..sampling.samples import Samples
 from ..sampling.source_env import SourceEnv
-from ..senders.recording import Recording
 from ..sink.sink_trainer import SinkTrainer, Trainer, WeightSink
 from ..tokenizers.end_tokens import check_end_of_turn
 from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer
@@ -77,6 +76,7 @@ from ..training.torch_trainer import TorchTrainer
 from .dtypes import base_dtype, reference_dtype, sampled_dtype
 from .environment_parts import chat_of, environment_of, evaluated_by, evaluated_environments
 from .paths import with_paths
+from .replay import recording_of
 from .run_config import AlgorithmConfig, EvaluationConfig, RunConfig
 from .torch_critic_parts import check_critic, critic_of, empty_value_model
 from .torch_devices import CONCURRENCY, check_device, device_of, max_length_of, sampler_devices
@@ -145,12 +145,6 @@ class RunParts:
     def demonstrations(self) -> Demonstrations:
         """Return the source of a run with the loss sft."""
         return Demonstrations(self._prompts(), max_length=max_length_of(self.config))
-
-    @property
-    def recording(self) -> Recording | None:
-        """Return the source of a replay; None in a run with data of its own."""
-        replay = self.config.replay
-        return None if replay is None else Recording(Path(replay.run) / RECORDING, self.tokenizer, replay.last)
 
     def first_tokens(self) -> Sequence[int]:
         """Return the tokens of the first prompt, or conversation, that trains and can be read. Blocks.
@@ -309,7 +303,7 @@ class RunParts:
             NoRecording, FileDamaged: see `Recording.check`.
             UnstableTemplate: see `Demonstrations.check`.
         """
-        if (recording := self.recording) is not None:
+        if (recording := recording_of(self.config)) is not None:
             await anyio.to_thread.run_sync(recording.check)
             return
         if self.config.algorithm.is_supervised:
@@ -524,7 +518,7 @@ class RunParts:
             else Samples(every=config.samples.every, count=config.samples.count),
             record=config.run_folder / RECORDING if config.record else None,
         )
-        if (recording := self.recording) is not None:
+        if (recording := recording_of(config, self.tokenizer)) is not None:
             return source(recording).sink(sink, capacity=1)
         groups = source(self.demonstrations) if policy is None else self._compared(policy)
         return groups.then(batcher).sink(sink)

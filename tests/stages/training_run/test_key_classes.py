@@ -110,7 +110,7 @@ CURRICULUM: dict[str, Any] = {
 }
 
 OTHERS = {
-    **dict.fromkeys(("replay", "replay.run", "replay.last"), {"replay": {"run": "recorded"}}),
+    **{key: {"replay": {"run": "recorded"}} for key in ("replay", "replay.run", "replay.last")},
     **{
         f"evaluation.environments[0].{key}": EVALUATED
         for key in ("verifiers", "verifiers.taskset", "verifiers.config", "verifiers.client", "name")
