@@ -82,7 +82,9 @@ def recorded_steps(folder: Path) -> int:
     steps = _steps(folder) if folder.is_dir() else []
     if not steps or steps[0] != 1:
         got = f"those from step {steps[0]} on" if steps else "none"
-        raise NoRecording(f"expected batches of a run from its first step on in {folder}, got {got}: set record: true")
+        raise NoRecording(
+            f"expected batches of a run from its first step on in {folder}, got {got}: train that run with record: true"
+        )
     for step, found in enumerate(steps, start=1):
         if step != found:
             raise _damaged(_file(folder, step), step, "no such file")
