@@ -88,8 +88,10 @@ def reference_entries(modules: Iterable[str]) -> str:
 
 def version_of(root: Path) -> str:
     """Return the version of the package: that of its documentation."""
-    (version,) = re.findall(r'^__version__ = "(.+)"$', (root / "src/penstock/__init__.py").read_text(), re.MULTILINE)
-    return version
+    found = re.search(r'^__version__ = "(.+)"$', (root / "src/penstock/__init__.py").read_text(), re.MULTILINE)
+    if found is None:
+        raise ValueError("src/penstock/__init__.py: expected a line with __version__, got none")
+    return found[1]
 
 
 def collect(root: Path) -> dict[str, str]:

@@ -152,7 +152,7 @@ def test_a_folder_without_a_recording_is_refused_in_one_sentence(recorded: Ran, 
     (part / "recording/00000001.batch-1").unlink()
     said = {
         tmp_path / "no run": "expected the folder of a recorded run, got .*/no run without config.json",
-        part: "expected batches of a run from its first step on in .*/recording, got those from step 2 on: train that run with record",
+        part: "expected batches of a run from its first step on in .*/recording, got those from step 2 on: train that",
     }
     for folder, sentence in said.items():
         with pytest.raises(NoRecording, match=sentence):
