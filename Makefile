@@ -23,6 +23,7 @@
 #                        other; those that failed are named at the end
 #   make check           formatter, linter, mypy, pyright, types of the public names, import directions
 #   make docs            the documentation site, in build/site; a link that leads nowhere is an error
+#   make test-dist       sdist and wheel, built, installed and run in empty environments of PYTHONS
 #   make chaos [SEED=3 MINUTES=10]   random kills, stops, cuts, flips and floods, with nothing lost, doubled, hung or left over
 #   make bench           the benchmarks; results in runs/bench
 #   make setup           only the environment
@@ -54,7 +55,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-oracles test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check check-mypy check-pyright docs chaos bench setup clean
+.PHONY: demo test test-all test-gpu test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-oracles test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check check-mypy check-pyright docs test-dist chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -214,6 +215,12 @@ check-mypy:
 check-pyright:
 	$(BIN)/pyright
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright --verifytypes penstock --ignoreexternal
+
+# Each needs gigabytes for torch. PYTHONS are interpreters: make test-dist PYTHONS='python3.11 python3.14'
+PYTHONS ?= $(PYTHON)
+
+test-dist:
+	scripts/test_dist.sh $(PYTHONS)
 
 # The site's tools have an environment of their own: none of them is needed to use or to test penstock.
 docs: $(DOCS)/ready

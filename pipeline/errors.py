@@ -275,6 +275,10 @@ class NoSamples(PenstockError, LookupError):
     """A run has written no samples, or none of the requested step."""
 
 
+class NoRecording(PenstockError, LookupError):
+    """A run has kept no batches, or not those from its first step on."""
+
+
 class NoView(PenstockError, LookupError):
     """A folder holds no run that can be watched."""
 

@@ -12,7 +12,7 @@ engines/       engines that generate for policies: in torch, or at an inference 
 teachers/      Teacher, and the sources of its log-probabilities
 sampling/      SourceEnv and GroupAssembler: environments, bounds on lag, evaluation, samples
 batching/      Batcher
-senders/       groups that other processes send, and their journal
+senders/       groups that other processes send, and their journal; the batches of a recording
 training/      the torch trainer, on one rank and on several
 sink/          SinkTrainer: steps, evaluations, the best checkpoint
 training_run/  runs that a configuration describes

@@ -101,6 +101,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "OpenEnvEnvironment": partial(PUBLIC.OpenEnvEnvironment, "http://127.0.0.1:1", "text", "text"),
     "Packer": PUBLIC.Packer,
     "PromptDataset": partial(PUBLIC.PromptDataset, [{"prompt": "?"}]),
+    "Recording": partial(PUBLIC.Recording, "recording"),
     "ReferenceUpdates": PUBLIC.ReferenceUpdates,
     "RewardFunction": partial(PUBLIC.RewardFunction, length),
     "RewardModel": partial(PUBLIC.RewardModel, "folder"),

@@ -85,6 +85,17 @@ def test_a_workflow_may_only_read_and_is_bounded_in_time(path: Path) -> None:
     assert all("timeout-minutes" in job for job in workflow["jobs"].values())
 
 
+def test_only_the_job_that_publishes_may_identify_itself_and_it_runs_nothing_of_the_checkout() -> None:
+    jobs = {(path.stem, name): job for path in WORKFLOWS for name, job in load(path)["jobs"].items()}
+
+    may = {name: job["permissions"] for name, job in jobs.items() if "permissions" in job}
+    assert may == {("release", "publish"): {"id-token": "write"}, ("release", "docs"): {"contents": "write"}}
+    assert [step["uses"].partition("@")[0] for step in jobs["release", "publish"]["steps"]] == [
+        "actions/download-artifact",
+        "pypa/gh-action-pypi-publish",
+    ]
+
+
 def test_every_action_is_pinned_to_a_commit() -> None:
     used = [step["uses"] for step in steps() if "uses" in step]
 

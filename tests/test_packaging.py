@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from tests.installation import ROOT, Installed
 
+from penstock import __version__
+
 FOLDERS = ("pipeline", "schemas", "stages")
 
 
@@ -68,7 +70,7 @@ def test_the_wheel_holds_every_module_under_the_import_name(built: Path) -> None
 
     assert {f"penstock/_{module}" for name in FOLDERS for module in _in(ROOT / name)} <= names
     assert {"penstock/__init__.py", "penstock/py.typed"} <= names
-    assert {name.split("/")[0] for name in names} == {"penstock", "penstock-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"penstock", f"penstock-{__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -80,7 +82,15 @@ def test_the_sdist_holds_each_module_once_and_all_that_the_tests_need(built: Pat
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
 
-    wanted = {"Makefile", "LICENSE", "CHANGELOG.md", "README.md", "constraints.txt", "scripts/fetch_pip.py"}
+    wanted = {
+        "Makefile",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "README.md",
+        "constraints.txt",
+        "scripts/fetch_pip.py",
+    }
     assert wanted | {"tests/conftest.py", ".ci/run"} | {module for name in FOLDERS for module in _in(ROOT / name)} <= {
         *names
     }

@@ -79,7 +79,7 @@ class JournalFiles:
 
     def read(self, volume: LogFile) -> LogContents:
         """Return the readable content of `volume`, which an earlier run wrote."""
-        found = list(read_entries(volume.path.read_bytes()))
+        found = list(read_entries(volume.path.read_bytes(), TrajectoryGroup))
         records = [each for each in found if isinstance(each, TrajectoryGroup)]
         damage = [each for each in found if isinstance(each, CorruptRange)]
         torn = damage.pop() if damage and found[-1] is damage[-1] and volume is self.volumes[-1] else None

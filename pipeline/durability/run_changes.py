@@ -20,7 +20,7 @@ from msgspec import UNSET
 from ..accounting.telemetry import get_logger
 from ..errors import RunDiffers
 from ..graph.stage_node import StageNode
-from ..util.json_file import read_json_or_set_aside, write_json
+from ..util.json_file import read_json, read_json_or_set_aside, write_json
 from ..util.printing import print_line
 
 FIRST = "config.json"
@@ -125,6 +125,20 @@ def config_before(folder: Path, step: int) -> dict[str, Any] | None:
     parts = [path for path, begins in [(folder / FIRST, 0), *_later_parts(folder)] if begins < step]
     consequence = "the run is not compared with what it was"
     return read_json_or_set_aside(parts[-1], dict[str, Any], consequence=consequence) if parts else None
+
+
+def parts_of_run(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the configuration of each part of a run, oldest first, with the step where it begins. Blocks.
+
+    Raises:
+        FileNotFoundError: no run in a folder was there.
+        FileDamaged: a file is not as it was written.
+    """
+    remedy = "restore it, or train that run again in another folder"
+    return [
+        (begins, read_json(path, dict[str, Any], remedy=remedy))
+        for path, begins in [(folder / FIRST, 0), *_later_parts(folder)]
+    ]
 
 
 def changes_between(before: Any, now: Any, key: str = "") -> Iterator[Change]:

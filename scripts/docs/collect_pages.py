@@ -86,8 +86,16 @@ def reference_entries(modules: Iterable[str]) -> str:
     return "- API reference\n" + "".join(f"    - [{module}](reference/{module}.md)\n" for module in modules)
 
 
+def version_of(root: Path) -> str:
+    """Return the version of the package: that of its documentation."""
+    found = re.search(r'^__version__ = "(.+)"$', (root / "src/penstock/__init__.py").read_text(), re.MULTILINE)
+    if found is None:
+        raise ValueError("src/penstock/__init__.py: expected a line with __version__, got none")
+    return found[1]
+
+
 def collect(root: Path) -> dict[str, str]:
-    """Return the text of every page of the site, by its place."""
+    """Return the text of every page of the site, by its place. The first entry of the navigation has the version."""
     of = places(root)
     texts = {page: (root / page).read_text() for page in of}
     site = {place: relinked(texts[page], page, of, root) for page, place in of.items()}
@@ -98,7 +106,8 @@ def collect(root: Path) -> dict[str, str]:
         }
     modules = public_modules(texts["docs/names.md"])
     site |= {f"reference/{module}.md": reference_page(module) for module in modules}
-    site[NAVIGATION] += reference_entries(modules)
+    navigation = site[NAVIGATION].replace("- [penstock](", f"- [penstock {version_of(root)}](", 1)
+    site[NAVIGATION] = navigation + reference_entries(modules)
     return site
 
 

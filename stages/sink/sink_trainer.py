@@ -24,6 +24,7 @@ from ..._pipeline.accounting.ledger import Ledger
 from ..._pipeline.accounting.sample import Sample
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.channels.channel import ReceiveChannel
+from ..._pipeline.durability.recording import begin_recording, record_batch
 from ..._pipeline.durability.resumption import ResumePoint, StageSnapshot, Stateful
 from ..._pipeline.durability.run_changes import StageFacts, StatesFacts
 from ..._pipeline.errors import InvalidConfig
@@ -176,6 +177,7 @@ class SinkTrainer:
             keeps all.
         cancel_timeout_s: bound on waiting for the running step after cancellation.
         samples: choice of trajectories of batches and evaluations to show and write as text. None for no samples.
+        record: folder to keep each batch in before its step, for a `Recording` to train again. None keeps none.
 
     Raises:
         TypeError: the trainer lacks a method that `publisher` or `checkpoints` need.
@@ -192,6 +194,7 @@ class SinkTrainer:
     keep_checkpoints: int | None = None
     cancel_timeout_s: float = CANCEL_TIMEOUT_S
     samples: Samples | None = None
+    record: str | Path | None = None
     _signal: LearningSignal = field(default_factory=LearningSignal, init=False, repr=False, compare=False)
     """Warns of steps in a row without a gradient from rewards."""
     _gathered: tuple[StageSnapshot, ...] = field(default=(), repr=False)
@@ -277,6 +280,8 @@ class SinkTrainer:
         self._restore(ledger)
         if isinstance(self.trainer, KeepsTokenizer):
             await _in_thread(partial(self.trainer.keep_tokenizer, current().tokenizer), thread)
+        if self.record is not None:
+            await _in_thread(partial(begin_recording, Path(self.record), ledger.step), thread)
         resumed_at = ledger.step
         await _in_thread(partial(self._evaluated.resume_at, ledger.step), thread)
         await self._publish(ledger.step, thread)
@@ -368,6 +373,8 @@ class SinkTrainer:
 
     def _step(self, batch: TrainBatch, step: int) -> dict[str, float]:
         current().ledger.constant_steps = self._signal.observe(batch, step)
+        if self.record is not None:
+            record_batch(Path(self.record), step, batch)  # before the step: one that fails can be trained again
         metrics = self.trainer.step(batch)
         if not isinstance(metrics, Mapping):
             raise TypeError(

@@ -131,6 +131,8 @@ trackers
 folder
 checkpoint_every
 keep_checkpoints
+replay.run
+replay.last
 prepare
 allow_changes
 skip_damaged
@@ -221,6 +223,8 @@ evaluation.sampling.keep_support
 evaluation.sampling.seed
 evaluation.sets[].prompt
 evaluation.answer
+record
+replay
 seed
 """
 

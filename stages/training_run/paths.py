@@ -19,6 +19,7 @@ PATHS = (
     "data.sets.[].path",
     "evaluation.sets.[].path",
     "folder",
+    "replay.run",
     "server.weights",
     "placement.joining.key",
 )

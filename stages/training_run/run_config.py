@@ -518,6 +518,15 @@ class EvaluationConfig(Config, frozen=True):
     """Metric of the best checkpoint; by default mean@n of the first set."""
 
 
+class ReplayConfig(Config, frozen=True):
+    """The recorded run that a replay trains again; `penstock replay` writes it."""
+
+    run: Text
+    """Its folder."""
+    last: Count | None = None
+    """Step after which the replay ends; null for the last one of the recording."""
+
+
 class RunConfig(Config, frozen=True):
     """A training run."""
 
@@ -548,6 +557,10 @@ class RunConfig(Config, frozen=True):
     """Checkpoints that are kept."""
     skip_damaged: bool = False
     """Continue the run in the folder from its last checkpoint that is whole, where a later one is damaged."""
+    record: bool = False
+    """Keep each batch that is trained, for `penstock replay`."""
+    replay: ReplayConfig | None = None
+    """Train the batches of a recorded run, in place of sampling; null for a run with data of its own."""
     seed: Natural = 0
     """Seed of prompts, sampling and new parameters."""
     prepare: FunctionName | None = None
@@ -557,6 +570,7 @@ class RunConfig(Config, frozen=True):
 
     def __post_init__(self) -> None:
         """Check the values that depend on each other."""
+        self._check_replay()
         if self.algorithm.is_supervised:
             self._check_supervised()
         self._check_engine()
@@ -574,10 +588,7 @@ class RunConfig(Config, frozen=True):
                 "algorithm.advantages: expected neither reward.clip nor combine: fallback with gdpo, which compares "
                 "the parts of rewards"
             )
-        for name in self.trackers:
-            if name not in TRACKERS and ":" not in name:
-                known = f"{', '.join(TRACKERS)} or module:function"
-                raise InvalidConfig(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
+        self._check_trackers()
         if self.placement.ray is not None and self.placement.joining is not None:
             raise InvalidConfig("placement: expected either ray or joining, got both")
         if self.placement.trainers > 1 and self.placement.device not in {"", "cpu"}:
@@ -593,6 +604,22 @@ class RunConfig(Config, frozen=True):
         for key, usual in {"rewards": "sequence", "baseline": "rollout"}.items():
             if getattr(self.algorithm, key) != usual and self.environment is None:
                 raise InvalidConfig(f"algorithm.{key}: expected an environment beside it, whose turns have rewards")
+
+    def _check_replay(self) -> None:
+        """Check that a replay has a loss of sampled completions, and no recording of its own."""
+        if self.replay is None:
+            return
+        if self.algorithm.is_supervised:
+            raise InvalidConfig(f"algorithm.loss: expected one of sampled completions in a replay, got {SUPERVISED}")
+        if self.record:
+            raise InvalidConfig("record: expected false in a replay, whose batches are kept by the run that it replays")
+
+    def _check_trackers(self) -> None:
+        """Check that each tracker is known, or a function."""
+        for name in self.trackers:
+            if name not in TRACKERS and ":" not in name:
+                known = f"{', '.join(TRACKERS)} or module:function"
+                raise InvalidConfig(f"trackers: expected {known}, got {name!r}{nearest(name, TRACKERS)}")
 
     def _check_critic(self) -> None:
         """Check that there is a critic where there are keys of one."""
@@ -660,6 +687,11 @@ class RunConfig(Config, frozen=True):
             raise InvalidConfig("data.path: expected either it or sets, got path '' and 0 sets")
         if has_agents and (data.system or not data.chat):
             raise InvalidConfig("data: expected chat, and no system, beside an agent, which writes its own messages")
+
+    @property
+    def samples_nothing(self) -> bool:
+        """Return whether the run has no sampler, reward and evaluation."""
+        return self.algorithm.is_supervised or self.replay is not None
 
     @property
     def run_folder(self) -> Path:

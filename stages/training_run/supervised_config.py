@@ -39,6 +39,7 @@ UNUSED = (
     *(f"placement.{name}" for name in ("samplers", "servers", "ray", "joining", "python", "sampler_device")),
     "evaluation",
     "samples",
+    "record",
 )
 """Those keys, and sections of which every key is one."""
 

@@ -43,8 +43,7 @@ def sampler_devices(config: RunConfig) -> list[str]:
     They share the GPUs that do not train, or, where all do, those.
     """
     placement, trains = config.placement, device_of(config)
-    supervised = config.algorithm.is_supervised
-    if supervised or config.engine != "torch" or placement.ray is not None or placement.joining is not None:
+    if config.samples_nothing or config.engine != "torch" or placement.ray is not None or placement.joining is not None:
         return []
     if placement.sampler_device or trains.type != "cuda":
         return [placement.sampler_device or str(trains)] * placement.samplers

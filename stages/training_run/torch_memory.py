@@ -195,7 +195,7 @@ def _needs(config: RunConfig, numbers: Numbers, judging: int, *, sharded: bool) 
 
 def _published(config: RunConfig, numbers: Numbers, sampled: int) -> int:
     """Return the bytes of a published version, whose samplers have `sampled` bytes for a parameter."""
-    if config.algorithm.is_supervised:
+    if config.samples_nothing:
         return 0
     if config.engine == "torch":
         return numbers.trained * (FLOAT32 if config.model.lora is not None else sampled)

@@ -17,6 +17,7 @@ from msgspec import structs
 from torch.nn.parallel import DistributedDataParallel
 
 from ..._pipeline.accounting.telemetry import get_logger
+from ..._pipeline.durability.recording import RECORDING
 from ..._pipeline.errors import InvalidConfig, InvalidData, InvalidPipeline
 from ..._pipeline.graph.context import current
 from ..._pipeline.graph.placement import Remote, joining, processes, ray
@@ -57,6 +58,7 @@ from ..models.hf_model import HFModel
 from ..models.lora import insert
 from ..models.torch_sharding import Trainable, shard
 from ..rewards.reward_bridge import RewardBridge
+from ..rewards.reward_shaping import RewardConfig
 from ..rewards.reward_trial import try_functions
 from ..sampling.demonstrations import Demonstrations
 from ..sampling.environment_trial import try_environments
@@ -74,6 +76,7 @@ from ..training.torch_trainer import TorchTrainer
 from .dtypes import base_dtype, reference_dtype, sampled_dtype
 from .environment_parts import chat_of, environment_of, evaluated_by, evaluated_environments
 from .paths import with_paths
+from .replay import recording_of
 from .run_config import AlgorithmConfig, EvaluationConfig, RunConfig
 from .torch_critic_parts import check_critic, critic_of, empty_value_model
 from .torch_devices import CONCURRENCY, check_device, device_of, max_length_of, sampler_devices
@@ -114,10 +117,10 @@ class RunParts:
         """Shape of the record of the experts that the engine chooses, if it is wanted."""
         self.tokenizer = PretrainedTokenizer(self.folder)
         """The one tokenizer of data, policy, reward and trainer."""
-        self.chat = chat_of(config, self.tokenizer) if config.data.chat else None
+        self.chat = chat_of(config, self.tokenizer) if config.data.chat and config.replay is None else None
         if self.chat is not None:
             check_end_of_turn(self.tokenizer)
-        self.rewards = RewardBridge(config.reward)
+        self.rewards = RewardBridge(RewardConfig() if config.replay else config.reward)
         self.loss = loss_of(config.algorithm)
         self.trackers = [_tracker(name) for name in config.trackers]
 
@@ -161,7 +164,7 @@ class RunParts:
         Raises:
             InvalidConfig: it fails, or cannot begin.
         """
-        if self.config.algorithm.is_supervised:
+        if self.config.samples_nothing:
             return []
         source, python = self.source(self.policy(None)), self.config.placement.python
         return await try_environments(source, python, START_TIMEOUT_S)
@@ -169,6 +172,8 @@ class RunParts:
     @cached_property
     def kept_apart(self) -> dict[str, Callable[[], Environment]]:
         """Return what is evaluated of the rows that are kept apart, by the names of sets, and the environments."""
+        if self.config.samples_nothing:
+            return {}
         rows = self._datasets("evaluation") if self.config.data.evaluation else []
         found = [*evaluated_by(self.config, rows), *evaluated_environments(self.config)]
         if len(sets := dict(found)) < len(found):
@@ -202,7 +207,8 @@ class RunParts:
 
     def _further_sets(self) -> list[PromptDataset]:
         """Return the sets that are only evaluated."""
-        sets = () if self.config.evaluation is None else self.config.evaluation.sets
+        evaluation = None if self.config.samples_nothing else self.config.evaluation
+        sets = () if evaluation is None else evaluation.sets
         return [self._dataset("train", each.path, each.prompt, each.name, evaluation=0) for each in sets]
 
     @property
@@ -288,14 +294,18 @@ class RunParts:
         )
 
     async def try_data(self) -> None:
-        """Call every reward function once with the first readable row of each set; or read the first conversations.
+        """Call every reward function once with the first readable row of each set; or look at what else is trained.
 
         Raises:
             InvalidConfig: a function has no value for two made-up completions.
             InvalidData: a set has no prompt, or no conversation that trains.
             MissingColumn: a set lacks a column that a function takes.
+            NoRecording, FileDamaged: see `Recording.check`.
             UnstableTemplate: see `Demonstrations.check`.
         """
+        if (recording := recording_of(self.config)) is not None:
+            await anyio.to_thread.run_sync(recording.check)
+            return
         if self.config.algorithm.is_supervised:
             await anyio.to_thread.run_sync(self.demonstrations.check)
             return
@@ -473,13 +483,14 @@ class RunParts:
         """
         model = self.empty_model()
         self._check_lengths(model)
-        check_servers(self.config, model)
+        if not self.config.samples_nothing:
+            check_servers(self.config, model)
         values = empty_value_model(self.config)
         if values is not None and self.config.critic.model:
             check_critic(values, self.tokenizer)
             self._check_lengths(values)
         check_memory(self.config, model, values, lambda config: RunParts(config).empty_model())
-        policy = None if self.config.algorithm.is_supervised else self.policy(None)
+        policy = None if self.config.samples_nothing else self.policy(None)
         reference = model if self.config.algorithm.kl else None
         pipeline = self.pipeline(policy, self.trainer(model, reference, values), None)
         try:
@@ -489,7 +500,7 @@ class RunParts:
         return pipeline, model
 
     def pipeline(self, policy: Policy | None, trainer: Trainer, publisher: WeightSink | None) -> Pipeline:
-        """Return the pipeline of the run; without a policy, that of a run with the loss sft."""
+        """Return the pipeline of the run; without a policy, that of a run that samples nothing."""
         config, algorithm = self.config, self.config.algorithm
         batcher = Batcher(
             max_tokens=algorithm.sequences * max_length_of(config) * (1 if config.environment is None else BRANCHES),
@@ -502,8 +513,13 @@ class RunParts:
             max_steps=algorithm.steps,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
-            samples=None if policy is None else Samples(every=config.samples.every, count=config.samples.count),
+            samples=None
+            if algorithm.is_supervised
+            else Samples(every=config.samples.every, count=config.samples.count),
+            record=config.run_folder / RECORDING if config.record else None,
         )
+        if (recording := recording_of(config, self.tokenizer)) is not None:
+            return source(recording).sink(sink, capacity=1)
         groups = source(self.demonstrations) if policy is None else self._compared(policy)
         return groups.then(batcher).sink(sink)
 

@@ -56,6 +56,7 @@ from ..sink.sink_trainer import WeightSink
 from ..tokenizers.end_tokens import named
 from .config_changes import refuse_changes, values_of
 from .own_rank import follows, is_rank
+from .replay import refuse_other_start
 from .run_config import PlacementConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -159,8 +160,9 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
     await say(view, f"importing torch and transformers, and reading the tokenizer of {config.model.path}")
     parts = await anyio.to_thread.run_sync(parts_of, config)
     await anyio.to_thread.run_sync(parts.sketch)
-    supervised = config.algorithm.is_supervised
-    await say(view, "reading the first rows" if supervised else "calling each reward function with a first row")
+    await say(
+        view, "looking at the data" if config.samples_nothing else "calling each reward function with a first row"
+    )
     await parts.try_data()
     folder = config.run_folder
     earlier = await anyio.to_thread.run_sync(_begun, config)
@@ -180,6 +182,7 @@ async def _train(config: RunConfig, view: View | None) -> Summary:
         policy, publisher = await stack.enter_async_context(_published(parts, model, view))  # before it is sharded
         trainer = await _trainer(parts, model, stack, sharded=sharded)
         pipeline = parts.pipeline(policy, trainer, publisher)
+        await anyio.to_thread.run_sync(refuse_other_start, config, trainer.facts)
         try:
             values = await anyio.to_thread.run_sync(values_of, config)
             await pipeline.run(
@@ -287,7 +290,7 @@ def describe_run(config: RunConfig) -> str:
     pipeline, model = parts.sketch()
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop
         thread.submit(anyio.run, parts.try_data).result()
-        shown = [] if config.environment is not None else [_first_prompt(parts)]
+        shown = [] if config.environment is not None or config.replay is not None else [_first_prompt(parts)]
         shown += thread.submit(anyio.run, parts.tried).result()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -332,7 +335,7 @@ async def _published(
 ) -> AsyncGenerator[tuple[Policy, WeightSink] | tuple[None, None]]:
     """Yield the policy, and the publisher of its weights; neither in a run that samples nothing."""
     config = parts.config
-    if config.algorithm.is_supervised:
+    if config.samples_nothing:
         yield None, None
         return
     async with AsyncExitStack() as stack:

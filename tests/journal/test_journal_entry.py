@@ -37,7 +37,7 @@ def contents(record: TrajectoryGroup) -> object:
 
 
 def read(data: bytes) -> tuple[list[TrajectoryGroup], list[CorruptRange]]:
-    found = list(read_entries(data))
+    found = list(read_entries(data, TrajectoryGroup))
     return [each for each in found if not isinstance(each, CorruptRange)], [
         each for each in found if isinstance(each, CorruptRange)
     ]
@@ -55,7 +55,7 @@ def test_written_records_are_read_bit_for_bit() -> None:
 
 
 def test_a_record_lives_alone_and_cannot_be_changed() -> None:
-    record = next(iter(read_entries(DATA)))
+    record = next(iter(read_entries(DATA, TrajectoryGroup)))
 
     assert isinstance(record, TrajectoryGroup)
     assert not any(column.flags.writeable for column in record.columns().values())

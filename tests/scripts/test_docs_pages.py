@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from scripts.docs.collect_pages import ROOT, collect, places, public_modules, relinked
 
+from penstock import __version__
+
 PLACES = {"README.md": "index.md", "docs/weights.md": "weights.md", "docs/stages/batcher.md": "stages/batcher.md"}
 
 
@@ -20,6 +22,10 @@ def test_every_page_has_one_place_in_the_reading_order(site: dict[str, str]) -> 
     listed = re.findall(r"\]\(([^)]+)\)", site["SUMMARY.md"])
 
     assert sorted(listed) == sorted(place for place in site if not place.startswith(("source/", "SUMMARY.md")))
+
+
+def test_the_site_says_its_version(site: dict[str, str]) -> None:
+    assert site["SUMMARY.md"].startswith(f"- [penstock {__version__}](index.md)\n")
 
 
 def test_every_decision_is_listed_by_its_own_title() -> None:
@@ -59,6 +65,8 @@ def test_a_file_that_a_page_links_to_is_shown_on_a_page_of_its_own(
     (tmp_path / "docs/SUMMARY.md").write_text("- [Names](names.md)\n")
     (tmp_path / "docs/names.md").write_text("# Names\n\n[a test](../check.py)\n")
     (tmp_path / "check.py").write_text("assert True\n")
+    (tmp_path / "src/penstock").mkdir(parents=True)
+    (tmp_path / "src/penstock/__init__.py").write_text('__version__ = "1.2.3"\n')
     monkeypatch.setattr("scripts.docs.collect_pages.OUTSIDE_DOCS", {})
 
     site = collect(tmp_path)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .._pipeline.errors import ServerFailed
 from .._pipeline.util.printing import print_line
+
+if TYPE_CHECKING:
+    from ..runs import RunConfig
 
 CONFIG = Annotated[Path, typer.Argument(help="A YAML file; `penstock init` writes one.")]
 OVERRIDES = Annotated[
@@ -21,17 +25,24 @@ def run(config: CONFIG, overrides: OVERRIDES = None) -> None:
 
     With placement.trainers it starts the ranks, unless torchrun has started it as one.
     """
+    from .._stages.training_run.own_rank import is_rank  # noqa: PLC0415 (not needed for --help)
+    from ..runs import load_run_config  # noqa: PLC0415
+
+    if not is_rank():
+        print_line(f"reading {config}")
+    train_as(load_run_config(config, overrides or ()), ["run", str(config), *(overrides or ())])
+
+
+def train_as(loaded: RunConfig, command: Sequence[str]) -> None:
+    """Train as configured, on all ranks if there are several: `command` of penstock makes each."""
     import anyio  # noqa: PLC0415 (not needed for --help)
 
     from .._stages.training_run.own_rank import SERVER_DIED, follows, is_rank  # noqa: PLC0415
     from .._stages.training_run.train import run_ranks  # noqa: PLC0415
-    from ..runs import load_run_config, train  # noqa: PLC0415
+    from ..runs import train  # noqa: PLC0415
 
-    if not is_rank():
-        print_line(f"reading {config}")
-    loaded = load_run_config(config, overrides or ())
     if loaded.placement.trainers > 1 and not is_rank():
-        raise typer.Exit(run_ranks(loaded, ["-m", "penstock", "run", str(config), *(overrides or ())]))
+        raise typer.Exit(run_ranks(loaded, ["-m", "penstock", *command]))
 
     async def trained() -> None:
         summary = await train(loaded)

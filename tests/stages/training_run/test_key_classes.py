@@ -112,6 +112,7 @@ CURRICULUM: dict[str, Any] = {
 }
 
 OTHERS = {
+    **{key: {"replay": {"run": "recorded"}} for key in ("replay", "replay.run", "replay.last")},
     **{
         f"evaluation.environments[0].{key}": EVALUATED
         for key in ("verifiers", "verifiers.taskset", "verifiers.config", "verifiers.client", "name")
@@ -320,6 +321,10 @@ CHANGED: dict[str, Any] = {
     "folder": "moved",
     "checkpoint_every": 3,
     "keep_checkpoints": 3,
+    "record": True,
+    "replay": None,
+    "replay.run": "elsewhere",
+    "replay.last": 3,
     "seed": 7,
     "prepare": "m:p",
     "allow_changes": True,

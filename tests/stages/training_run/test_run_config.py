@@ -155,6 +155,9 @@ def test_gdpo_compares_parts_of_rewards_which_nothing_corrects(reward: dict[str,
         (["critic.clip=0.2"], "critic: expected algorithm.advantages gae beside it, got grpo"),
         (["algorithm.loss=sft", "algorithm.advantages=gae"], "algorithm.advantages: expected none beside"),
         (["algorithm.loss=sft", "algorithm.gae_lambda=0.9"], "gae_lambda: expected 1"),
+        (["algorithm.loss=sft", "record=true"], "record: expected none beside algorithm.loss sft"),
+        (["algorithm.loss=sft", "replay={run: r}"], "algorithm.loss: expected one of sampled completions in a replay"),
+        (["record=true", "replay={run: r}"], "record: expected false in a replay"),
     ],
 )
 def test_what_does_not_fit_the_advantages_is_refused(overrides: list[str], message: str) -> None:

@@ -1,0 +1,139 @@
+"""The files of a recording: a folder with the batches that a run trained, one file for each optimizer step.
+
+    <folder>/00000001.batch-1
+
+A file is one entry, encoded as in a journal, and is written as a whole before its step. The weights decide: a run that
+resumes first deletes the batches of the steps that its checkpoint lacks, because it will train others there. Knows no
+ledger and no trainer. Blocks, so it is used in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ..._schemas import ProtocolMismatch, TrainBatch
+from ..errors import FileDamaged, NoRecording
+from ..util.atomic_file import remove_unfinished, write_atomically
+from ..util.os_errors import explaining_os_errors
+from .journal_entry import HEAD_BYTES, encode_entry, entry_of_head, read_entries
+
+RECORDING = "recording"
+"""The folder of the recording in that of a run."""
+
+VERSION = 1
+"""The version of the entries, part of the name of every file."""
+
+NAME = re.compile(r"(\d{8,})\.batch-(\d+)")
+
+
+def begin_recording(folder: Path, step: int) -> None:
+    """Make `folder` if need be, and delete the batches after `step`, the last one that the weights contain.
+
+    Raises:
+        DiskFull, NotWritable: the folder cannot be made or changed.
+        ProtocolMismatch: another version of penstock wrote it.
+    """
+    with explaining_os_errors("the recording of a run", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(folder)
+        for later in (each for each in _steps(folder) if each > step):
+            _file(folder, later).unlink()
+
+
+def record_batch(folder: Path, step: int, batch: TrainBatch) -> None:
+    """Write the batch that `step` is about to train; afterwards it is on the disk.
+
+    Raises:
+        DiskFull, NotWritable, OutOfFileDescriptors: it cannot be written.
+    """
+    path = _file(folder, step)
+    with explaining_os_errors(f"the batch of step {step}", folder, or_else="or continue without record"):
+        write_atomically(path, encode_entry(batch))
+
+
+def recorded_batch(folder: Path, step: int) -> TrainBatch:
+    """Return the batch that `step` trained.
+
+    Raises:
+        FileDamaged: its file is missing, or not as it was written.
+        OSError: it cannot be read.
+    """
+    path = _file(folder, step)
+    try:
+        data = _whole(path)
+    except FileNotFoundError:
+        raise _damaged(path, step, "no such file") from None
+    (found, *more) = read_entries(data, TrainBatch)
+    if more or not isinstance(found, TrainBatch):
+        raise _damaged(path, step, "other bytes")
+    return found
+
+
+def recorded_steps(folder: Path) -> int:
+    """Return the last step of the recording in `folder`, which has all steps from the first one on.
+
+    Raises:
+        NoRecording: there is no batch, or not that of the first step.
+        FileDamaged: that of a later step is missing.
+        ProtocolMismatch: another version of penstock wrote it.
+    """
+    steps = _steps(folder) if folder.is_dir() else []
+    if not steps or steps[0] != 1:
+        got = f"those from step {steps[0]} on" if steps else "none"
+        raise NoRecording(
+            f"expected batches of a run from its first step on in {folder}, got {got}: train that run with record: true"
+        )
+    for step, found in enumerate(steps, start=1):
+        if step != found:
+            raise _damaged(_file(folder, step), step, "no such file")
+    return steps[-1]
+
+
+def identity_of_recording(folder: Path) -> str:
+    """Return the checksum of the first batch, by which a continued replay knows its recording.
+
+    Raises:
+        FileDamaged: its file is missing, or not as it was written.
+    """
+    path = _file(folder, 1)
+    try:
+        with path.open("rb") as file:
+            entry = entry_of_head(file.read(HEAD_BYTES))
+    except FileNotFoundError:
+        raise _damaged(path, 1, "no such file") from None
+    if entry is None:
+        raise _damaged(path, 1, "other bytes")
+    return entry[1]
+
+
+def _whole(path: Path) -> bytes:
+    """Return the content of a file whose size is that which its head gives; no other one is read into memory."""
+    with path.open("rb") as file:
+        size, head = os.fstat(file.fileno()).st_size, file.read(HEAD_BYTES)
+        entry = entry_of_head(head)
+        return head + file.read() if entry is not None and entry[0] == size else b"?"
+
+
+def _damaged(path: Path, step: int, got: str) -> FileDamaged:
+    before = f", or replay the steps before it (--step {step - 1})" if step > 1 else ""
+    return FileDamaged(f"{path}: expected the batch of step {step} as it was written, got {got}: restore it{before}")
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"{step:08d}.batch-{VERSION}"
+
+
+def _steps(folder: Path) -> list[int]:
+    found = []
+    for path in folder.iterdir():
+        if (name := NAME.fullmatch(path.name)) is None:
+            continue
+        if int(name[2]) != VERSION:
+            raise ProtocolMismatch(
+                f"expected batches of version {VERSION} in {folder}, got {path.name}: replay them with the penstock "
+                f"that wrote them"
+            )
+        found.append(int(name[1]))
+    return sorted(found)
