@@ -374,7 +374,8 @@ class SinkTrainer:
                 f"expected {type(self.trainer).__name__}.step to return metrics, a mapping from names to numbers, got "
                 f"{metrics!r}: end it with `return {{...}}`, or with `return {{}}` if there are none"
             )
-        return batch_metrics(batch, step - 1) | dict(metrics)
+        signal = {"batch/steps_without_signal": float(self._signal.steps_without)}
+        return batch_metrics(batch, step - 1) | signal | dict(metrics)
 
     async def _pass_on_samples(
         self, batch: TrainBatch | None, found: Sequence[Sample], step: int, thread: anyio.CapacityLimiter
