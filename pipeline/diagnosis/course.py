@@ -18,8 +18,8 @@ EVALUATIONS = 64
 MOST_METRICS = 1024
 """Metrics that are kept: the names of evaluated sets come from a file."""
 
-CERTAIN = 2.0
-"""Standard errors from which a difference of two means is no chance."""
+CERTAIN = 3.0
+"""Standard errors from which a difference of two means is no chance, of halves of ten steps and fewer too."""
 
 
 @dataclass(slots=True)

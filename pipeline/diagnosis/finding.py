@@ -1,4 +1,4 @@
-"""`Finding`: the result of a rule; `Rule`: how it is found, and what can be done about it."""
+"""`RunFinding`: the result of a rule; `Rule`: how it is found, and what can be done about it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = "docs/diagnose.md"
 """The page with a row for each rule."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that keeps a run from learning."""
 
     rule: Name
@@ -57,12 +57,12 @@ class Rule:
     also_reads: tuple[str, ...] = ()
     """Metrics that it reads where they are emitted."""
 
-    def found_in(self, run: SeenRun) -> Finding | None:
+    def found_in(self, run: SeenRun) -> RunFinding | None:
         """Return its finding in a run; None without one, or without its metrics."""
         evidence = self.look(run) if run.courses.emitted(self.reads) else None
         if evidence is None:
             return None
-        return Finding(rule=self.name, numbers=evidence.numbers, causes=self.causes, change=evidence.change)
+        return RunFinding(rule=self.name, numbers=evidence.numbers, causes=self.causes, change=evidence.change)
 
 
 def short(value: float) -> str:

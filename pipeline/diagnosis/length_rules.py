@@ -46,7 +46,7 @@ def _longer(run: SeenRun) -> str:
     return f"{BOUND}={2 * bound if bound is not None else 2048}"
 
 
-LENGTH_RULES = (
+NEVER_END, AT_BOUND = (
     Rule(
         name="end_tokens_never_sampled",
         look=end_tokens_never_sampled,
@@ -71,4 +71,3 @@ LENGTH_RULES = (
         keys=(BOUND, "algorithm.mask_truncated"),
     ),
 )
-"""The gravest first."""

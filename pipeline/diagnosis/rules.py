@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from .finding import Finding, Rule
+from .finding import RunFinding, Rule
 from .flow_rules import MOST_DROPPED_RULE, NOTHING_TRAINED, TOO_OLD, TRAINED_DIFFER
-from .length_rules import LENGTH_RULES
+from .length_rules import AT_BOUND, NEVER_END
 from .reward_rules import EVALUATION_FALLS, NO_SIGNAL, TOO_EASY, TOO_HARD
 from .seen_run import SeenRun
-from .update_rules import UPDATE_RULES
+from .update_rules import ENTROPY_GONE, KL_EXPLODING, LEARNING_RATE_ZERO, LOST_IN_ROUNDING, RATIO_COLLAPSED
 
 RULES: tuple[Rule, ...] = (
     NOTHING_TRAINED,
-    *UPDATE_RULES,
+    LEARNING_RATE_ZERO,
+    LOST_IN_ROUNDING,
     NO_SIGNAL,
-    *LENGTH_RULES,
+    TOO_OLD,
+    KL_EXPLODING,
+    RATIO_COLLAPSED,
+    ENTROPY_GONE,
+    NEVER_END,
+    AT_BOUND,
     TOO_HARD,
     TOO_EASY,
-    TOO_OLD,
     MOST_DROPPED_RULE,
     EVALUATION_FALLS,
     TRAINED_DIFFER,
@@ -27,7 +32,7 @@ READ: frozenset[str] = frozenset(name for rule in RULES for name in (*rule.reads
 """Metrics that some rule reads, but those of evaluations."""
 
 
-def findings_in(run: SeenRun) -> list[Finding]:
+def findings_in(run: SeenRun) -> list[RunFinding]:
     """Return all findings in a run, the gravest first."""
     return [finding for rule in RULES if (finding := rule.found_in(run)) is not None]
 

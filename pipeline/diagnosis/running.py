@@ -11,7 +11,7 @@ import msgspec
 from ..._schemas.conversion import convert
 from ..accounting.sample import Sample
 from .course import Courses
-from .finding import Finding
+from .finding import RunFinding
 from .rules import READ, findings_in
 from .seen_run import SeenConfig, SeenRun
 
@@ -27,7 +27,7 @@ class RunningDiagnosis:
         self._run = SeenRun(Courses(READ), _seen(config))
         self._lock = threading.Lock()
         """Held while a step is added, by the event loop, and while rules are applied, in a thread of a view."""
-        self._found: Finding | None = None
+        self._found: RunFinding | None = None
         self._found_at = 0
         """The step that the rules were applied at."""
 
@@ -42,7 +42,7 @@ class RunningDiagnosis:
             for sample in samples:
                 self._run.samples.note(sample.reward, sample.stop_reason, sample.evaluated)
 
-    def gravest(self) -> Finding | None:
+    def gravest(self) -> RunFinding | None:
         """Return the gravest finding in the run so far; None without any."""
         with self._lock:
             if self._run.step != self._found_at:

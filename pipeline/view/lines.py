@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import anyio
 
 from ..accounting.sample import Sample
-from ..diagnosis.finding import Finding
+from ..diagnosis.finding import RunFinding
 from ..graph.statistics import PipelineStatistics
 from ..util.blocking import in_thread
 from ..util.printing import print_line
@@ -88,7 +88,7 @@ class Lines:
         complete = self._watched.completed(shown)
         print_lines([line(complete), *map(sample_line, samples), *self._new_finding(complete.finding)])
 
-    def _new_finding(self, finding: Finding | None) -> list[str]:
+    def _new_finding(self, finding: RunFinding | None) -> list[str]:
         if finding is None or finding.rule in self._found:
             return []
         self._found.add(finding.rule)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..accounting.balance import Balance
 from ..accounting.ledger import Ledger
-from ..diagnosis.finding import Finding
+from ..diagnosis.finding import RunFinding
 from ..diagnosis.running import RunningDiagnosis
 from ..graph.report import Report
 from ..graph.statistics import PipelineStatistics, WorkerStatistics
@@ -51,7 +51,7 @@ class Snapshot:
     stop_reason: str = ""
     """The reason why the run has ended; "" while it goes on."""
     memory: MemoryUse = NONE
-    finding: Finding | None = None
+    finding: RunFinding | None = None
     """The gravest finding in the run so far."""
 
     def with_memory(self) -> Snapshot:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from .._pipeline.diagnosis.finding import Finding
+    from .._pipeline.diagnosis.finding import RunFinding
     from .._pipeline.diagnosis.seen_run import SeenRun
 
 
@@ -30,7 +30,7 @@ def diagnose(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> N
     raise typer.Exit(1 if found else 0)
 
 
-def _described(found: list[Finding]) -> list[str]:
+def _described(found: list[RunFinding]) -> list[str]:
     """Return the lines of all findings."""
     from .._pipeline.diagnosis.rules import rule_named  # noqa: PLC0415 (as above)
     from .._pipeline.view.sample_text import printable  # noqa: PLC0415 (as above)
@@ -44,7 +44,7 @@ def _described(found: list[Finding]) -> list[str]:
     return lines
 
 
-def _conclusion(seen: SeenRun, found: list[Finding]) -> list[str]:
+def _conclusion(seen: SeenRun, found: list[RunFinding]) -> list[str]:
     """Return what was looked at, and what was not."""
     from .._pipeline.diagnosis.rules import RULES, looked_at  # noqa: PLC0415 (as above)
     from .._pipeline.view.sample_text import printable  # noqa: PLC0415 (as above)
