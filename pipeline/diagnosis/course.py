@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from statistics import fmean, pvariance
+from statistics import fmean, median, pvariance
 
 WINDOW = 20
 """Steps at the beginning, and at the end, that rules look at: enough for a mean, and few enough to follow a change."""
@@ -50,6 +50,11 @@ class Course:
         """Return the mean of the last `count` values; NaN without any."""
         values = self.recent(count)
         return fmean(values) if values else math.nan
+
+    def middle(self, count: int) -> float:
+        """Return the median of the last `count` values, which one odd batch does not move; NaN without any."""
+        values = self.recent(count)
+        return median(values) if values else math.nan
 
     def steps(self, count: int = WINDOW) -> str:
         """Return the last `count` steps as text: `steps 11 to 30`."""

@@ -26,9 +26,9 @@ def end_tokens_never_sampled(run: SeenRun) -> Evidence | None:
 
 
 def lengths_at_bound(run: SeenRun) -> Evidence | None:
-    """Find steps in which most completions were cut."""
+    """Find steps in which most completions were cut, and some not."""
     cut = run.courses.of("response_length/clip_ratio")
-    if cut.count < LEAST_STEPS or min(cut.recent()) < MOST_CUT or run.improves:
+    if cut.count < LEAST_STEPS or min(cut.recent()) < MOST_CUT or run.improves or end_tokens_never_sampled(run):
         return None
     return Evidence(
         f"{cut.mean():.0%} of the completions were cut at the bound{_bound(run)} in {cut.steps()}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .finding import RunFinding, Rule
+from .finding import Rule, RunFinding
 from .flow_rules import MOST_DROPPED_RULE, NOTHING_TRAINED, TOO_OLD, TRAINED_DIFFER
 from .length_rules import AT_BOUND, NEVER_END
 from .reward_rules import EVALUATION_FALLS, NO_SIGNAL, TOO_EASY, TOO_HARD

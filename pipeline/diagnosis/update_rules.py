@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
-
 from .finding import Evidence, Rule, short
 from .seen_run import SeenRun
 
@@ -69,9 +67,9 @@ def kl_exploding(run: SeenRun) -> Evidence | None:
     """Find a policy that moves far in a step, or far from the reference."""
     for name, bound in (("kl", HIGH_KL), ("ref_kl", HIGH_REFERENCE_KL)):
         course = run.courses.of(name)
-        if course.count >= LEAST_STEPS and median(course.recent(LEAST_STEPS)) >= bound:
+        if course.count >= LEAST_STEPS and course.middle(LEAST_STEPS) >= bound:
             return Evidence(
-                f"{name} {short(median(course.recent(LEAST_STEPS)))} nats per token in the middle of {course.steps(LEAST_STEPS)}, expected "
+                f"{name} {short(course.middle(LEAST_STEPS))} nats per token in {course.steps(LEAST_STEPS)}, expected "
                 f"less than {bound}",
                 (_lower_rate(run), _more_kl(run)),
             )
@@ -81,11 +79,11 @@ def kl_exploding(run: SeenRun) -> Evidence | None:
 def ratio_collapsed(run: SeenRun) -> Evidence | None:
     """Find batches in which few tokens have nearly all the weight."""
     course = run.courses.of("ratio/effective_sample_size")
-    if course.count < LEAST_STEPS or median(course.recent(LEAST_STEPS)) >= FEW_EFFECTIVE:
+    if course.count < LEAST_STEPS or course.middle(LEAST_STEPS) >= FEW_EFFECTIVE:
         return None
     highest = run.courses.of("ratio/max").mean(LEAST_STEPS)
     return Evidence(
-        f"ratio/effective_sample_size {short(median(course.recent(LEAST_STEPS)))} in the middle of {course.steps(LEAST_STEPS)}, expected at "
+        f"ratio/effective_sample_size {short(course.middle(LEAST_STEPS))} in {course.steps(LEAST_STEPS)}, expected at "
         f"least {FEW_EFFECTIVE}; ratio/max {short(highest)}",
         ("algorithm.max_lag=0", _lower_rate(run)),
     )
@@ -94,10 +92,10 @@ def ratio_collapsed(run: SeenRun) -> Evidence | None:
 def entropy_gone(run: SeenRun) -> Evidence | None:
     """Find a policy that always samples the same, while its reward is not high."""
     course = run.courses.of("entropy")
-    if course.count < LEAST_STEPS or median(course.recent(LEAST_STEPS)) >= LOW_ENTROPY or run.improves:
+    if course.count < LEAST_STEPS or course.middle(LEAST_STEPS) >= LOW_ENTROPY or run.improves:
         return None
     return Evidence(
-        f"entropy {short(median(course.recent(LEAST_STEPS)))} nats per token in the middle of {course.steps(LEAST_STEPS)}, "
+        f"entropy {short(course.middle(LEAST_STEPS))} nats per token in {course.steps(LEAST_STEPS)}, "
         f"{short(course.began_with())} at the beginning",
         ("algorithm.entropy=0.001", _lower_rate(run), "sampling.temperature=1.0"),
     )

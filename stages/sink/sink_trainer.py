@@ -20,6 +20,7 @@ import anyio.to_thread
 import numpy as np
 
 from ..._pipeline.accounting.committed_prompts import CommittedPrompts
+from ..._pipeline.accounting.end_values import values_of
 from ..._pipeline.accounting.ledger import Ledger
 from ..._pipeline.accounting.sample import Sample
 from ..._pipeline.accounting.telemetry import get_logger
@@ -351,6 +352,7 @@ class SinkTrainer:
             await self._publish(step, thread)
         published = time.monotonic()
         context.ledger.commit(batch, step)
+        context.metrics.ended(values_of("trained", batch, step - 1))
         seconds = waited_s + published - began
         timing = {
             "perf/throughput": len(batch.tokens) / seconds,

@@ -64,23 +64,14 @@ class Mistake:
     sections: dict[str, Any] = field(default_factory=dict)
 
 
+OLD = ["algorithm.max_lag=6", "algorithm.prompts=1", "algorithm.steps=20", "algorithm.loss=reinforce"]
+
 MISTAKES = {
     "nothing_trained": Mistake(["algorithm.drop_zero_variance=true"], "always"),
     "learning_rate_zero": Mistake(["algorithm.optimizer.warmup_steps=100000"]),
     "updates_lost_in_rounding": Mistake(["algorithm.optimizer.lr=1e-12"]),
-    "kl_exploding": Mistake(
-        ["algorithm.optimizer.lr=0.015", "algorithm.updates=4", "algorithm.loss=reinforce"], "noise"
-    ),
-    "ratio_collapsed": Mistake(
-        [
-            "algorithm.optimizer.lr=0.02",
-            "algorithm.max_lag=8",
-            "algorithm.prompts=1",
-            "algorithm.steps=20",
-            "algorithm.loss=reinforce",
-        ],
-        "noise",
-    ),
+    "kl_exploding": Mistake([*OLD, "algorithm.optimizer.lr=0.03"], "noise"),
+    "ratio_collapsed": Mistake([*OLD, "algorithm.optimizer.lr=0.06"], "noise"),
     "entropy_gone": Mistake(["sampling.temperature=0.001"]),
     "no_learning_signal": Mistake([], "always"),
     "end_tokens_never_sampled": Mistake(["sampling.top_k=1", "algorithm.optimizer.lr=1e-6"]),
