@@ -67,7 +67,6 @@ class Mistake:
 OLD = ["algorithm.max_lag=6", "algorithm.prompts=1", "algorithm.steps=20", "algorithm.loss=reinforce"]
 
 MISTAKES = {
-    "nothing_trained": Mistake(["algorithm.drop_zero_variance=true"], "always"),
     "learning_rate_zero": Mistake(["algorithm.optimizer.warmup_steps=100000"]),
     "updates_lost_in_rounding": Mistake(["algorithm.optimizer.lr=1e-12"]),
     "kl_exploding": Mistake([*OLD, "algorithm.optimizer.lr=0.03"], "noise"),
@@ -94,7 +93,9 @@ MISTAKES = {
     ),
     "trained_differ_from_sampled": Mistake(["algorithm.drop_zero_variance=true"], "end_early"),
 }
-"""A mistake for each rule, by its name."""
+"""A mistake for each rule, by its name, but for `nothing_trained`, whose thousands of trajectories take minutes.
+
+`tests/commands/test_diagnose.py` has numbers of such a run."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Folder:
         printed = io.StringIO()
         with chdir(self.path), redirect_stderr(printed), redirect_stdout(printed):
             config = load_run_config(self.values(mistake), [*mistake.values, f"folder={name}"])
-            with suppress(NothingTrained):
+            with suppress(NothingTrained):  # no_learning_signal ends so
                 anyio.run(partial(train, view="lines"), config)
         return self.path / name, printed.getvalue()
 
