@@ -100,6 +100,7 @@ MAKING: dict[str, Callable[..., Any]] = {
     "OutsideServer": partial(PUBLIC.OutsideServer, command=["true"], ready=http_ready("http://127.0.0.1:1")),
     "OpenEnvEnvironment": partial(PUBLIC.OpenEnvEnvironment, "http://127.0.0.1:1", "text", "text"),
     "Packer": PUBLIC.Packer,
+    "Prometheus": PUBLIC.Prometheus,
     "PromptDataset": partial(PUBLIC.PromptDataset, [{"prompt": "?"}]),
     "ReferenceUpdates": PUBLIC.ReferenceUpdates,
     "RewardFunction": partial(PUBLIC.RewardFunction, length),

@@ -41,9 +41,9 @@ class Prometheus:
         self._given = whole_number("port", port, least=0)
         if self._given > LAST_PORT:
             raise InvalidConfig(f"port: expected at most {LAST_PORT}, got {port}")
+        _check_free(self._given)
         with extra("prometheus", "Prometheus"):
             importlib.import_module("prometheus_client")
-        _check_free(self._given)
         self._served: tuple[Any, Any] | None = None
         self._gauges: dict[str, Any] = {}
         self._registry: Any = None

@@ -49,9 +49,9 @@ def wanted(completions, letter, **columns):
     return [text.count(one) / 4 for text, one in zip(completions, letter)]
 
 
-def end_early(completions, **columns):
-    """Completions that are cut are all worth the same."""
-    return [0.0 if len(text) == 4 else len(text) / 4 for text in completions]
+def empty(completions, **columns):
+    """A filter of rewards that are alike keeps the groups with an empty completion."""
+    return [float(not text) for text in completions]
 '''
 
 
@@ -64,13 +64,14 @@ class Mistake:
     sections: dict[str, Any] = field(default_factory=dict)
 
 
-OLD = ["algorithm.max_lag=6", "algorithm.prompts=1", "algorithm.steps=20", "algorithm.loss=reinforce"]
+FAST = ["algorithm.optimizer.lr=0.05", "algorithm.updates=8", "algorithm.loss=reinforce", "algorithm.steps=6"]
+"""Updates without a bound; later the policy is certain of one letter, and the ratio is 1 again."""
 
 MISTAKES = {
     "learning_rate_zero": Mistake(["algorithm.optimizer.warmup_steps=100000"]),
     "updates_lost_in_rounding": Mistake(["algorithm.optimizer.lr=1e-12"]),
-    "kl_exploding": Mistake([*OLD, "algorithm.optimizer.lr=0.03"], "noise"),
-    "ratio_collapsed": Mistake([*OLD, "algorithm.optimizer.lr=0.06"], "noise"),
+    "kl_exploding": Mistake(FAST, "noise"),
+    "ratio_collapsed": Mistake(FAST, "noise"),
     "entropy_gone": Mistake(["sampling.temperature=0.001"]),
     "no_learning_signal": Mistake([], "always"),
     "end_tokens_never_sampled": Mistake(["sampling.top_k=1", "algorithm.optimizer.lr=1e-6"]),
@@ -91,7 +92,9 @@ MISTAKES = {
             "evaluation": {"every": 5, "samples": 8, "sets": [{"path": "wants_b.jsonl"}]},
         },
     ),
-    "trained_differ_from_sampled": Mistake(["algorithm.drop_zero_variance=true"], "end_early"),
+    "trained_differ_from_sampled": Mistake(
+        ["algorithm.drop_zero_variance=true", "algorithm.group_size=2", "algorithm.optimizer.lr=1e-6"], "empty"
+    ),
 }
 """A mistake for each rule, by its name, but for `nothing_trained`, whose thousands of trajectories take minutes.
 
