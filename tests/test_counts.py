@@ -230,6 +230,7 @@ FROM_ZERO = {
         "WeightPublisher.release_timeout_s",
     ),
     *("source.max_lag", "SourceEnv.groups", "SourceEnv.first_task", "Demonstrations.first", "ServerConfig.port"),
+    "Prometheus.port",
     *("OutsideServer.ready_timeout_s", "OutsideServer.stop_timeout_s", "AtroposGateway.num_steps"),
     *("AtroposClient.num_steps", "AtroposClient.starting_step", "AtroposClient.save_checkpoint_interval"),
     *("AtroposClient.first_pause_s", "AtroposClient.longest_pause_s", "AtroposClient.away_s"),

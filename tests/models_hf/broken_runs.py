@@ -20,7 +20,7 @@ from penstock.runs import load_run_config, train
 REWARDS = '''
 import random
 
-numbers = random.Random(0)
+numbers, others = random.Random(0), random.Random(0)  # each for one run, whose order it does not depend on
 
 
 def letters_e(completions, **columns):
@@ -44,6 +44,10 @@ def noise(completions, **columns):
     return [numbers.random() for text in completions]
 
 
+def other_noise(completions, **columns):
+    return [others.random() for text in completions]
+
+
 def wanted(completions, letter, **columns):
     """The letters of the row's kind: training and evaluation want others."""
     return [text.count(one) / 4 for text, one in zip(completions, letter)]
@@ -64,14 +68,14 @@ class Mistake:
     sections: dict[str, Any] = field(default_factory=dict)
 
 
-FAST = ["algorithm.optimizer.lr=0.05", "algorithm.updates=8", "algorithm.loss=reinforce", "algorithm.steps=6"]
+FAST = ["algorithm.optimizer.lr=0.05", "algorithm.updates=4", "algorithm.loss=reinforce", "algorithm.steps=6"]
 """Updates without a bound; later the policy is certain of one letter, and the ratio is 1 again."""
 
 MISTAKES = {
     "learning_rate_zero": Mistake(["algorithm.optimizer.warmup_steps=100000"]),
     "updates_lost_in_rounding": Mistake(["algorithm.optimizer.lr=1e-12"]),
     "kl_exploding": Mistake(FAST, "noise"),
-    "ratio_collapsed": Mistake(FAST, "noise"),
+    "ratio_collapsed": Mistake(FAST, "other_noise"),
     "entropy_gone": Mistake(["sampling.temperature=0.001"]),
     "no_learning_signal": Mistake([], "always"),
     "end_tokens_never_sampled": Mistake(["sampling.top_k=1", "algorithm.optimizer.lr=1e-6"]),
@@ -111,7 +115,7 @@ class Folder:
         """Return the values of a run, without those of the mistake that are arguments."""
         rewards: dict[str, Any] = {"function": f"rewards_of_{self.path.name}:{mistake.reward}", "kind": "trl"}
         return {
-            "model": {"path": "model"},
+            "model": {"path": str(self.path / "model")},
             "data": {"path": "data.jsonl", "chat": False},
             "reward": {"functions": [rewards]},
             "algorithm": {
