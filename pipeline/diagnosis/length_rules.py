@@ -21,7 +21,7 @@ def end_tokens_never_sampled(run: SeenRun) -> Evidence | None:
         return None
     return Evidence(
         f"response_length/clip_ratio 1 in all {cut.count} steps: no completion ended by itself",
-        ("sampling.stop_ids=[2]", 'sampling.stop=["</answer>"]', _longer(run)),
+        (_longer(run), 'sampling.stop=["</answer>"]'),
     )
 
 
@@ -56,10 +56,10 @@ NEVER_END, AT_BOUND = (
         causes=(
             "a bound that is shorter than an answer",
             "a base model that was never taught to end",
-            "an end token that the model's `generation_config.json` does not name",
+            "an end token that the model's `generation_config.json` does not name: `sampling.stop_ids`",
             "a chat template of another model",
         ),
-        keys=("sampling.stop_ids", "sampling.stop", BOUND),
+        keys=(BOUND, "sampling.stop"),
     ),
     Rule(
         name="lengths_at_bound",
