@@ -4,7 +4,7 @@
 #   make test-all        its long tests and every cell of its tables too, of which make test runs some; with coverage
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make test-agents     the clients and frameworks of agents themselves, on a CPU; installs them first (0.8 GB)
-#   make test-trackers   TensorBoard and W&B themselves, offline; installs them first (0.2 GB)
+#   make test-trackers   TensorBoard, W&B, trackio, MLflow and Prometheus, offline; installs them first (0.3 GB)
 #   make test-prime-rl PRIME_RL=../prime-rl   prime-rl's loader and loss, whose checkout is there; installs 0.2 GB first
 #   make test-roll ROLL=../roll   ROLL's pipeline on a CPU, whose checkout is there; installs 0.3 GB first
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first

@@ -20,7 +20,7 @@ LAYERS = ["schemas", "pipeline", "stages", "stages/integrations", "src/penstock"
 """Each may import those before it, and itself. Benchmarks and examples do not import each other."""
 
 PIPELINE_FOLDERS = (
-    *("errors", "util", "accounting", "trackers", "channels", "weights", "graph"),
+    *("errors", "util", "accounting", "trackers", "diagnosis", "channels", "weights", "graph"),
     *("servers", "workers", "durability", "view", "runtime", "testing"),
 )
 """The parts of pipeline/, each of which may import those before it, and itself."""

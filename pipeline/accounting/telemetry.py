@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from ..util.json_file import set_aside
 from ..util.logger import get_logger as get_logger  # noqa: PLC0414 (modules above take it from here)
 from ..util.os_errors import explaining_os_errors
 from ..util.user_code import call_user
+from .end_values import MOST_VALUES, statistics_of, thinned, with_sampled
 from .evaluations import EvaluationPart, Evaluations
 
 V = TypeVar("V")
@@ -38,6 +39,8 @@ MetricSink: TypeAlias = Callable[[dict[str, float], int], None]
 
 log = get_logger("penstock.telemetry")
 
+
+EndValues: TypeAlias = Annotated[list[Measure], Meta(max_length=MOST_VALUES)]
 
 Measures: TypeAlias = Annotated[dict[Name, Measure], Meta(max_length=MOST_NAMES)]
 """Values by the name of their metric."""
@@ -53,6 +56,8 @@ class Observations(msgspec.Struct, frozen=True, array_like=True):
     minima: Measures = {}
     gauges: Measures = {}
     evaluations: Annotated[list[EvaluationPart], Meta(max_length=MOST_ENTRIES)] = []
+    ends: Annotated[dict[Name, EndValues], Meta(max_length=MOST_NAMES)] = {}
+    """The values of trajectories that ended, by name; see `values_of`."""
 
     def within_bounds(self) -> Observations:
         """Return the observations that a message can hold: without metrics of a longer name, or beyond the number."""
@@ -113,6 +118,13 @@ class Metrics:
         """Set a present value; emits the last one, at every step from now on."""
         self._observed.gauges[name] = float(value)
 
+    def ended(self, values: Mapping[str, Sequence[float]]) -> None:
+        """Observe values of trajectories that ended, as `values_of`; emits their `statistics_of`, and those of all."""
+        for name, some in values.items():
+            kept = self._observed.ends.setdefault(name, [])
+            kept.extend(some)
+            self._observed.ends[name] = thinned(kept)
+
     def evaluated(self, part: EvaluationPart) -> None:
         """Observe this worker's part of an evaluation; emitted with the next step once the parts of all are here."""
         if self.send_evaluation is None:
@@ -149,6 +161,7 @@ class Metrics:
         for name, value in observed.minima.items():
             self.minimum(name, value)
         self._observed.gauges.update(observed.gauges)
+        self.ended(observed.ends)
         for part in observed.evaluations:
             self.evaluated(part)
 
@@ -162,7 +175,8 @@ class Metrics:
     def __bool__(self) -> bool:
         """Return whether anything was observed since the last `take` or `emit`."""
         observed = self._observed
-        return bool(observed.means or observed.totals or observed.maxima or observed.minima or observed.evaluations)
+        counted = observed.means or observed.totals or observed.maxima or observed.minima
+        return bool(counted or observed.evaluations or observed.ends)
 
     def emit(self, step: int, extra: Mapping[str, SupportsFloat] | None = None) -> dict[str, float]:
         """Pass all observations since the last step, and `extra`, to the sinks, and return them.
@@ -173,6 +187,7 @@ class Metrics:
         now = time.monotonic()
         observed = self.take()
         metrics = {name: weighted / weight for name, (weighted, weight) in observed.means.items() if weight}
+        metrics |= statistics_of(with_sampled(observed.ends))
         metrics |= observed.totals | observed.maxima | observed.minima | observed.gauges | self.evaluations.take()
         metrics["perf/time_per_step"] = now - self._since
         metrics |= {name: float(value) for name, value in (extra or {}).items()}

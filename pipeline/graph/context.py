@@ -18,6 +18,7 @@ from ..._schemas import TrajectoryGroup, TrajectoryId
 from ..._schemas.bounds import Count, SmallCount
 from ..._schemas.choices import check_choice
 from ..accounting.end_states import EndState
+from ..accounting.end_values import values_of
 from ..accounting.ledger import Ledger
 from ..accounting.sample import SampleSink
 from ..accounting.telemetry import Metrics
@@ -162,3 +163,5 @@ def drop(what: TrajectoryGroup | Iterable[TrajectoryId], state: EndState, reason
     context.ledger.end(ids, state, reason)
     context.dropped[state] += len(ids)
     context.metrics.total(f"dropped/{state}", len(ids))
+    if isinstance(what, TrajectoryGroup):
+        context.metrics.ended(values_of("dropped", what, context.ledger.step))

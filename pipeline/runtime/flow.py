@@ -256,7 +256,13 @@ class Pipeline:
                         max_steps = info_of(self.nodes[-1].stage).max_steps
                         written = None if folder is None else Path(folder)
                         watched = watching(
-                            view, context, run.statistics, lambda: self.report, max_steps=max_steps, folder=written
+                            view,
+                            context,
+                            run.statistics,
+                            lambda: self.report,
+                            max_steps=max_steps,
+                            folder=written,
+                            config=config or {},
                         )
                         await stack.enter_async_context(watched)
                     self.report = await self._run_once(run, context.ledger, folder, stop)

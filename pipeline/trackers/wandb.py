@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import re
-import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..accounting.sample import Sample
-from ..util.atomic_file import write_atomically
 from ..util.extras import extra
-from ..util.json_file import set_aside
+from .run_identity import identity_of
 from .tracker import RunInfo
 
 
@@ -47,7 +43,7 @@ class WandB:
             project=self._project,
             name=run.name,
             dir=None if run.folder is None else str(run.folder),
-            id=None if run.folder is None else _id(run.folder, begins=not run.step),
+            id=None if run.folder is None else identity_of(run, "wandb"),
             resume="allow" if run.step else None,
             config=dict(run.config),
             settings=wandb.Settings(console="off", silent=True),
@@ -69,16 +65,3 @@ class WandB:
     def close(self, ok: bool) -> None:  # noqa: FBT001 (the protocol's)
         """Finish the run."""
         self._run.finish(exit_code=0 if ok else 1)
-
-
-def _id(folder: Path, *, begins: bool) -> str:
-    """Return the identity of the run in `folder`: the one that it began with, or a new one."""
-    path = folder / "wandb-id.txt"
-    if not begins and path.exists():
-        found = path.read_bytes()
-        if re.fullmatch(rb"[0-9a-f]{8}", found):
-            return found.decode()
-        set_aside(path, f"{found[:16]!r}", "the metrics go on in a new run at Weights & Biases")
-    name = secrets.token_hex(4)
-    write_atomically(path, name.encode())
-    return name

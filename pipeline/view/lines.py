@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import anyio
 
 from ..accounting.sample import Sample
+from ..diagnosis.finding import RunFinding
 from ..graph.statistics import PipelineStatistics
 from ..util.blocking import in_thread
 from ..util.printing import print_line
@@ -37,6 +38,8 @@ class Lines:
         """The waits of stages in the last line."""
         self._samples: tuple[Sample, ...] = ()
         """The samples that were printed last."""
+        self._found: set[str] = set()
+        """The rules whose finding was printed."""
 
     async def open(self) -> None:
         """Print the names of the stages."""
@@ -78,7 +81,18 @@ class Lines:
         self._waits = waits(shown.statistics)
         new = [sample for sample in shown.progress.samples if sample not in self._samples]
         self._samples = shown.progress.samples
-        await in_thread(lambda: print_lines([line(shown.with_memory()), *map(sample_line, new)]))
+        await in_thread(self._write, shown, new)
+
+    def _write(self, shown: Snapshot, samples: Iterable[Sample]) -> None:
+        """Print a state and samples, and the gravest finding where none of its rule was printed before."""
+        complete = self._watched.completed(shown)
+        print_lines([line(complete), *map(sample_line, samples), *self._new_finding(complete.finding)])
+
+    def _new_finding(self, finding: RunFinding | None) -> list[str]:
+        if finding is None or finding.rule in self._found:
+            return []
+        self._found.add(finding.rule)
+        return [f"finding: {finding} (penstock diagnose)"]
 
 
 def print_lines(lines: Iterable[str]) -> None:

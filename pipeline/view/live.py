@@ -56,7 +56,7 @@ class LiveTable:
         await in_thread(self._update, shown)
 
     def _update(self, shown: Snapshot) -> None:
-        drawn = table(shown.with_memory())
+        drawn = table(self._watched.completed(shown))
         with self._writing:
             self._live.update(drawn, refresh=True)
 

@@ -70,7 +70,7 @@ class PublishedView:
         await in_thread(self._write, self._watched.snapshot(), self._taken)
 
     def _write(self, shown: Snapshot, number: int) -> None:
-        published = ViewFile(written_s=time.monotonic(), shown=shown.with_memory())
+        published = ViewFile(written_s=time.monotonic(), shown=self._watched.completed(shown))
         with self._lock:
             if number < self._written:
                 return

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from ..accounting.balance import Balance
 from ..accounting.ledger import Ledger
+from ..diagnosis.finding import RunFinding
+from ..diagnosis.running import RunningDiagnosis
 from ..graph.report import Report
 from ..graph.statistics import PipelineStatistics, WorkerStatistics
 from .memory_use import NONE, MemoryUse, memory_use
@@ -26,12 +28,17 @@ class Watched:
     statistics: Callable[[], PipelineStatistics]
     report: Callable[[], Report | None]
     """Returns the report once the run has ended, and None before."""
+    diagnosis: RunningDiagnosis
 
     def snapshot(self) -> Snapshot:
-        """Return the state now, without the memory in use, whose reading may block."""
+        """Return the state now, without the parts of `completed`."""
         report = self.report()
         reason = "" if report is None else report.stop_reason
         return Snapshot(self.progress.state(self.ledger.step), self.statistics(), self.ledger.balance(), reason)
+
+    def completed(self, shown: Snapshot) -> Snapshot:
+        """Return a state with the memory in use and the gravest finding. Blocks: call it in a worker thread."""
+        return replace(shown.with_memory(), finding=self.diagnosis.gravest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class Snapshot:
     stop_reason: str = ""
     """The reason why the run has ended; "" while it goes on."""
     memory: MemoryUse = NONE
+    finding: RunFinding | None = None
+    """The gravest finding in the run so far."""
 
     def with_memory(self) -> Snapshot:
         """Return the same with the memory in use. Reads files: call it in a worker thread."""

@@ -88,6 +88,8 @@ def _totals(shown: Snapshot) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_row("trajectories", shown.trajectories())
     grid.add_row("memory", ", ".join(shown.memory_parts()))
+    if shown.finding is not None:
+        grid.add_row("finding", Text(str(shown.finding), style="yellow"))
     return grid
 
 

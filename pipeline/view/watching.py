@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
 
@@ -49,6 +49,7 @@ async def watching(
     *,
     max_steps: int | None,
     folder: Path | None,
+    config: Mapping[str, Any],
 ) -> AsyncIterator[None]:
     """Show a run within the body, the run.
 
@@ -59,14 +60,38 @@ async def watching(
         report: returns the report once the run has ended, and None before.
         max_steps: the last step of the run; None if unknown.
         folder: of the run, whose view is written there for other processes; None for no file.
+        config: its hyper-parameters, for the diagnosis.
     """
-    from .progress import Progress  # noqa: PLC0415 (most processes that import penstock show nothing)
+    from ..diagnosis.running import RunningDiagnosis  # noqa: PLC0415 (most processes that import penstock show nothing)
+    from .progress import Progress  # noqa: PLC0415 (as above)
     from .snapshot import Watched  # noqa: PLC0415 (as above)
 
-    watched = Watched(Progress(max_steps), context.ledger, statistics, report)
-    displays, sink, metrics = list(_displays(view, folder, watched)), watched.progress.note, context.metrics
-    metrics.sinks.append(sink)
-    context.sample_sinks.append(watched.progress.note_samples)
+    watched = Watched(Progress(max_steps), context.ledger, statistics, report, RunningDiagnosis(config))
+    displays = list(_displays(view, folder, watched))
+    with _noting(watched, context):
+        async with _shown(displays, watched, ends=view is not None):
+            yield
+
+
+@contextmanager
+def _noting(watched: Watched, context: Context) -> Iterator[None]:
+    """Pass the metrics and the samples of the run on within the body."""
+    notes = (watched.progress, watched.diagnosis)
+    for each in notes:
+        context.metrics.sinks.append(each.note)
+        context.sample_sinks.append(each.note_samples)
+    try:
+        yield
+    finally:
+        for each in notes:
+            with suppress(ValueError):  # it raised, and was removed
+                context.metrics.sinks.remove(each.note)
+            context.sample_sinks.remove(each.note_samples)
+
+
+@asynccontextmanager
+async def _shown(displays: list[Display], watched: Watched, *, ends: bool) -> AsyncIterator[None]:
+    """Show the run within the body, and at last its end if `ends`."""
     try:
         for display in displays:
             with anyio.move_on_after(OUTPUT_TIMEOUT_S, shield=True), _logging_failures():
@@ -78,14 +103,11 @@ async def watching(
                 yield
                 tasks.cancel_scope.cancel()
     finally:
-        with suppress(ValueError):  # it raised, and was removed
-            metrics.sinks.remove(sink)
-        context.sample_sinks.remove(watched.progress.note_samples)
         with anyio.move_on_after(OUTPUT_TIMEOUT_S, shield=True):
             for display in displays:
                 with _logging_failures():
                     await display.close()
-            if view is not None:
+            if ends:
                 await _print_end(watched)
 
 

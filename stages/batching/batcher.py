@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._pipeline.accounting.end_values import values_of
 from ..._pipeline.accounting.ledger import Ledger
 from ..._pipeline.channels.channel import ReceiveChannel, SendChannel
 from ..._pipeline.errors import RecordTooLarge
@@ -182,6 +183,7 @@ class _Filling:
             "stale",
             self._too_old,
         )
+        current().metrics.ended(values_of("dropped", batch.select(~keep), self._ledger.step))
         return batch.select(keep) if keep.any() else None
 
     def _stale(self, versions: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.bool_] | None:

@@ -82,6 +82,12 @@ def part_of(whole: Tensor, like: Any) -> Tensor:
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+def local(value: Any) -> Tensor:
+    """Return this rank's part of a tensor; all of one that is not sharded."""
+    part: Tensor = value.to_local() if is_sharded(value) else value
+    return part
+
+
 def _is_offloaded(value: Any) -> bool:
     return is_sharded(value) and value.device_mesh.device_type != value.device.type
 

@@ -20,6 +20,7 @@ import anyio.to_thread
 import numpy as np
 
 from ..._pipeline.accounting.committed_prompts import CommittedPrompts
+from ..._pipeline.accounting.end_values import values_of
 from ..._pipeline.accounting.ledger import Ledger
 from ..._pipeline.accounting.sample import Sample
 from ..._pipeline.accounting.telemetry import get_logger
@@ -356,6 +357,7 @@ class SinkTrainer:
             await self._publish(step, thread)
         published = time.monotonic()
         context.ledger.commit(batch, step)
+        context.metrics.ended(values_of("trained", batch, step - 1))
         seconds = waited_s + published - began
         timing = {
             "perf/throughput": len(batch.tokens) / seconds,
@@ -381,7 +383,8 @@ class SinkTrainer:
                 f"expected {type(self.trainer).__name__}.step to return metrics, a mapping from names to numbers, got "
                 f"{metrics!r}: end it with `return {{...}}`, or with `return {{}}` if there are none"
             )
-        return batch_metrics(batch, step - 1) | dict(metrics)
+        signal = {"batch/steps_without_signal": float(self._signal.steps_without)}
+        return batch_metrics(batch, step - 1) | signal | dict(metrics)
 
     async def _pass_on_samples(
         self, batch: TrainBatch | None, found: Sequence[Sample], step: int, thread: anyio.CapacityLimiter

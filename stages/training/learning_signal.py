@@ -16,8 +16,8 @@ class LearningSignal:
     """Looks at one batch after another."""
 
     def __init__(self) -> None:
-        self._without = 0
-        """Batches in a row without a signal."""
+        self.steps_without = 0
+        """Batches in a row without a signal, up to the last one; emitted as `batch/steps_without_signal`."""
         self._learns = False
         """True once a batch had one."""
 
@@ -27,11 +27,11 @@ class LearningSignal:
         Return all batches so far, if none had a signal.
         """
         constant = constant_part(batch)
-        self._without = self._without + 1 if constant else 0
+        self.steps_without = self.steps_without + 1 if constant else 0
         self._learns |= not constant
-        if self._without == STEPS_IN_A_ROW:
-            log.warning("no_learning_signal", step=step, steps_in_a_row=self._without, constant=constant)
-        return None if self._learns else ConstantSteps(self._without, constant)
+        if self.steps_without == STEPS_IN_A_ROW:
+            log.warning("no_learning_signal", step=step, steps_in_a_row=self.steps_without, constant=constant)
+        return None if self._learns else ConstantSteps(self.steps_without, constant)
 
 
 def constant_part(batch: TrainBatch) -> str:

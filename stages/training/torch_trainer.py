@@ -69,6 +69,7 @@ from ..tokenizers.pretrained_tokenizer import PretrainedTokenizer, copy_tokenize
 from .activation_memory import suitable_tokens
 from .optimizers import OptimizerRecipe, ReferenceUpdates, ScheduleRecipe
 from .step_clock import StepClock
+from .torch_changed_weights import ChangedWeights
 from .torch_critic import Critic, TrainedCritic
 from .torch_ranks import Ranks
 from .torch_routing import RoutingReplay
@@ -269,11 +270,11 @@ class TorchTrainer:
     def step(self, batch: TrainBatch) -> dict[str, float]:
         """Train on `batch` and return metrics.
 
-        `loss`, `grad_norm` before clipping, `lr`, the metrics of the loss, `losses.diagnostics`, and
-        `timing_s/{prepare,forward,backward,optimizer}`. With several updates they are means or extremes over all. In
-        float16 also `loss_scale`, and `skipped_updates`: their gradients overflowed and were computed again. With a
-        critic also `timing_s/critic` and `critic/{loss,clip_fraction,explained_variance,value,return,grad_norm,lr}`,
-        in its warm-up alone.
+        `loss`, `grad_norm` before clipping, `lr`, `weights/changed` (the share of some weights that the step changed),
+        the metrics of the loss, `losses.diagnostics`, and `timing_s/{prepare,forward,backward,optimizer}`. With several
+        updates they are means or extremes over all. In float16 also `loss_scale`, and `skipped_updates`: their
+        gradients overflowed and were computed again. With a critic also `timing_s/critic` and
+        `critic/{loss,clip_fraction,explained_variance,value,return,grad_norm,lr}`, in its warm-up alone.
 
         Raises:
             InvalidConfig: the first batch, and sequences of one row see each other; the model is unchanged.
@@ -326,6 +327,7 @@ class TorchTrainer:
         together = packs(bare(self._model)) and packs(self._reference)
         own = micro_batches(batch, columns, tokens, self._policy.device, packs=together)
         parts = [*own] if self.ranks is None else self.ranks.padded(own)
+        before = ChangedWeights(self._policy.parameters)
         clock.lap("prepare")
         metrics: dict[str, Metric] = {}
         for update in range(self._updates):
@@ -342,7 +344,8 @@ class TorchTrainer:
         for term in self._adaptive.values():
             found |= term.adapt(found, batch.total_rollouts)
         unused = {} if batch.teacher_ids is None else {TOKENS_USED: 0.0}  # shows that no loss uses the teacher
-        return unused | found | {"lr": rate} | self._policy.loss_scale.metrics()
+        applied = {"lr": rate, "weights/changed": before.share()}
+        return unused | found | applied | self._policy.loss_scale.metrics()
 
     def _check_packing(self) -> None:
         """Check the model, the reference and the critic, in the dtype of their computations."""

@@ -128,6 +128,7 @@ evaluation.best
 samples.every
 samples.count
 trackers
+metrics.prometheus
 folder
 checkpoint_every
 keep_checkpoints

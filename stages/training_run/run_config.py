@@ -57,7 +57,7 @@ DISCOUNTED = ("reinforce++", "gae")
 
 LOSSES = (*BOUNDED, "kl_cov", "sapo", "vespo", "reinforce", SUPERVISED)
 
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 """Trackers that have names of their own."""
 
 Schedule: TypeAlias = Literal[
@@ -499,6 +499,13 @@ class SamplesConfig(Config, frozen=True):
     """Number of the best, and of the worst, by reward."""
 
 
+class MetricsConfig(Config, frozen=True):
+    """Metrics of the last step for other programs of the host."""
+
+    prometheus: Annotated[int, msgspec.Meta(ge=1, le=65_535)] | None = None
+    """Port of the loopback address for Prometheus; null for none."""
+
+
 class EvaluationConfig(Config, frozen=True):
     """Evaluation before, during and after training: of the rows that `data.evaluation` keeps apart, and of `sets`."""
 
@@ -548,7 +555,8 @@ class RunConfig(Config, frozen=True):
     """Evaluation every few steps too; null for one before the first and one after the last."""
     samples: SamplesConfig = SamplesConfig()
     trackers: tuple[Text, ...] = ()
-    """tensorboard, wandb, or a function `module:function` that returns a tracker."""
+    """tensorboard, wandb, trackio, mlflow, or a function `module:function` that returns a tracker."""
+    metrics: MetricsConfig = MetricsConfig()
     folder: Text = "run"
     """Folder of checkpoints, metrics and summary. A run whose folder holds a checkpoint is continued."""
     checkpoint_every: Count = 50

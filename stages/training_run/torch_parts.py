@@ -22,8 +22,11 @@ from ..._pipeline.errors import InvalidConfig, InvalidData, InvalidPipeline
 from ..._pipeline.graph.context import current
 from ..._pipeline.graph.placement import Remote, joining, processes, ray
 from ..._pipeline.runtime.flow import Flow, Pipeline, source
+from ..._pipeline.trackers.mlflow import MLflow
+from ..._pipeline.trackers.prometheus import Prometheus
 from ..._pipeline.trackers.tensorboard import TensorBoard
 from ..._pipeline.trackers.tracker import Tracker
+from ..._pipeline.trackers.trackio import Trackio
 from ..._pipeline.trackers.wandb import WandB
 from ..._pipeline.util.extras import extra
 from ..._pipeline.util.hub import dataset_path, model_folder
@@ -90,6 +93,13 @@ AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float1
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+TRACKERS_BY_NAME: dict[str, Callable[[], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+}
+
 UNSTARTED = "http://127.0.0.1:8000"
 """Stands for the servers of a run that is only looked at."""
 
@@ -122,7 +132,7 @@ class RunParts:
             check_end_of_turn(self.tokenizer)
         self.rewards = RewardBridge(RewardConfig() if config.replay else config.reward)
         self.loss = loss_of(config.algorithm)
-        self.trackers = [_tracker(name) for name in config.trackers]
+        self.trackers = _trackers(config)
 
     # -- data and sampling ---------------------------------------------------------------------------------------------
 
@@ -587,7 +597,13 @@ def _tracker(name: str) -> Tracker:
                 f"got {made!r}"
             )
         return made
-    return TensorBoard() if name == "tensorboard" else WandB()
+    return TRACKERS_BY_NAME[name]()
+
+
+def _trackers(config: RunConfig) -> list[Tracker]:
+    """Return the trackers of a run, that of `metrics` included."""
+    port = config.metrics.prometheus
+    return [_tracker(name) for name in config.trackers] + ([] if port is None else [Prometheus(port)])
 
 
 def _named_or_returned(name: str, root: str, kind: Any) -> Any:
@@ -654,7 +670,7 @@ def digest_of(config: RunConfig) -> str:
 
     Of a path the last part counts: each process has its own, by the folder of its file and by its home.
     """
-    own = {"placement", "folder", "trackers", "allow_changes", "skip_damaged"}
+    own = {"placement", "folder", "trackers", "metrics", "allow_changes", "skip_damaged"}
     agreed = {name: value for name, value in msgspec.to_builtins(config).items() if name not in own}
     values = with_paths(agreed, lambda text: Path(text).name)
     return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()

@@ -58,3 +58,4 @@ def test_the_cells_of_the_notebook_run_in_order_and_the_model_learns(tmp_path: P
     assert "step   1  reward 0." in printed
     assert summary["reward_before"] < 0.1
     assert summary["reward_after"] > 0.3
+    assert command_line.ran("diagnose", tmp_path / "first-run" / "run")[0] == 0

@@ -99,7 +99,7 @@ def trainer(model: Any, values: Any = None) -> TorchTrainer:
 
 
 def plain(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
+    return {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "weights/"))}
 
 
 def listed(weights: Mapping[str, Tensor]) -> dict[str, Any]:

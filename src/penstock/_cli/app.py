@@ -15,6 +15,7 @@ import typer
 
 from .. import __version__
 from .._pipeline.errors import PenstockError, StageFailed
+from .diagnose import diagnose
 from .doctor import doctor
 from .export import export
 from .gateway import gateway
@@ -46,7 +47,7 @@ def penstock(
     del version
 
 
-for command in (init, run, check, replay, worker, top, samples, export, doctor, gateway, launch):
+for command in (init, run, check, replay, worker, top, samples, diagnose, export, doctor, gateway, launch):
     commands.command()(command)
 
 

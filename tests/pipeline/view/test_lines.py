@@ -7,10 +7,10 @@ from functools import partial
 import anyio
 import pytest
 from tests.loop_clock import LoopClock
-from tests.pipeline.flow_stages import Collect
+from tests.pipeline.flow_stages import Collect, Groups, Pack
 from tests.pipeline.view.watched import MEMORY_HERE, STEPS, Silent, small_run
 
-from penstock import ReceiveChannel, SendChannel, source
+from penstock import ReceiveChannel, SendChannel, SinkTrainer, TrainBatch, source
 from penstock.errors import InvalidConfig, StageFailed
 
 
@@ -117,3 +117,23 @@ async def test_an_unknown_view_is_refused() -> None:
 
     with pytest.raises(InvalidConfig, match=r"^view: expected one of auto, live, lines, got 'table'$"):
         await small_run().run(view=view)  # type: ignore[arg-type]
+
+
+class Still:
+    """Trains nothing, and says so."""
+
+    def step(self, _: TrainBatch) -> dict[str, float]:
+        return {"lr": 0.0}
+
+
+async def test_the_gravest_finding_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    run = source(Groups(200)).then(Pack()).sink(SinkTrainer(Still(), max_steps=50))
+
+    await run.run(view="lines")
+
+    lines = [line for line in capsys.readouterr().err.splitlines() if "finding" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("penstock: finding: learning_rate_zero: lr 0 in steps ")
+    assert lines[0].endswith(
+        "; try algorithm.optimizer.lr=1e-6 or algorithm.optimizer.schedule=constant (penstock diagnose)"
+    )

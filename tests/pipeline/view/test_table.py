@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from penstock._pipeline.diagnosis.finding import RunFinding
 from penstock._pipeline.view.memory_use import DeviceUse, MemoryUse
 from penstock._pipeline.view.progress import Progress
 from penstock._pipeline.view.snapshot import Snapshot, duration
@@ -93,6 +94,16 @@ def test_the_table_shows_steps_metrics_stages_trajectories_and_memory() -> None:
         "trajectories  96 begun = 16 in flight + 64 trained + 16 filtered",
         "memory        800 MiB here, 3.0 GiB in 2 workers, GPU 0: 34.0/80.0 GiB",
     ]
+
+
+def test_the_gravest_finding_has_a_row() -> None:
+    finding = RunFinding(rule="learning_rate_zero", numbers="lr 0 in steps 1 to 5", causes=(), change=("a.lr=1",))
+    console = Console(width=120, file=io.StringIO(), record=True)
+
+    console.print(table(replace(snapshot(), finding=finding)))
+
+    last = console.export_text().splitlines()[-1].rstrip()
+    assert last == "finding       learning_rate_zero: lr 0 in steps 1 to 5; try a.lr=1"
 
 
 def test_a_narrow_terminal_shortens_rows_and_wraps_none() -> None:

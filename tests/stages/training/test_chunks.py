@@ -86,7 +86,9 @@ def stepped(
         **options,
     )
     metrics = trainer.step(given)
-    return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}, trainer.weights()
+    return {
+        name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "weights/"))
+    }, trainer.weights()
 
 
 def use_chunks_of(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def targets(packed: TrainBatch, gamma: float = 1.0, gae_lambda: float = 1.0) -> 
 
 
 def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
+    return {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "weights/"))}
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ def trainer(loss: Loss, micro_batch_tokens: int | None = None, **options: Any) -
 
 
 def untimed(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
+    return {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "weights/"))}
 
 
 def same(one: TorchTrainer, other: TorchTrainer, atol: float = 1e-6) -> None:

@@ -52,8 +52,8 @@ def trainer(model: nn.Module | None = None, **options: Any) -> TorchTrainer:
 
 
 def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics without timings."""
-    return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
+    """Return the metrics without timings, and without the share of changed weights, which rounding of zeros moves."""
+    return {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "weights/"))}
 
 
 def alone(model: nn.Module, packed: TrainBatch, temperature: float = 1.0) -> list[Tensor]:

@@ -318,6 +318,7 @@ CHANGED: dict[str, Any] = {
     "samples.every": 3,
     "samples.count": 3,
     "trackers": ["tensorboard"],
+    "metrics.prometheus": 9090,
     "folder": "moved",
     "checkpoint_every": 3,
     "keep_checkpoints": 3,
