@@ -20,6 +20,7 @@ from .export import export
 from .gateway import gateway
 from .init import init
 from .launch import launch
+from .report import report
 from .run import check, run
 from .samples import samples
 from .top import top
@@ -45,7 +46,7 @@ def penstock(
     del version
 
 
-for command in (init, run, check, worker, top, samples, export, doctor, gateway, launch):
+for command in (init, run, check, worker, top, samples, report, export, doctor, gateway, launch):
     commands.command()(command)
 
 

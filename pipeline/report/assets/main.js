@@ -1,0 +1,52 @@
+// The page: its controls, and its sections in the order in which they are shown.
+
+let data = JSON.parse(document.getElementById("data").textContent);
+
+function radio(name, value, label, checked, change) {
+  const input = make("input", { type: "radio", name, value, checked });
+  input.addEventListener("change", change);
+  return make("label", {}, input, label);
+}
+
+function showControls() {
+  const axes = Object.entries(AXES).map(([axis, title]) =>
+    radio("axis", axis, title, axis === shown.axis, () => { shown.axis = axis; redraw(); }));
+  const smoothing = make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: shown.smoothing, id: "smoothing" });
+  smoothing.addEventListener("input", () => { shown.smoothing = Number(smoothing.value); redraw(); });
+  const filter = make("input", { type: "search", placeholder: "part of a name", value: shown.filter, id: "filter" });
+  filter.addEventListener("input", () => { shown.filter = filter.value; showCurves(); });
+  const runs = data.runs.map((run, index) => {
+    const box = make("input", { type: "checkbox", checked: !shown.hidden.has(run.name) });
+    box.addEventListener("change", () => { shown.hidden[box.checked ? "delete" : "add"](run.name); redraw(); });
+    return make("label", {}, box, make("span", { class: "swatch", style: `background:${colour(index)}` }), readable(run.name));
+  });
+  document.getElementById("controls").replaceChildren(
+    make("fieldset", {}, make("legend", {}, "over"), axes),
+    make("label", {}, "smoothing", smoothing), make("label", {}, "metrics", filter),
+    make("fieldset", {}, make("legend", {}, "runs"), runs));
+}
+
+function showOverview() {
+  const main = Object.keys(data.units).filter((name) => data.units[name].main);
+  const rows = data.runs.map((run) => {
+    const at = run.curves.axes.reduce((most, axis) => Math.max(most, axis.hours.at(-1) ?? 0), 0);
+    const tokens = run.curves.axes.reduce((most, axis) => Math.max(most, axis.tokens.at(-1) ?? 0), 0);
+    const steps = run.state.max_steps ? `${number(run.curves.last_step)} of ${number(run.state.max_steps)}` : number(run.curves.last_step);
+    return [readable(run.name), readable(run.state.sentence), steps, number(at), number(tokens), number(run.curves.drawn.reward?.mean.at(-1))];
+  });
+  const faults = data.runs.flatMap((run) => run.damage.map((fault) => make("p", { class: "bad" }, readable(`${run.name}: ${fault}`))));
+  const head = ["run", "state", "steps", "hours", "trained tokens", "last reward"];
+  contentOf("overview").replaceChildren(table(head, rows, [2, 3, 4, 5]), ...faults,
+    make("h3", {}, "Main curves"), make("div", { class: "grid" }, main.map(curveOf)));
+}
+
+function show() {
+  document.getElementById("written").textContent = data.written;
+  document.getElementById("rules").replaceChildren(...data.rules.map((rule) => make("li", {}, readable(rule))));
+  showControls();
+  showOverview();
+  showCurves();
+}
+
+document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
+show();

@@ -1,0 +1,108 @@
+"""All that a page shows of some runs, read from their folders; every part of it is bounded."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..errors import NoView
+from ..trackers.jsonl import CONFIG, METRICS
+from ..view.published import FILE as VIEW
+from .curve import MOST_POINTS
+from .metric_curves import MOST_CURVES, Curves, read_curves
+from .metric_units import Unit, units_of
+from .run_state import RunState, state_of
+from .written_lines import Damage
+
+
+class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    name: str
+    state: RunState
+    curves: Curves
+    damage: list[str]
+    """A sentence for each file with lines that could not be read."""
+
+
+class Collected(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a page."""
+
+    written: str
+    """The time at which the files were read."""
+    runs: list[ReportedRun]
+    units: dict[str, Unit]
+    """The meaning of each metric."""
+    rules: list[str]
+    """What the page leaves out, a sentence each."""
+
+
+def collect(folders: Sequence[Path]) -> Collected:
+    """Return what the page shows of the runs in `folders`. Opens files only to read; blocks.
+
+    Raises:
+        NoView: one of them is no folder of a run.
+        OSError: a file cannot be read.
+    """
+    runs = [_read(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+    return Collected(
+        written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        runs=runs,
+        units=units_of({name for run in runs for name in run.curves.drawn}),
+        rules=list(dict.fromkeys(rule for run in runs for rule in _rules(run))),
+    )
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Return a name for each run: the last part of its folder, and as many before it as tell them apart.
+
+    >>> names_of([Path("a/run"), Path("b/run"), Path("c")])
+    ['a/run', 'b/run', 'c']
+    """
+    parts = [folder.resolve().parts if str(folder) == "." else folder.parts for folder in folders]
+    lengths = [1] * len(parts)
+    while True:
+        names = ["/".join(each[-length:]) for each, length in zip(parts, lengths, strict=True)]
+        times = Counter(names)
+        longer = [n for n, name in enumerate(names) if times[name] > 1 and lengths[n] < len(parts[n])]
+        if not longer:
+            return names
+        for n in longer:
+            lengths[n] += 1
+
+
+def _read(folder: Path, name: str) -> ReportedRun:
+    if not any((folder / file).is_file() for file in (METRICS, CONFIG, VIEW)):
+        raise NoView(
+            f"expected the folder of a run, with {METRICS}, got {folder}: give the folder of Pipeline.run(folder=…), "
+            f"or that of the configuration"
+        )
+    metrics = Damage(METRICS)
+    curves = read_curves(folder, metrics)
+    return ReportedRun(
+        name=name,
+        state=state_of(folder),
+        curves=curves,
+        damage=[damaged(damage) for damage in (metrics,) if damage.lines],
+    )
+
+
+def damaged(damage: Damage) -> str:
+    """Return a sentence about the lines of a file that could not be read."""
+    return f"{damage.file}: {damage.lines:,} damaged lines are left out, the first is {damage.first}"
+
+
+def _rules(run: ReportedRun) -> list[str]:
+    curves, rules = run.curves, []
+    if curves.values_in_a_point > 1:
+        rules.append(
+            f"A curve has at most {MOST_POINTS:,} points. A longer one is drawn as means of 2, 4, 8, … successive "
+            f"values (here up to {curves.values_in_a_point}), in a band from the lowest to the highest of them."
+        )
+    if curves.left_out:
+        rules.append(f"{curves.left_out} metrics are not drawn: there are more than {MOST_CURVES:,} of a run.")
+    return rules
