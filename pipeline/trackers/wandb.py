@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ..accounting.sample import Sample
 from ..util.atomic_file import write_atomically
 from ..util.extras import extra
@@ -60,7 +58,7 @@ class WandB:
     def samples(self, samples: Sequence[Sample], step: int) -> None:
         """Log the samples of a step as a table, and those of an evaluation as another one."""
         for name, evaluation in (("samples", False), ("eval/samples", True)):
-            rows = [msgspec.to_builtins(each) for each in samples if (each.evaluated is not None) is evaluation]
+            rows = [each.plain() for each in samples if (each.evaluated is not None) is evaluation]
             if rows:
                 values = [[str(value) if isinstance(value, dict) else value for value in row.values()] for row in rows]
                 table = importlib.import_module("wandb").Table(columns=list(rows[0]), data=values)
