@@ -10,12 +10,14 @@ from pathlib import Path
 import msgspec
 
 from ..errors import NoView
-from ..trackers.jsonl import CONFIG, METRICS
+from ..trackers.jsonl import CONFIG, METRICS, SAMPLES
 from ..view.published import FILE as VIEW
 from .curve import MOST_POINTS
 from .metric_curves import MOST_CURVES, Curves, read_curves
 from .metric_units import Unit, units_of
 from .run_state import RunState, state_of
+from .settings import PartSettings, read_settings
+from .shown_samples import MOST_BYTES, MOST_SAMPLES, ShownSamples, read_samples
 from .written_lines import Damage
 
 
@@ -25,6 +27,8 @@ class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: RunState
     curves: Curves
+    samples: ShownSamples
+    settings: list[PartSettings]
     damage: list[str]
     """A sentence for each file with lines that could not be read."""
 
@@ -48,7 +52,8 @@ def collect(folders: Sequence[Path]) -> Collected:
         NoView: one of them is no folder of a run.
         OSError: a file cannot be read.
     """
-    runs = [_read(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+    names = names_of(folders)
+    runs = [_read(folder, name, len(folders)) for folder, name in zip(folders, names, strict=True)]
     return Collected(
         written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         runs=runs,
@@ -75,19 +80,21 @@ def names_of(folders: Sequence[Path]) -> list[str]:
             lengths[n] += 1
 
 
-def _read(folder: Path, name: str) -> ReportedRun:
+def _read(folder: Path, name: str, runs: int) -> ReportedRun:
     if not any((folder / file).is_file() for file in (METRICS, CONFIG, VIEW)):
         raise NoView(
             f"expected the folder of a run, with {METRICS}, got {folder}: give the folder of Pipeline.run(folder=…), "
             f"or that of the configuration"
         )
-    metrics = Damage(METRICS)
-    curves = read_curves(folder, metrics)
+    metrics, samples = Damage(METRICS), Damage(SAMPLES)
+    curves, shown = read_curves(folder, metrics), read_samples(folder, samples, runs)
     return ReportedRun(
         name=name,
         state=state_of(folder),
         curves=curves,
-        damage=[damaged(damage) for damage in (metrics,) if damage.lines],
+        samples=shown,
+        settings=read_settings(folder),
+        damage=[damaged(damage) for damage in (metrics, samples) if damage.lines],
     )
 
 
@@ -105,4 +112,16 @@ def _rules(run: ReportedRun) -> list[str]:
         )
     if curves.left_out:
         rules.append(f"{curves.left_out} metrics are not drawn: there are more than {MOST_CURVES:,} of a run.")
-    return rules
+    return rules + _rules_of_samples(run)
+
+
+def _rules_of_samples(run: ReportedRun) -> list[str]:
+    samples = run.samples
+    if len(samples.shown) == samples.found:
+        return []
+    rule = (
+        f"{run.name}: of {samples.found:,} samples of {samples.steps_found:,} steps, {len(samples.shown):,} of "
+        f"{samples.steps_shown:,} steps are shown: those of every second, fourth, eighth, … step and the last one, so "
+        f"that all runs have at most {MOST_SAMPLES:,}, in at most {MOST_BYTES // 2**20} MiB of lines."
+    )
+    return [rule]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MOST_POINTS = 2_000
@@ -71,6 +70,10 @@ class Curve:
             return
         buckets.append(_Bucket(line, 1, value, value, value))
 
+    def total(self) -> float:
+        """Return the sum of all values."""
+        return rounded(sum(bucket.total for bucket in self._buckets))
+
     def lines(self) -> list[int]:
         """Return the line of the last value of each point."""
         return [bucket.line for bucket in self._buckets]
@@ -88,15 +91,10 @@ class Curve:
         return [rounded(bucket.high) for bucket in self._buckets]
 
 
-DIGITS = 6
+DIGITS = 7
 """Significant digits of a number on the page."""
 
 
 def rounded(value: float) -> float:
     """Return a number with as many digits as a picture shows."""
     return float(f"{value:.{DIGITS}g}")
-
-
-def last(values: Sequence[float]) -> float | None:
-    """Return the last value, or None without one."""
-    return values[-1] if values else None

@@ -46,6 +46,8 @@ class DrawnCurve(msgspec.Struct, frozen=True):
     low: list[float] | None
     """The lowest value of each point; None where a point is one value."""
     high: list[float] | None
+    total: float
+    """The sum of all values of the run."""
     not_finite: int
 
 
@@ -130,6 +132,7 @@ class _Reading:
                     mean=curve.means(),
                     low=curve.lows() if of_several else None,
                     high=curve.highs() if of_several else None,
+                    total=curve.total(),
                     not_finite=curve.not_finite,
                 ),
             )

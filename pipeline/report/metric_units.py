@@ -33,7 +33,7 @@ KNOWN: dict[str, Unit] = {
     "rollout/": Unit("rollout", ""),
     "accuracy": Unit("reward", "share", "accuracy that the trainer states", main=True),
     "eval/step": Unit("evaluation", "step", "step whose weights were evaluated"),
-    "eval/": Unit("evaluation", "", main=True),
+    "eval/": Unit("evaluation", ""),
     "response_length/mean": Unit("length", "tokens", "mean of the tokens that train of a rollout", main=True),
     "response_length/clip_ratio": Unit("length", "share", "rollouts that were cut at their longest length"),
     "response_length/": Unit("length", "tokens", "tokens that train of a rollout"),
@@ -62,12 +62,23 @@ KNOWN: dict[str, Unit] = {
 """By name, or by the beginning of names if it ends in a slash or an underscore; the longest that fits counts."""
 
 
+EVALUATED = {
+    "reward": Unit("evaluation", "reward", "mean reward of the set", main=True),
+    "mean@": Unit("evaluation", "share", "mean accuracy of so many completions of a prompt"),
+    "missing": Unit("evaluation", "prompts", "that have no result"),
+    "response_length": Unit("evaluation", "tokens", "mean of the sampled tokens"),
+}
+"""Metrics of an evaluation, by the end of their names."""
+
+
 def unit_of(name: str) -> Unit:
     """Return the meaning of a metric; one that is unknown is in the group of its first part.
 
     >>> unit_of("timing_s/train").unit, unit_of("mine/x").group, unit_of("mine").group
     ('s', 'mine', 'other')
     """
+    if name.startswith("eval/") and (found := EVALUATED.get(name.rpartition("/")[2].rstrip("0123456789"))):
+        return found
     beginnings = [key for key in KNOWN if name == key or (key[-1] in "/_" and name.startswith(key))]
     if beginnings:
         return KNOWN[max(beginnings, key=len)]

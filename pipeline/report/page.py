@@ -18,7 +18,10 @@ import msgspec
 from ..util.extras import extra
 from .collected import Collected
 
-SCRIPTS = ("dom.js", "charts.js", "curves.js", "main.js")
+SCRIPTS = (
+    *("dom.js", "charts.js", "curves.js", "ledger.js", "waits.js"),
+    *("sequence.js", "samples.js", "settings.js", "main.js"),
+)
 """Our own scripts, in the order in which they run."""
 
 ESCAPES = {"<": b"\\u003c", ">": b"\\u003e", "&": b"\\u0026", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
@@ -37,6 +40,20 @@ class Section:
 
 SECTIONS = (
     Section("overview", "Overview", "The runs on this page, and their main curves."),
+    Section(
+        "evaluation", "Evaluation", "Sets of prompts that were kept apart, by the step whose weights were evaluated."
+    ),
+    Section(
+        "samples",
+        "Samples",
+        "The best and the worst completions of some steps, by reward. Arrow keys: up and down for another sample, left "
+        "and right for another step.",
+    ),
+    Section("ledger", "Ledger", "Every trajectory that was begun, and how it ended."),
+    Section(
+        "waits", "Waits and lag", "The stage that waits least limits the run. The lag is the age of trained weights."
+    ),
+    Section("settings", "Configuration", "The values of each run and of its parts; those that differ come first."),
     Section("curves", "Curves", "Every metric of metrics.jsonl, by group. Drag to zoom, double-click to see all."),
 )
 

@@ -40,12 +40,37 @@ function showOverview() {
     make("h3", {}, "Main curves"), make("div", { class: "grid" }, main.map(curveOf)));
 }
 
+function showEvaluation() {
+  const names = Object.keys(data.units).filter((name) => data.units[name].group === "evaluation" && name !== "eval/step");
+  contentOf("evaluation").replaceChildren(...orNote([
+    names.length ? make("div", { class: "grid" }, names.map(curveOf)) : null, linkToSamples(),
+  ], "No run was evaluated."));
+}
+
+function linkToSamples() {
+  const run = data.runs.findIndex((each) => each.samples.shown.some((sample) => sample.evaluated !== null));
+  if (run < 0) return null;
+  const sample = data.runs[run].samples.shown.findLast((each) => each.evaluated !== null);
+  const button = make("button", { type: "button" }, "Show the samples of the last evaluation");
+  button.addEventListener("click", () => {
+    choose({ run, kind: kindOf(sample), step: stepOf(sample), index: 0, follows: true });
+    document.getElementById("samples").scrollIntoView();
+    document.querySelector('[data-keeps="list"]').focus({ preventScroll: true });
+  });
+  return make("p", {}, button);
+}
+
+// A section of the page is an entry here and one in SECTIONS of page.py.
+const SECTIONS = {
+  overview: showOverview, evaluation: showEvaluation, samples: showSamples, ledger: showLedger, waits: showWaits,
+  settings: showSettings, curves: showCurves,
+};
+
 function show() {
   document.getElementById("written").textContent = data.written;
   document.getElementById("rules").replaceChildren(...data.rules.map((rule) => make("li", {}, readable(rule))));
   showControls();
-  showOverview();
-  showCurves();
+  for (const section of Object.values(SECTIONS)) section();
 }
 
 document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
