@@ -9,8 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from ..durability.run_changes import parts_of
 from ..errors import NoView
 from ..trackers.jsonl import CONFIG, METRICS, SAMPLES
+from ..trackers.rotated_lines import files_of
 from ..view.published import FILE as VIEW
 from .curve import MOST_POINTS
 from .metric_curves import MOST_CURVES, Curves, read_curves
@@ -60,6 +62,16 @@ def collect(folders: Sequence[Path]) -> Collected:
         units=units_of({name for run in runs for name in run.curves.drawn}),
         rules=list(dict.fromkeys(rule for run in runs for rule in _rules(run))),
     )
+
+
+def stamp_of(folders: Sequence[Path]) -> tuple[tuple[int, int], ...]:
+    """Return a value that changes when a file that `collect` reads does. Blocks."""
+    found = [path.stat() for folder in folders for path in _files(folder) if path.is_file()]
+    return tuple((each.st_mtime_ns, each.st_size) for each in found)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [folder / METRICS, folder / VIEW, *files_of(folder / SAMPLES), *(path for path, _ in parts_of(folder))]
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -120,7 +132,7 @@ def _rules_of_samples(run: ReportedRun) -> list[str]:
     if len(samples.shown) == samples.found:
         return []
     rule = (
-        f"{run.name}: of {samples.found:,} samples of {samples.steps_found:,} steps, {len(samples.shown):,} of "
+        f"{run.name}: of {samples.found:,} samples of {samples.steps_found:,} steps, {len(samples.shown):,} samples of "
         f"{samples.steps_shown:,} steps are shown: those of every second, fourth, eighth, … step and the last one, so "
         f"that all runs have at most {MOST_SAMPLES:,}, in at most {MOST_BYTES // 2**20} MiB of lines."
     )

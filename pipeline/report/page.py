@@ -72,16 +72,15 @@ def page(collected: Collected, *, follows: bool = False) -> bytes:
         import jinja2  # noqa: PLC0415 (of an extra)
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    plotly, script = plotly_js(), our_script()
     shown = environment.from_string(asset("page.html")).render(
         title=", ".join(run.name for run in collected.runs),
         written=collected.written,
-        policy=policy((plotly, script), follows=follows),
+        policy=policy_of_page(follows=follows),
         style=Trusted(asset("page.css")),
         sections=SECTIONS,
         data=Trusted(escaped(collected).decode()),
-        plotly=Trusted(plotly),
-        script=Trusted(script),
+        plotly=Trusted(plotly_js()),
+        script=Trusted(our_script()),
         follows=follows,
     )
     return shown.encode()
@@ -104,12 +103,15 @@ def escaped(collected: Collected) -> bytes:
     return encoded
 
 
-def policy(scripts: tuple[str, ...], *, follows: bool) -> str:
-    """Return the Content-Security-Policy: these scripts, and no other; no network, but for a page that follows a run.
+def policy_of_page(*, follows: bool) -> str:
+    """Return the Content-Security-Policy: two scripts, and no other; no network, but for a page that follows runs.
 
-    plotly adds a style sheet and draws heat maps and pictures to save as `data:` and `blob:`.
+    plotly adds a style sheet, and draws heat maps and pictures to save as `data:` and `blob:`.
+
+    Raises:
+        MissingExtra: plotly is not installed.
     """
-    hashes = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
+    hashes = " ".join(f"'sha256-{_hash(script)}'" for script in (plotly_js(), our_script()))
     return "; ".join(
         (
             "default-src 'none'",

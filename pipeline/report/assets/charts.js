@@ -29,7 +29,7 @@ function layoutOf(xTitle, yTitle, more = {}) {
     font: { family: 'system-ui, "DejaVu Sans", sans-serif', size: 11, color: styled("ink") },
     margin: { l: 48, r: 8, t: 6, b: 34 }, showlegend: false, uirevision: "kept", hovermode: "x unified", dragmode: "zoom",
     hoverlabel: { bgcolor: styled("card"), bordercolor: styled("line"), font: { color: styled("ink"), size: 11 } },
-    legend: { orientation: "h", y: -0.22, font: { size: 10.5 } },
+    legend: { orientation: "h", x: 0, y: 1.01, yanchor: "bottom", font: { size: 10.5 } },
     xaxis: { ...axis(xTitle), ...xaxis }, yaxis: { ...axis(yTitle), ...yaxis }, ...rest,
   };
 }

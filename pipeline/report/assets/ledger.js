@@ -48,7 +48,7 @@ function endsOverTime(run) {
     const curve = run.curves.drawn[`ledger/${state}`], of = colour(STATE_COLOURS[state] ?? (state === "begun" ? 0 : 5));
     const ends = STATES.includes(state);
     return {
-      x: run.curves.axes[curve.axis][shown.axis], y: curve.mean, name: state.replace("_", " "), type: "scatter", mode: "lines",
+      x: run.curves.axes[curve.axis][shown.axis], y: ends ? curve.mean : smoothed(curve.mean, shown.smoothing), name: state.replace("_", " "), type: "scatter", mode: "lines",
       line: { color: of, width: ends ? 0.6 : 1.4, dash: ends ? "solid" : state === "begun" ? "dot" : "dash" },
       ...(ends ? { stackgroup: "ends", fillcolor: faded(of, 0.5) } : {}), hovertemplate: "%{y:.5~g}",
     };
@@ -77,11 +77,17 @@ function showLedger() {
       chart(`${run.name}: from the beginning to the end`, "trajectories since the last start of the run, by the state and the reason of their end",
         () => flowOf(run), "tall")];
     const time = run.curves.drawn["ledger/begun"] ? [
-      chart(`${run.name}: over time`, "mean number of trajectories that begin and end in a step; ends are stacked", () => endsOverTime(run), "tall")] : [];
+      chart(`${run.name}: over time`, "mean number of trajectories that begin and end in a step; ends are stacked, the other two lines are smoothed", () => endsOverTime(run), "tall")] : [];
     return [make("div", { class: "wide" }, flow, time), run.state.balance === null ? null : make("details", {},
-      make("summary", {}, `${readable(run.name)}: the numbers`), tableOfEnds(run))];
+      make("summary", {}, `${readable(run.name)}: the numbers`), make("div", { "data-numbers": run.name }))];
   });
   contentOf("ledger").replaceChildren(...orNote(parts, "No run has a view.json or metrics of its ledger."));
+  showNumbers();
+}
+
+function showNumbers() {
+  for (const place of contentOf("ledger").querySelectorAll("[data-numbers]"))
+    place.replaceChildren(tableOfEnds(data.runs.find((run) => run.name === place.dataset.numbers)));
 }
 
 function orNote(parts, note) {

@@ -28,6 +28,13 @@ function showControls() {
 
 function showOverview() {
   const main = Object.keys(data.units).filter((name) => data.units[name].main);
+  contentOf("overview").replaceChildren(make("div", { id: "facts" }), make("h3", {}, "Main curves"), make("div", { class: "grid" }, main.map(curveOf)));
+  showFacts();
+}
+
+function showFacts() {
+  document.getElementById("written").textContent = data.written;
+  document.getElementById("rules").replaceChildren(...data.rules.map((rule) => make("li", {}, readable(rule))));
   const rows = data.runs.map((run) => {
     const at = run.curves.axes.reduce((most, axis) => Math.max(most, axis.hours.at(-1) ?? 0), 0);
     const tokens = run.curves.axes.reduce((most, axis) => Math.max(most, axis.tokens.at(-1) ?? 0), 0);
@@ -36,8 +43,7 @@ function showOverview() {
   });
   const faults = data.runs.flatMap((run) => run.damage.map((fault) => make("p", { class: "bad" }, readable(`${run.name}: ${fault}`))));
   const head = ["run", "state", "steps", "hours", "trained tokens", "last reward"];
-  contentOf("overview").replaceChildren(table(head, rows, [2, 3, 4, 5]), ...faults,
-    make("h3", {}, "Main curves"), make("div", { class: "grid" }, main.map(curveOf)));
+  document.getElementById("facts").replaceChildren(table(head, rows, [2, 3, 4, 5]), ...faults);
 }
 
 function showEvaluation() {
@@ -67,11 +73,50 @@ const SECTIONS = {
 };
 
 function show() {
-  document.getElementById("written").textContent = data.written;
-  document.getElementById("rules").replaceChildren(...data.rules.map((rule) => make("li", {}, readable(rule))));
   showControls();
   for (const section of Object.values(SECTIONS)) section();
 }
 
+// A page that follows runs keeps its place: charts are drawn again where they are, and the chosen sample stays.
+const EVERY_MS = 2000;
+
+function shape() {
+  return JSON.stringify([Object.keys(data.units), data.runs.map((run) => [run.name, run.state.stages, run.state.balance === null, run.settings.length])]);
+}
+
+function update(newer) {
+  const before = shape(), samples = data.runs.map((run) => run.samples.found).join();
+  data.written = newer.written; data.units = newer.units; data.rules = newer.rules;
+  newer.runs.forEach((run, index) => Object.assign(data.runs[index], run));
+  if (shape() !== before) {
+    const at = window.scrollY;
+    show();
+    window.scrollTo(0, at);
+    return;
+  }
+  showFacts();
+  showNumbers();
+  if (data.runs.map((run) => run.samples.found).join() !== samples) showSamples();
+  redraw();
+}
+
+async function follow() {
+  const says = document.getElementById("following");
+  let tag = "";
+  for (;;) {
+    await new Promise((resolve) => { setTimeout(resolve, EVERY_MS); });
+    try {
+      const answer = await fetch("data.json", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+      if (answer.status === 200) { tag = answer.headers.get("ETag"); update(await answer.json()); }
+      says.className = "";
+      says.textContent = data.runs.some((run) => run.state.running) ? "follows the run" : "no run goes on";
+    } catch {
+      says.className = "lost";
+      says.textContent = "the server of this page is gone";
+    }
+  }
+}
+
 document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
 show();
+if ("follows" in document.body.dataset) follow();

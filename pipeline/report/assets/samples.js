@@ -18,7 +18,7 @@ function options(label, values, current, change, text = (value) => value) {
 
 function choose(change) {
   const focused = document.activeElement?.dataset?.keeps;
-  Object.assign(chosen, change);
+  Object.assign(chosen, { follows: false }, change);
   showSamples();
   if (focused) document.querySelector(`[data-keeps="${focused}"]`)?.focus();
 }
@@ -46,6 +46,13 @@ function toStep(steps, by) {
 }
 
 function showSamples() {
+  const scrolled = contentOf("samples").querySelector(".list")?.scrollTop ?? 0;
+  drawSamples();
+  const list = contentOf("samples").querySelector(".list");
+  if (list !== null) list.scrollTop = scrolled;
+}
+
+function drawSamples() {
   const found = choices();
   if (found === null) {
     contentOf("samples").replaceChildren(make("p", { class: "note" }, "No run has samples: SinkTrainer(samples=Samples()) has a run write them."));

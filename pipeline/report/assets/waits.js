@@ -9,20 +9,31 @@ function waitsOf(run) {
   return Object.entries(run.curves.drawn).flatMap(([name, curve]) => {
     const found = WAIT.exec(name);
     if (found === null || curve.axis !== per.axis) return [];
-    const share = curve.mean.map((wait, at) => (per.mean[at] > 0 ? wait / per.mean[at] : null));
+    const share = columns(curve.mean.map((wait, at) => (per.mean[at] > 0 ? wait / per.mean[at] : null)));
     return [{ stage: found[1], label: `${found[1]}, ${found[2] === "input" ? "for records" : "for credit"}`, share, axis: curve.axis, output: found[2] === "output" }];
   }).sort((one, other) => place(other.stage) - place(one.stage) || other.output - one.output)
     .filter((row) => !row.output || row.share.some((share) => share > 0.001));
 }
 
-function pictureOfWaits(run, rows) {
+// Means of successive values, so that a column can be seen.
+const COLUMNS = 150;
+
+function columns(values) {
+  const each = Math.ceil(values.length / COLUMNS), found = [];
+  for (let at = 0; at < values.length; at += each) found.push(mean(values.slice(at, at + each)));
+  return found;
+}
+
+function pictureOfWaits(run) {
+  const rows = waitsOf(run);
+
   return {
     traces: [{
       type: "heatmap", z: rows.map((row) => row.share), y: rows.map((row) => plain(row.label)),
-      x: run.curves.axes[rows[0].axis][shown.axis], zmin: 0, zmax: 1,
-      colorscale: [[0, styled("soft")], [0.5, colour(6)], [1, colour(1)]],
+      x: columns(run.curves.axes[rows[0].axis][shown.axis]), zmin: 0, zmax: 1,
+      colorscale: [[0, styled("soft")], [1, colour(0)]],
       colorbar: { title: { text: "share of<br>the step", font: { size: 10 } }, thickness: 9, len: 0.9, tickfont: { size: 10 }, outlinewidth: 0 },
-      hovertemplate: "%{y}<br>%{x}: %{z:.0%}<extra></extra>",
+      hovertemplate: "%{y}<br>%{x:.4~g}: %{z:.0%}<extra></extra>",
     }],
     layout: layoutOf(AXES[shown.axis], "", { hovermode: "closest", margin: { l: 150, r: 8, t: 6, b: 36 }, yaxis: { tickfont: { size: 10.5 }, automargin: true, showgrid: false } }),
     summary: rows.map((row) => `${row.label} waits ${Math.round(100 * mean(row.share))} % of the time`).join(", "),
@@ -53,8 +64,8 @@ function showWaits() {
   const parts = data.runs.flatMap((run) => {
     const rows = waitsOf(run), versions = run.curves.drawn["staleness/mean"], oldest = run.curves.drawn["staleness/max"];
     return [
-      rows.length ? chart(`${run.name}: waits of each stage`, "seconds that a stage waits in a step, over those of the step; the workers of a stage are added up",
-        () => pictureOfWaits(run, rows), "tall") : null,
+      rows.length ? chart(`${run.name}: waits of each stage`, `seconds that a stage waits over those of the step, in at most ${COLUMNS} means; the workers of a stage are added up`,
+        () => pictureOfWaits(run), "tall") : null,
       versions && oldest && versions.axis === oldest.axis ? chart(`${run.name}: versions of the weights`,
         "optimizer step of the weights that sampled the batch of each step", () => pictureOfVersions(run), "tall") : null,
     ].filter(Boolean);
