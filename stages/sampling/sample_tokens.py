@@ -114,7 +114,7 @@ def _runs(values: Sequence[T]) -> list[tuple[int, T]]:
 
 
 def _decimals(values: NDArray[np.float32]) -> list[float]:
-    found: list[float] = np.round(values.astype(np.float64), DIGITS).tolist()
+    found: list[float] = (np.round(values.astype(np.float64), DIGITS) + 0.0).tolist()  # no −0.0
     return found
 
 

@@ -114,3 +114,53 @@ def many_samples(count: int, *, steps: int) -> list[dict[str, Any]]:
         for step in range(every, steps + 1, every)
         for rank in range(10)
     ]
+
+
+def write_attacked_run(folder: Path, attacks: Mapping[str, str]) -> Path:
+    """Write the folder of a run with a sample, a metric, a key and a reason for each of some texts."""
+    names = [text[:100] for text in attacks.values()]
+    samples = [
+        rollout(
+            rank=rank,
+            prompt=text,
+            answer=text,
+            env=name,
+            instance_id=name,
+            set=name,
+            stop_reason=name,
+            parts={name: 1.0},
+        )
+        | {"completion": text, "tokens": None, "branches": [{"prompt": text, "completion": text}]}
+        for rank, (text, name) in enumerate(zip(attacks.values(), names, strict=True), 1)
+    ]
+    tokens = {"characters": [3, 200_000], "trains": [[2, True]], "advantages": [[2, 0.5]]}
+    one_by_one = [each | {"tokens": tokens, "kind": "worst", "branches": []} for each in samples]
+    run = write_run(folder, samples=[*samples, *one_by_one], config={"key": dict(zip(names, names, strict=True))})
+    write_lines(
+        run / "metrics.jsonl", [{"step": 21} | dict.fromkeys(names, 1.0), {"step": 22} | dict.fromkeys(names, 2.0)]
+    )
+    (run / "view.json").write_text(json.dumps(view_of(names)))
+    return run
+
+
+def view_of(names: Sequence[str]) -> dict[str, Any]:
+    """Return the view of a run that has ended, whose stages and reasons have these names."""
+    states = ("trained", "filtered", "stale", "rejected", "failed", "lost", "unfinished")
+    stage = {"placement": "here", "state": "returned", "waiting_for": "", "waited_for_records_s": 0.0}
+    stage |= {"waited_for_credit_s": 0.0, "dropped": {}, "workers": []}
+    reasons = dict.fromkeys(names, 3)
+    return {
+        "written_s": 0.0,
+        "shown": {
+            "progress": [22, 22, 10.0, None, {}, [], []],
+            "statistics": {"stages": [{"name": name, **stage} for name in names], "edges": []},
+            "balance": {
+                "admitted": 10 + 3 * len(names),
+                "in_flight": 0,
+                "ended": dict.fromkeys(states, 0) | {"trained": 10, "failed": 3 * len(names)},
+                "reasons": {state: {} for state in states} | {"trained": {"": 10}, "failed": reasons},
+            },
+            "stop_reason": names[0],
+            "memory": [0, 0, []],
+        },
+    }

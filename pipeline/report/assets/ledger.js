@@ -46,9 +46,10 @@ function endsOverTime(run) {
   const names = ["in_flight", "begun", ...STATES].filter((state) => run.curves.drawn[`ledger/${state}`]);
   const traces = names.map((state) => {
     const curve = run.curves.drawn[`ledger/${state}`], of = colour(STATE_COLOURS[state] ?? (state === "begun" ? 0 : 5));
-    const ends = STATES.includes(state);
+    const ends = STATES.includes(state), axis = run.curves.axes[curve.axis];
+    const once = (values) => values.filter((value, at) => axis.step[at] !== axis.step[at - 1]); // not the line of an evaluation
     return {
-      x: run.curves.axes[curve.axis][shown.axis], y: ends ? curve.mean : smoothed(curve.mean, shown.smoothing), name: state.replace("_", " "), type: "scatter", mode: "lines",
+      x: once(axis[shown.axis]), y: once(ends ? curve.mean : smoothed(curve.mean, shown.smoothing)), name: state.replace("_", " "), type: "scatter", mode: "lines",
       line: { color: of, width: ends ? 0.6 : 1.4, dash: ends ? "solid" : state === "begun" ? "dot" : "dash" },
       ...(ends ? { stackgroup: "ends", fillcolor: faded(of, 0.5) } : {}), hovertemplate: "%{y:.5~g}",
     };

@@ -3,6 +3,9 @@
 const COLOURS = { none: "no colour", advantage: "advantage", ratio: "log-probability ratio", logprob: "log-probability", version: "version of the weights" };
 const TOOL = /<tool_call>|<function=|"tool_calls"|\[TOOL_CALLS\]/;
 
+// A logarithm of a ratio that is no more than the rounding of two programs is pale.
+const NOISE = 0.05;
+
 // Values that repeat are written once, with their number.
 function unrolled(runs) {
   return (runs ?? []).flatMap(([count, value]) => Array(Math.min(count, 4096)).fill(value));
@@ -45,7 +48,7 @@ function shade(token, mode, scale) {
   if (mode === "none" || value === undefined || value === null) return null;
   if (mode === "version") return faded(colour(0), scale.high > scale.low ? 0.08 + 0.5 * (value - scale.low) / (scale.high - scale.low) : 0.15);
   if (mode === "logprob") return faded(colour(1), Math.min(0.75, 0.75 * -value / Math.max(1e-6, -scale.low)));
-  const most = Math.max(Math.abs(scale.low), Math.abs(scale.high), 1e-6);
+  const most = Math.max(Math.abs(scale.low), Math.abs(scale.high), mode === "ratio" ? NOISE : 1e-6);
   return faded(colour(value < 0 ? 4 : 0), 0.75 * Math.abs(value) / most);
 }
 
