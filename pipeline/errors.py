@@ -275,6 +275,10 @@ class NoSamples(PenstockError, LookupError):
     """A run has written no samples, or none of the requested step."""
 
 
+class NoMetrics(PenstockError, LookupError):
+    """Runs have no metrics, or none of the requested names."""
+
+
 class NoView(PenstockError, LookupError):
     """A folder holds no run that can be watched."""
 

@@ -23,6 +23,13 @@ from .shown_samples import MOST_BYTES, MOST_SAMPLES, ShownSamples, read_samples
 from .written_lines import Damage
 
 
+class RunCurves(msgspec.Struct, frozen=True, kw_only=True):
+    """The curves of one run."""
+
+    name: str
+    curves: Curves
+
+
 class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
@@ -64,6 +71,21 @@ def collect(folders: Sequence[Path]) -> Collected:
     )
 
 
+def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
+    """Return the curves of the runs in `folders`. Opens files only to read; blocks.
+
+    Raises:
+        NoView: one of them is no folder of a run.
+        OSError: a file cannot be read.
+    """
+    for folder in folders:
+        _require_run(folder)
+    return [
+        RunCurves(name=name, curves=read_curves(folder, Damage(METRICS)))
+        for folder, name in zip(folders, names_of(folders), strict=True)
+    ]
+
+
 def stamp_of(folders: Sequence[Path]) -> tuple[tuple[int, int], ...]:
     """Return a value that changes when a file that `collect` reads does. Blocks."""
     found = [path.stat() for folder in folders for path in _files(folder) if path.is_file()]
@@ -92,12 +114,16 @@ def names_of(folders: Sequence[Path]) -> list[str]:
             lengths[n] += 1
 
 
-def _read(folder: Path, name: str, runs: int) -> ReportedRun:
+def _require_run(folder: Path) -> None:
     if not any((folder / file).is_file() for file in (METRICS, CONFIG, VIEW)):
         raise NoView(
             f"expected the folder of a run, with {METRICS}, got {folder}: give the folder of Pipeline.run(folder=…), "
             f"or that of the configuration"
         )
+
+
+def _read(folder: Path, name: str, runs: int) -> ReportedRun:
+    _require_run(folder)
     metrics, samples = Damage(METRICS), Damage(SAMPLES)
     curves, shown = read_curves(folder, metrics), read_samples(folder, samples, runs)
     return ReportedRun(

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
+from ..accounting.evaluations import STEP
 from ..trackers.jsonl import METRICS
 from .curve import Curve, rounded
 from .written_lines import Damage, decoded_lines
@@ -25,6 +27,12 @@ HOUR_S = 3600
 
 TOKENS, SECONDS = "perf/total_num_tokens", "perf/time_per_step"
 """The metrics whose sums are the trained tokens and the seconds of a run."""
+
+EVALUATIONS = "eval/"
+"""The beginning of the metrics of evaluations, which are emitted with a later step."""
+
+_AxisKey: TypeAlias = tuple[tuple[int, ...], bool]
+"""The lines of the points of some curves, and whether these are of evaluations."""
 
 _decode = msgspec.json.Decoder(dict[str, float | None]).decode
 
@@ -110,25 +118,25 @@ class _Reading:
         return curve
 
     def finish(self) -> Curves:
-        axes: dict[tuple[int, ...], int] = {}
+        axes: dict[_AxisKey, int] = {}
         drawn = dict(self._drawn(axes))
         return Curves(
             lines=len(self.places.step),
             last_step=max(self.places.step, default=0),
-            axes=[self.places.at(list(lines)) for lines in axes],
+            axes=[self._axis(key) for key in axes],
             drawn=drawn,
             left_out=len(self.left_out),
             values_in_a_point=max((curve.width for curve in self.curves.values()), default=1),
         )
 
-    def _drawn(self, axes: dict[tuple[int, ...], int]) -> Iterator[tuple[str, DrawnCurve]]:
-        """Yield the curves; each adds its lines to `axes`, which curves of the same lines share."""
+    def _drawn(self, axes: dict[_AxisKey, int]) -> Iterator[tuple[str, DrawnCurve]]:
+        """Yield the curves; each adds its key to `axes`, which curves of the same lines share."""
         for name, curve in self.curves.items():
-            of_several = curve.width > 1
+            of_several, key = curve.width > 1, (tuple(curve.lines()), name.startswith(EVALUATIONS))
             yield (
                 name,
                 DrawnCurve(
-                    axis=axes.setdefault(tuple(curve.lines()), len(axes)),
+                    axis=axes.setdefault(key, len(axes)),
                     mean=curve.means(),
                     low=curve.lows() if of_several else None,
                     high=curve.highs() if of_several else None,
@@ -136,6 +144,14 @@ class _Reading:
                     not_finite=curve.not_finite,
                 ),
             )
+
+    def _axis(self, key: _AxisKey) -> Axis:
+        """Return an axis; the steps of an evaluation are those whose weights were evaluated, where they are known."""
+        lines, of_evaluations = [*key[0]], key[1]
+        axis, evaluated = self.places.at(lines), self.curves.get(STEP)
+        if not of_evaluations or evaluated is None or evaluated.lines() != lines:
+            return axis
+        return Axis(step=[round(step) for step in evaluated.means()], tokens=axis.tokens, hours=axis.hours)
 
 
 def read_curves(folder: Path, damage: Damage) -> Curves:

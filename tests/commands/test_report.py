@@ -123,6 +123,16 @@ def test_damaged_lines_are_left_out_and_counted_and_one_that_is_being_written_is
     assert found["damage"][0].startswith("metrics.jsonl: 6 damaged lines are left out, the first is line 4: ")
 
 
+def test_an_evaluation_stands_at_the_step_whose_weights_were_evaluated(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=3)
+    write_lines(run / "metrics.jsonl", [{"step": 4, "eval/step": 2, "eval/data/reward": 0.5, "reward": 0.25}])
+
+    curves = data_of(page_of(run))["runs"][0]["curves"]
+
+    assert curves["axes"][curves["drawn"]["eval/data/reward"]["axis"]]["step"] == [2]
+    assert curves["axes"][curves["drawn"]["reward"]["axis"]]["step"] == [1, 2, 3, 4]
+
+
 def test_values_that_are_not_finite_are_in_no_curve_and_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2)
     write_lines(run / "metrics.jsonl", [{"step": 3, "loss": None}, {"step": 4, "loss": 1.0}])

@@ -42,9 +42,13 @@ class Opened:
         self.requests: list[str] = []
         self.tab.on("console", lambda message: self.complaints.append(message.text))
         self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.tab.on("dialog", lambda dialog: (self.complaints.append("dialog"), dialog.dismiss()))
+        self.tab.on("dialog", self._dismiss)
         self.tab.on("request", lambda request: self.requests.append(request.url))
         self.tab.goto(url)
+
+    def _dismiss(self, dialog: Any) -> None:
+        self.complaints.append("dialog")
+        dialog.dismiss()
 
     def text(self, selector: str) -> str:
         return str(self.tab.inner_text(selector))

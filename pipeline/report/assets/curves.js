@@ -17,7 +17,7 @@ function tracesOf(run, name, index) {
   const curve = run.curves.drawn[name];
   if (curve === undefined || shown.hidden.has(run.name)) return [];
   const x = run.curves.axes[curve.axis][shown.axis], of = colour(index), label = readable(run.name);
-  const few = x.length < 40, smooths = shown.smoothing > 0 && x.length > 8;
+  const few = x.length < 40, smooths = shown.smoothing > 0 && x.length > 8 && !name.startsWith("eval/");
   const line = (y, more) => ({ x, y, type: "scatter", mode: "lines", name: label, hoverinfo: "skip", ...more });
   const traces = [];
   if (curve.low !== null) {

@@ -20,6 +20,7 @@ from .export import export
 from .gateway import gateway
 from .init import init
 from .launch import launch
+from .plot import plot
 from .report import report
 from .run import check, run
 from .samples import samples
@@ -46,7 +47,7 @@ def penstock(
     del version
 
 
-for command in (init, run, check, worker, top, samples, report, export, doctor, gateway, launch):
+for command in (init, run, check, worker, top, samples, report, plot, export, doctor, gateway, launch):
     commands.command()(command)
 
 
