@@ -31,7 +31,7 @@ def state_of(folder: Path) -> RunState:
     except FileDamaged as error:
         return RunState(sentence=f"unknown: {error}")
     except NoView:
-        return RunState(sentence="has no view.json")
+        return RunState(sentence="unknown: it has no view.json")
     return _state(found)
 
 

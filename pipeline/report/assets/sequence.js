@@ -53,13 +53,14 @@ function shade(token, mode, scale) {
 }
 
 function scaleOf(sequences, mode) {
-  let low = Infinity, high = -Infinity, known = 0;
+  let low = Infinity, high = -Infinity, known = 0, tokens = 0;
   for (const turn of sequences.flat()) for (const token of turn.tokens) {
     const value = token[mode];
+    tokens += 1;
     if (value === undefined || value === null) continue;
     low = Math.min(low, value); high = Math.max(high, value); known += 1;
   }
-  return { low, high, known };
+  return { low, high, known, tokens };
 }
 
 function factsOf(token, place) {
@@ -82,9 +83,10 @@ function drawnTurn(turn, mode, scale, id) {
 
 function legendOf(mode, scale) {
   if (mode === "none") return "";
+  if (!scale.tokens) return "This sample has no numbers of its tokens: an earlier version wrote it, or they cannot be told apart.";
   if (!scale.known) return `These tokens have no ${COLOURS[mode]}.`;
   if (mode === "version") return `Weights of step ${number(scale.low)} (pale) to ${number(scale.high)} (strong).`;
   if (mode === "logprob") return `From 0 (pale) to ${number(scale.low)} nats (strong) under the policy that sampled.`;
-  const words = mode === "ratio" ? "log π/π of sampling, in nats: " : "";
+  const words = mode === "ratio" ? "logarithm of the probability before the step over that at sampling, in nats: " : "";
   return `${words}red below 0, blue above; from ${number(scale.low)} to ${number(scale.high)}.`;
 }
