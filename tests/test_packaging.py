@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from tests.installation import ROOT, Installed
 
+ASSETS = ROOT / "pipeline/report/assets"
+
 FOLDERS = ("pipeline", "schemas", "stages")
 
 
@@ -68,6 +70,7 @@ def test_the_wheel_holds_every_module_under_the_import_name(built: Path) -> None
 
     assert {f"penstock/_{module}" for name in FOLDERS for module in _in(ROOT / name)} <= names
     assert {"penstock/__init__.py", "penstock/py.typed"} <= names
+    assert {f"penstock/_pipeline/report/assets/{path.name}" for path in ASSETS.iterdir()} <= names
     assert {name.split("/")[0] for name in names} == {"penstock", "penstock-0.1.0.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

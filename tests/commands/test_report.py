@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,28 @@ def test_the_parts_of_a_run_that_was_continued_otherwise_stand_beside_each_other
     assert parts[0]["values"] == {"lr": "0.001", "model.path": '"m"', "sets[0].a": "1"}
     assert parts[1]["values"]["lr"] == "0.0001"
     assert "config.step-00000015.json: expected to read back what was written" in parts[2]["fault"]
+
+
+@pytest.mark.parametrize("name", ["view.json", "config.json"])
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "run")
+    with (run / name).open("wb") as file:
+        file.truncate(2**34)
+
+    (found,) = data_of(page_of(run))["runs"]
+
+    assert "16,777,216 bytes" in f"{found['state']['sentence']} {found['settings'][0]['fault']}"
+
+
+def test_an_absent_package_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+
+    printed = report(write_run(tmp_path / "run"), status=1)
+
+    assert printed.startswith("penstock: penstock report needs jinja2, which is not installed: pip install ")
+    assert "[report]" in printed
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

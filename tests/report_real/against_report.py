@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.commands.attacks import ATTACKS
+from tests.commands.served_page import served, write_page
 from tests.commands.written_run import (
     many_samples,
     rollout,
@@ -18,7 +19,6 @@ from tests.commands.written_run import (
     write_lines,
     write_run,
 )
-from tests.report_real.served import served, write_page
 
 CHROMIUM = shutil.which("chromium")
 
