@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +16,8 @@ BEGUN, IN_FLIGHT = "ledger/begun", "ledger/in_flight"
 def report_ledger(metrics: Metrics, ledger: Ledger) -> Iterator[None]:
     """Report the trajectories that began and ended since the step before, and those in flight, within the body.
 
-    They are `ledger/begun`, `ledger/<end state>` from the first such end on, and the gauge `ledger/in_flight`.
+    They are `ledger/begun`, `ledger/<end state>` for every state, so that a continued run has the same metrics as one
+    without interruption, and the gauge `ledger/in_flight`.
     """
     reported = _counts(ledger.balance())
 
@@ -33,6 +33,5 @@ def report_ledger(metrics: Metrics, ledger: Ledger) -> Iterator[None]:
         yield
 
 
-def _counts(balance: Balance) -> Counter[str]:
-    ended = {f"ledger/{state}": count for state, count in balance.ended.items() if count}
-    return Counter({BEGUN: balance.admitted, **ended})
+def _counts(balance: Balance) -> dict[str, int]:
+    return {BEGUN: balance.admitted, **{f"ledger/{state}": count for state, count in balance.ended.items()}}

@@ -43,7 +43,7 @@ function flowOf(run) {
 }
 
 function endsOverTime(run) {
-  const names = ["in_flight", "begun", ...STATES].filter((state) => run.curves.drawn[`ledger/${state}`]);
+  const names = ["in_flight", "begun", ...STATES].filter((state) => run.curves.drawn[`ledger/${state}`]?.total);
   const traces = names.map((state) => {
     const curve = run.curves.drawn[`ledger/${state}`], of = colour(STATE_COLOURS[state] ?? (state === "begun" ? 0 : 5));
     const ends = STATES.includes(state), axis = run.curves.axes[curve.axis];
