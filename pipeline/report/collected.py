@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,10 @@ from .run_state import RunState, state_of
 from .settings import PartSettings, read_settings
 from .shown_samples import MOST_BYTES, MOST_SAMPLES, ShownSamples, read_samples
 from .written_lines import Damage
+
+
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S %Z"
+"""The time of day as `time.strftime` writes it for a page."""
 
 
 class RunCurves(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +57,12 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     """What the page leaves out, a sentence each."""
 
 
-def collect(folders: Sequence[Path]) -> Collected:
+def collect(folders: Sequence[Path], written: str) -> Collected:
     """Return what the page shows of the runs in `folders`. Opens files only to read; blocks.
+
+    Args:
+        folders: of the runs.
+        written: the time of day, for readers.
 
     Raises:
         NoView: one of them is no folder of a run.
@@ -64,7 +71,7 @@ def collect(folders: Sequence[Path]) -> Collected:
     names = names_of(folders)
     runs = [_read(folder, name, len(folders)) for folder, name in zip(folders, names, strict=True)]
     return Collected(
-        written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        written=written,
         runs=runs,
         units=units_of({name for run in runs for name in run.curves.drawn}),
         rules=list(dict.fromkeys(rule for run in runs for rule in _rules(run))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -25,12 +26,12 @@ def report(
     if serve:
         _serve(runs, port)
         return
-    from .._pipeline.report.collected import collect  # noqa: PLC0415 (not needed for --help)
+    from .._pipeline.report.collected import TIME_FORMAT, collect  # noqa: PLC0415 (not needed for --help)
     from .._pipeline.report.page import page  # noqa: PLC0415 (as above)
     from .._pipeline.util.atomic_file import write_atomically  # noqa: PLC0415 (as above)
 
     file = output or runs[0] / "report.html"
-    write_atomically(file, page(collect(runs)))
+    write_atomically(file, page(collect(runs, time.strftime(TIME_FORMAT))))
     typer.echo(f"wrote {file}")
 
 

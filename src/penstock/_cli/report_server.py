@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -22,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .._pipeline.report.collected import Collected, collect, stamp_of
+from .._pipeline.report.collected import TIME_FORMAT, Collected, collect, stamp_of
 from .._pipeline.report.page import page, policy_of_page
 from .._pipeline.util.signals import handled_stop_signals
 from .._stages.http.limits import Limits, RequestRejections
@@ -78,7 +79,7 @@ class FollowedRuns:
             stamp = await anyio.to_thread.run_sync(stamp_of, self._folders)
             if stamp == self._stamp and self._data:
                 return
-            self._collected = await anyio.to_thread.run_sync(collect, self._folders)
+            self._collected = await anyio.to_thread.run_sync(collect, self._folders, time.strftime(TIME_FORMAT))
             self._data = await anyio.to_thread.run_sync(msgspec.json.encode, self._collected)
             self._tag = f'"{hashlib.sha256(self._data).hexdigest()}"'
             self._stamp = stamp
