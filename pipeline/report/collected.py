@@ -21,7 +21,6 @@ from .settings import PartSettings, read_settings
 from .shown_samples import MOST_BYTES, MOST_SAMPLES, ShownSamples, read_samples
 from .written_lines import Damage
 
-
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S %Z"
 """The time of day as `time.strftime` writes it for a page."""
 
