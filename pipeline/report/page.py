@@ -11,7 +11,7 @@ import base64
 import hashlib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
 import msgspec
 
@@ -150,4 +150,4 @@ def our_script() -> str:
 
 def asset(name: str) -> str:
     """Return the text of a file in `assets/`."""
-    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+    return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
