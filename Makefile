@@ -5,6 +5,7 @@
 #   make test-vllm       the policy at vLLM itself, on a CPU; installs it first (3.4 GB), and takes minutes
 #   make test-agents     the clients and frameworks of agents themselves, on a CPU; installs them first (0.8 GB)
 #   make test-trackers   TensorBoard, W&B, trackio, MLflow and Prometheus, offline; installs them first (0.3 GB)
+#   make test-report     the page of penstock report in headless Chromium, which is installed; installs playwright first (170 MB)
 #   make test-prime-rl PRIME_RL=../prime-rl   prime-rl's loader and loss, whose checkout is there; installs 0.2 GB first
 #   make test-roll ROLL=../roll   ROLL's pipeline on a CPU, whose checkout is there; installs 0.3 GB first
 #   make test-atropos ATROPOS=../atropos   with Atropos itself, whose checkout is there; installs 0.5 GB first
@@ -42,6 +43,7 @@ AGENTS := $(VENV)/agents
 VERIFIERS := $(VENV)/verifiers
 OPENENV := $(VENV)/openenv
 TRACKERS := $(VENV)/trackers
+REPORT := $(VENV)/report
 TRL := $(VENV)/trl
 ORACLES := $(VENV)/oracles
 WITH_SKYRL := $(VENV)/skyrl
@@ -55,7 +57,7 @@ DOCS := $(VENV)/docs
 # Workers, and tests start many, begin with modules that were compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu test-vllm test-agents test-trackers test-atropos test-atropos-verl test-atropos-skyrl test-oracles test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check check-mypy check-pyright docs test-dist chaos bench setup clean
+.PHONY: demo test test-all test-gpu test-vllm test-agents test-trackers test-report test-atropos test-atropos-verl test-atropos-skyrl test-oracles test-trl test-verl test-skyrl test-prime-rl test-ray test-roll test-atropos-roll test-plugins check check-mypy check-pyright docs test-dist chaos bench setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/arithmetic_grpo.py --seed $(SEED)
@@ -93,6 +95,11 @@ test-vllm: $(VLLM)/ready $(AGENTS)/ready
 
 test-trackers: $(TRACKERS)/ready
 	PYTHONPATH=$(TRACKERS) $(BIN)/python -m pytest tests/trackers_real/against_trackers.py
+
+test-report: $(READY)
+	scripts/check_program.sh $@ chromium
+	$(MAKE) $(REPORT)/ready
+	PYTHONPATH=$(CURDIR)/$(REPORT):$(CURDIR) $(BIN)/python $(AGAINST) tests/report_real/against_report.py
 
 # Warnings of these packages are no errors. verifiers, openenv and the newest clients exclude one another; the harnesses of
 # verifiers find uv on the path.
@@ -178,7 +185,7 @@ test-atropos-skyrl: $(READY)
 # that are not their own. gem, for ROLL, refuses Python 3.12.1 and later by its metadata alone; of
 # SkyRL, which refuses 3.11, the oracles run functions.
 $(WITH_ROLL)/ready $(ORACLES)/ready: private OPTIONS := --ignore-requires-python
-$(AGENTS)/ready $(VERIFIERS)/ready $(OPENENV)/ready $(TRACKERS)/ready $(TRL)/ready $(ORACLES)/ready $(RAY)/ready $(VERL)/ready $(WITH_PRIME_RL)/ready $(WITH_ROLL)/ready: $(VENV)/%/ready: scripts/%/requirements.txt | $(READY)
+$(AGENTS)/ready $(VERIFIERS)/ready $(OPENENV)/ready $(TRACKERS)/ready $(REPORT)/ready $(TRL)/ready $(ORACLES)/ready $(RAY)/ready $(VERL)/ready $(WITH_PRIME_RL)/ready $(WITH_ROLL)/ready: $(VENV)/%/ready: scripts/%/requirements.txt | $(READY)
 	rm -rf $(@D)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps $(OPTIONS) --target $(@D) --requirement $<
 	rm -rf $(addprefix $(@D)/,tests scripts recipe tutorial)
@@ -191,7 +198,7 @@ $(VLLM)/ready $(WITH_SKYRL)/ready $(WITH_ATROPOS)/ready: $(VENV)/%/ready: script
 	touch $@
 
 # Every week too, each in a job of its own: .github/workflows/weekly.yml.
-PLUGINS := test-agents test-trackers test-ray test-oracles test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl
+PLUGINS := test-agents test-trackers test-report test-ray test-oracles test-trl test-verl test-skyrl test-prime-rl test-roll test-atropos test-atropos-verl test-atropos-roll test-atropos-skyrl
 
 test-plugins:
 	$(MAKE) --keep-going --jobs=1 $(PLUGINS)

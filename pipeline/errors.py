@@ -279,6 +279,10 @@ class NoRecording(PenstockError, LookupError):
     """A run has kept no batches, or not those from its first step on."""
 
 
+class NoMetrics(PenstockError, LookupError):
+    """Runs have no metrics, or none of the requested names."""
+
+
 class NoView(PenstockError, LookupError):
     """A folder holds no run that can be watched."""
 

@@ -21,7 +21,7 @@ LAYERS = ["schemas", "pipeline", "stages", "stages/integrations", "src/penstock"
 
 PIPELINE_FOLDERS = (
     *("errors", "util", "accounting", "trackers", "diagnosis", "channels", "weights", "graph"),
-    *("servers", "workers", "durability", "view", "runtime", "testing"),
+    *("servers", "workers", "durability", "view", "report", "runtime", "testing"),
 )
 """The parts of pipeline/, each of which may import those before it, and itself."""
 

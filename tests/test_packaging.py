@@ -16,6 +16,8 @@ from tests.installation import ROOT, Installed
 
 from penstock import __version__
 
+ASSETS = ROOT / "pipeline/report/assets"
+
 FOLDERS = ("pipeline", "schemas", "stages")
 
 
@@ -70,6 +72,7 @@ def test_the_wheel_holds_every_module_under_the_import_name(built: Path) -> None
 
     assert {f"penstock/_{module}" for name in FOLDERS for module in _in(ROOT / name)} <= names
     assert {"penstock/__init__.py", "penstock/py.typed"} <= names
+    assert {f"penstock/_pipeline/report/assets/{path.name}" for path in ASSETS.iterdir()} <= names
     assert {name.split("/")[0] for name in names} == {"penstock", f"penstock-{__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

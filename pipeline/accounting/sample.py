@@ -18,6 +18,41 @@ T = TypeVar("T")
 Kind: TypeAlias = Literal["best", "worst"]
 
 
+MOST_TOKENS = 2048
+"""Tokens of a sequence that are described one by one: the first of those from the first sampled token on."""
+
+MOST_BRANCHES = 16
+"""Further sequences of a rollout that a sample has."""
+
+Numbers: TypeAlias = Annotated[list[Measure], Meta(max_length=MOST_TOKENS)]
+
+
+class SampleTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a completion, one by one: at most the first `MOST_TOKENS`. Values that repeat are written once."""
+
+    characters: Annotated[list[Count], Meta(max_length=MOST_TOKENS)]
+    """The number of characters that each token adds to the text."""
+    trains: Annotated[list[tuple[Count, bool]], Meta(max_length=MOST_TOKENS)]
+    """Successive tokens: their number, and whether they were sampled and train. Others are the environment's."""
+    advantages: Annotated[list[tuple[Count, Measure]], Meta(max_length=MOST_TOKENS)] | None = None
+    """Successive tokens that train: their number, and their advantage."""
+    versions: Annotated[list[tuple[Count, Signed]], Meta(max_length=MOST_TOKENS)] = []
+    """Successive tokens that train: their number, and the weights that sampled them."""
+    logprobs: Numbers | None = None
+    """The log-probability of each token that trains under the policy that sampled it, in nats."""
+    log_ratios: Numbers | None = None
+    """The logarithm of its probability when training on the batch began, over that at sampling."""
+
+
+class SampleBranch(msgspec.Struct, frozen=True, kw_only=True):
+    """Another sequence of the rollout of a sample: an agent may go back to an earlier turn, or drop some."""
+
+    prompt: Passage
+    completion: Passage
+    tokens: SampleTokens | None = None
+    stop_reason: Name = ""
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One trajectory that an optimizer step trained, or that an evaluation completed; a line of `samples.jsonl`."""
 
@@ -53,6 +88,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """The name of a StopReason, in small letters."""
     policy_version: Signed
     """The oldest weights that sampled it."""
+    tokens: SampleTokens | None = None
+    """The tokens of the completion; None if they cannot be told apart in the text, or in lines of earlier versions."""
+    branches: Annotated[list[SampleBranch], Meta(max_length=MOST_BRANCHES)] = []
+    """The other sequences of its rollout with tokens that train, the first ones of many."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields as plain values, without the tokens one by one and the other sequences."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return {name: value for name, value in fields.items() if name not in {"tokens", "branches"}}
 
     @property
     def of_step(self) -> int:

@@ -122,9 +122,14 @@ def _facts_of(node: StageNode) -> StageFacts:
 
 def config_before(folder: Path, step: int) -> dict[str, Any] | None:
     """Return the configuration of the part of a run in `folder` that trained `step`; None if it is unknown. Blocks."""
-    parts = [path for path, begins in [(folder / FIRST, 0), *_later_parts(folder)] if begins < step]
+    parts = [path for path, begins in parts_of(folder) if begins < step]
     consequence = "the run is not compared with what it was"
     return read_json_or_set_aside(parts[-1], dict[str, Any], consequence=consequence) if parts else None
+
+
+def parts_of(folder: Path) -> list[tuple[Path, int]]:
+    """Return the file of each part of the run in `folder`, the first one's first, and the step where it begins."""
+    return [(folder / FIRST, 0), *_later_parts(folder)]
 
 
 def parts_of_run(folder: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -135,10 +140,7 @@ def parts_of_run(folder: Path) -> list[tuple[int, dict[str, Any]]]:
         FileDamaged: a file is not as it was written.
     """
     remedy = "restore it, or train that run again in another folder"
-    return [
-        (begins, read_json(path, dict[str, Any], remedy=remedy))
-        for path, begins in [(folder / FIRST, 0), *_later_parts(folder)]
-    ]
+    return [(begins, read_json(path, dict[str, Any], remedy=remedy)) for path, begins in parts_of(folder)]
 
 
 def changes_between(before: Any, now: Any, key: str = "") -> Iterator[Change]:

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from ..._schemas.choices import check_choice
 from ..accounting.ledger import Ledger
+from ..accounting.ledger_metrics import report_ledger
 from ..accounting.telemetry import Metrics, get_logger
 from ..channels.channel import SendChannel
 from ..durability.resumption import ResumePoint, resumed, with_checkpoints
@@ -251,6 +252,7 @@ class Pipeline:
                         info, stopped = _run_info(folder, context.ledger, config), lambda: stop.by is not None
                         tracked = tracking(trackers, info, context.metrics, context.sample_sinks, stopped)
                         await stack.enter_async_context(tracked)
+                    stack.enter_context(report_ledger(context.metrics, context.ledger))
                     run = Run(nodes, context)
                     if view is not None or folder is not None:
                         max_steps = info_of(self.nodes[-1].stage).max_steps

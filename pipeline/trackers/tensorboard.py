@@ -55,7 +55,7 @@ class TensorBoard:
     def samples(self, samples: Sequence[Sample], step: int) -> None:
         """Write each sample as text."""
         for sample in samples:
-            text = msgspec.json.format(msgspec.json.encode(sample), indent=2).decode()
+            text = msgspec.json.format(msgspec.json.encode(sample.plain()), indent=2).decode()
             indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown shows it as it is
             tag = "samples" if sample.evaluated is None else "eval/samples"
             self._writer.add_text(f"{tag}/{sample.kind}_{sample.rank}", indented, step)

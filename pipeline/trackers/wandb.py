@@ -6,8 +6,6 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from ..accounting.sample import Sample
 from ..util.extras import extra
 from .run_identity import identity_of
@@ -56,7 +54,7 @@ class WandB:
     def samples(self, samples: Sequence[Sample], step: int) -> None:
         """Log the samples of a step as a table, and those of an evaluation as another one."""
         for name, evaluation in (("samples", False), ("eval/samples", True)):
-            rows = [msgspec.to_builtins(each) for each in samples if (each.evaluated is not None) is evaluation]
+            rows = [each.plain() for each in samples if (each.evaluated is not None) is evaluation]
             if rows:
                 values = [[str(value) if isinstance(value, dict) else value for value in row.values()] for row in rows]
                 table = importlib.import_module("wandb").Table(columns=list(rows[0]), data=values)

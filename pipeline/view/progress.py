@@ -139,6 +139,8 @@ def _shortened(sample: Sample) -> Sample:
         prompt=sample.prompt[-SHOWN_CHARACTERS:],
         completion=sample.completion[:SHOWN_CHARACTERS],
         answer=sample.answer and sample.answer[-SHOWN_CHARACTERS:],
+        tokens=None,
+        branches=[],
     )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import anyio.to_thread
 from msgspec.structs import replace
 
-from ..._pipeline.accounting.sample import Kind, Sample, best_and_worst
+from ..._pipeline.accounting.sample import Kind, Sample, SampleBranch, best_and_worst
 from ..._pipeline.accounting.telemetry import get_logger
 from ..._pipeline.util.user_code import call_user
 from ..._schemas import TrainBatch, TrajectoryGroup
@@ -30,7 +30,8 @@ KEPT = 8 * MOST
 """Number of completions that a worker reduces to those that it would send."""
 
 LONGEST = 2**23
-"""Characters of all texts that a worker sends at once: a message holds them in any script."""
+"""Characters of all texts that a worker sends at once: a message holds them in any script, and two thirds more in the
+other sequences of their rollouts."""
 
 
 class Candidate(NamedTuple):
@@ -112,6 +113,11 @@ def _within_bounds(samples: Sequence[Sample]) -> tuple[Sample, ...]:
             prompt=cut(sample.prompt, longest),
             completion=cut(sample.completion, longest),
             answer=None if sample.answer is None else cut(sample.answer, longest),
+            branches=[_cut_branch(branch, longest // len(sample.branches)) for branch in sample.branches],
         )
         for sample in samples
     )
+
+
+def _cut_branch(branch: SampleBranch, longest: int) -> SampleBranch:
+    return replace(branch, prompt=cut(branch.prompt, longest), completion=cut(branch.completion, longest))

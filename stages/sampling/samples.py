@@ -11,12 +11,13 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ..._pipeline.accounting.sample import Kind, Sample, best_and_worst
-from ..._schemas import StopReason, TrainBatch
+from ..._pipeline.accounting.sample import MOST_BRANCHES, Kind, Sample, best_and_worst
+from ..._schemas import TrainBatch
 from ..._schemas.batch import oldest_versions
 from ..._schemas.numbers import normalize_counts
 from ..contracts.policies import Tokenizer
 from ..rewards.ground_truth import ground_truth
+from .sample_tokens import sequence_of, tokens_of_row
 
 Place: TypeAlias = tuple[float, int, int, str, str]
 
@@ -43,14 +44,23 @@ class Samples:
         """Return whether samples of `step` are chosen."""
         return step == 1 or step % self.every == 0
 
-    def of(self, batch: TrainBatch, step: int, tokenizer: Tokenizer) -> list[Sample]:
+    def of(
+        self, batch: TrainBatch, step: int, tokenizer: Tokenizer, logprobs: NDArray[np.float32] | None = None
+    ) -> list[Sample]:
         """Return samples of a batch, the best first, as the text of `tokenizer`. Call it in a worker thread.
+
+        Args:
+            batch: that was trained.
+            step: the optimizer step that trained it.
+            tokenizer: decodes the tokens.
+            logprobs: [N] log-probability of each token that trains when training on the batch began; None if unknown.
 
         Raises:
             Exception: raised by the tokenizer.
         """
         return [
-            sample_of(tokenizer, batch, row, step=step, kind=kind, rank=rank) for kind, rank, row in self._chosen(batch)
+            sample_of(tokenizer, batch, row, logprobs, step=step, kind=kind, rank=rank)
+            for kind, rank, row in self._chosen(batch)
         ]
 
     def of_evaluation(self, found: Sequence[Sample], step: int) -> list[Sample]:
@@ -99,32 +109,53 @@ def place_of(reward: float, repetition: int, instance_id: str, name: str) -> Pla
     return reward, repetition, len(number), number, name
 
 
-def sample_of(tokenizer: Tokenizer, batch: TrainBatch, row: int, **place: Any) -> Sample:
-    """Return a row of a batch as text; `place` is the step, the kind and the rank. Blocks.
+def sample_of(
+    tokenizer: Tokenizer, batch: TrainBatch, row: int, logprobs: NDArray[np.float32] | None = None, **place: Any
+) -> Sample:
+    """Return a row of a batch as text, with the other sequences of its rollout. Blocks.
+
+    Args:
+        tokenizer: decodes the tokens.
+        batch: that has the row.
+        row: the number of a sequence with tokens that train.
+        logprobs: see `Samples.of`.
+        place: the step, the kind and the rank.
 
     Raises:
         Exception: raised by the tokenizer.
     """
-    tokens = slice(*batch.cu_seqlens[row : row + 2].tolist())
-    trains = batch.loss_mask[tokens]
-    begin = int(np.argmax(trains))
-    ids = batch.tokens[tokens].tolist()
     id_ = batch.ids[row]
+    shown = sequence_of(tokenizer, batch, row, logprobs)
+    tokens = tokens_of_row(batch, row)
+    trains = batch.loss_mask[tokens]
     return Sample(
         **place,
         env=id_.env,
         instance_id=id_.instance_id,
         repetition=id_.repetition_id,
-        prompt=tokenizer.decode(ids[:begin]),
-        completion=tokenizer.decode(ids[begin:]),
+        prompt=shown.prompt,
+        completion=shown.completion,
         answer=_answer(batch.groups[batch.group_of_sequence()[row]].meta),
         completion_tokens=int(trains.sum()),
         reward=float(batch.rewards[row]),
         parts={name: float(part[row]) for name, part in batch.reward_parts.items()},
         advantage=None if batch.advantages is None else float(batch.advantages[tokens][trains].mean()),
-        stop_reason=StopReason(int(batch.stop_reasons[row])).name.lower(),
+        stop_reason=shown.stop_reason,
         policy_version=int(oldest_versions(batch.policy_versions, batch.cu_seqlens)[row]),
+        tokens=shown.tokens,
+        branches=[sequence_of(tokenizer, batch, other, logprobs) for other in _others(batch, row)],
     )
+
+
+def _others(batch: TrainBatch, row: int) -> list[int]:
+    """Return the other sequences with tokens that train of the rollout of a row, at most `MOST_BRANCHES`."""
+    starts = batch.rollout_starts()
+    rollout = int(np.searchsorted(starts, row, side="right")) - 1
+    end = int(starts[rollout + 1]) if rollout + 1 < len(starts) else len(batch)
+    rows = range(int(starts[rollout]), end)
+    return [other for other in rows if other != row and batch.loss_mask[tokens_of_row(batch, other)].any()][
+        :MOST_BRANCHES
+    ]
 
 
 def _answer(meta: Mapping[str, Any]) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 import anyio
 import anyio.to_thread
 import numpy as np
+from numpy.typing import NDArray
 
 from ..._pipeline.accounting.committed_prompts import CommittedPrompts
 from ..._pipeline.accounting.end_values import values_of
@@ -39,7 +40,6 @@ from ..._pipeline.weights.shielded import limit_once_cancelled
 from ..._schemas import GroupId, StopReason, TrainBatch
 from ..._schemas.choices import check_choice
 from ..._schemas.numbers import normalize_counts, normalize_numbers
-from ..contracts.policies import Tokenizer
 from ..sampling.evaluation import Evaluation
 from ..sampling.samples import Samples
 from ..training.learning_signal import LearningSignal
@@ -119,6 +119,19 @@ class KeepsState(Protocol):
     @property
     def state(self) -> Mapping[str, Stateful]:
         """Return those objects, by name."""
+        ...
+
+
+@runtime_checkable
+class KeepsLogprobs(Protocol):
+    """A trainer that keeps the log-probabilities that it computes, for the samples of a step."""
+
+    keeps_logprobs: bool
+    """Set before a step."""
+
+    @property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        """Return [N] that of the last batch's tokens that train, before the first update on it; None if not kept."""
         ...
 
 
@@ -377,6 +390,8 @@ class SinkTrainer:
         current().ledger.constant_steps = self._signal.observe(batch, step)
         if self.record is not None:
             record_batch(Path(self.record), step, batch)  # before the step: one that fails can be trained again
+        if isinstance(self.trainer, KeepsLogprobs):
+            self.trainer.keeps_logprobs = self.samples is not None and self.samples.due(step)
         metrics = self.trainer.step(batch)
         if not isinstance(metrics, Mapping):
             raise TypeError(
@@ -393,11 +408,13 @@ class SinkTrainer:
         sinks = current().sample_sinks
         if self.samples is None or not sinks:
             return
-        trained = batch if self.samples.due(step) else None
+        trained = None
+        if batch is not None and self.samples.due(step):
+            logprobs = self.trainer.logprobs if isinstance(self.trainer, KeepsLogprobs) else None
+            trained = partial(self.samples.of, batch, step, current().tokenizer, logprobs)
         if trained is None and not found:
             return
-        tokenizer = current().tokenizer
-        samples = await _in_thread(partial(_samples_of, self.samples, trained, found, step, tokenizer), thread)
+        samples = await _in_thread(partial(_samples_of, self.samples, trained, found, step), thread)
         for sink in sinks if samples else ():
             await _in_thread(partial(sink, samples, step), thread)
 
@@ -451,16 +468,16 @@ def _require(trainer: object, protocol: type, purpose: str, methods: str) -> Non
 
 
 def _samples_of(
-    samples: Samples, batch: TrainBatch | None, found: Sequence[Sample], step: int, tokenizer: Tokenizer
+    samples: Samples, trained: Callable[[], list[Sample]] | None, found: Sequence[Sample], step: int
 ) -> list[Sample]:
-    """Return samples of a batch and of an evaluation. Blocks."""
-    trained: list[Sample] = []
-    if batch is not None:
+    """Return samples of a batch, if they are due, and of an evaluation. Blocks."""
+    chosen: list[Sample] = []
+    if trained is not None:
         try:
-            trained = call_user(samples.of, batch, step, tokenizer)
+            chosen = call_user(trained)
         except Exception:  # a tokenizer that cannot decode the batch must not end the run
             log.exception("samples_failed", step=step)
-    return [*trained, *samples.of_evaluation(found, step)]
+    return [*chosen, *samples.of_evaluation(found, step)]
 
 
 async def _in_thread(work: Callable[[], T], thread: anyio.CapacityLimiter) -> T:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..._pipeline.accounting.committed_prompts import CommittedPrompts, CommittedState
@@ -86,6 +87,9 @@ The moments have the format of safetensors, and another name: vLLM takes every f
 
 SCORED_COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_ids", "teacher_logprobs")
 """Columns of a batch that a loss receives, where present."""
+
+PLACES = "places"
+"""The column with the place of each token in its batch, where log-probabilities are kept."""
 
 SCORED_FIELDS = {*SCORED_COLUMNS, "group_tokens", "rollout_tokens", "proximal_logprobs"}
 """Those, and the columns that the trainer fills."""
@@ -208,6 +212,10 @@ class TorchTrainer:
         self._state = {**(state or {}), **self._adaptive}
         self._steps = 0
         self._committed = CommittedPrompts()
+        self.keeps_logprobs = False
+        """True for the next steps to keep `logprobs`; a sink sets it before a step whose samples are shown."""
+        self.logprobs: NDArray[np.float32] | None = None
+        """[N] the log-probability of each token that trains of the last batch, before the first update on it."""
 
     @property
     def steps(self) -> int:
@@ -324,6 +332,8 @@ class TorchTrainer:
         columns = {**_columns(batch, self._temperature), **self._routing.begin(batch)}
         if self._choices:
             columns[KEYS] = token_keys(batch)
+        if self.keeps_logprobs:
+            columns[PLACES] = np.arange(len(batch.tokens))
         together = packs(bare(self._model)) and packs(self._reference)
         own = micro_batches(batch, columns, tokens, self._policy.device, packs=together)
         parts = [*own] if self.ranks is None else self.ranks.padded(own)
@@ -338,6 +348,7 @@ class TorchTrainer:
             around, loss_of = partial(self._prepared, batch), partial(self._loss_of_part, batch)
             reported = self._policy.update(parts, loss_of, clock.lap, self._steps + 1, around)
             merge(metrics, {name: metric.over(self._updates) for name, metric in reported.items()})
+        self.logprobs = _logprobs(own, len(batch.tokens)) if self.keeps_logprobs else None
         rate = self._policy.optimizer.rate
         self._policy.optimizer.advance()
         found = {name: metric.value() for name, metric in metrics.items()}
@@ -575,6 +586,14 @@ def _columns(batch: TrainBatch, temperature: float) -> dict[str, Array]:
         check_support(batch.tokens, batch.loss_mask, batch.support_ids)
         columns[SUPPORT] = batch.support_ids
     return columns if own is None else columns | {TEMPERATURE: own}
+
+
+def _logprobs(parts: Sequence[MicroBatch], tokens: int) -> NDArray[np.float32]:
+    """Return [N] the log-probability of each token that trains, and 0 elsewhere, from the micro-batches of a batch."""
+    found = np.zeros(tokens, np.float32)
+    for part in parts:
+        found[part.columns[PLACES].cpu().numpy()] = part.columns["proximal_logprobs"].float().cpu().numpy()
+    return found
 
 
 def _check_reference(reference: CausalModel | None, model: Trainable) -> None:

@@ -21,7 +21,9 @@ from .export import export
 from .gateway import gateway
 from .init import init
 from .launch import launch
+from .plot import plot
 from .replay import replay
+from .report import report
 from .run import check, run
 from .samples import samples
 from .top import top
@@ -47,7 +49,22 @@ def penstock(
     del version
 
 
-for command in (init, run, check, replay, worker, top, samples, diagnose, export, doctor, gateway, launch):
+for command in (
+    init,
+    run,
+    check,
+    replay,
+    worker,
+    top,
+    samples,
+    report,
+    plot,
+    diagnose,
+    export,
+    doctor,
+    gateway,
+    launch,
+):
     commands.command()(command)
 
 

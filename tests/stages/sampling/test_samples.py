@@ -85,6 +85,88 @@ def test_answers_of_the_environment_belong_to_the_completion_and_trajectories_th
     assert (sample.prompt, sample.completion, sample.completion_tokens) == ("0", "1 2 3", 2)
 
 
+def test_each_token_has_its_part_of_the_text_and_its_numbers() -> None:
+    mask = np.array([False, True, False, True, True])
+    logprobs = np.array([0, -0.5, 0, -1.0, -2.0])
+    of = TrainBatch.pack(
+        [
+            group(
+                completion_lengths=[4],
+                prompt_length=1,
+                tokens=np.arange(5),
+                loss_mask=mask,
+                advantages=np.array([0, 1, 0, 1, -3]),
+                behavior_logprobs=logprobs,
+                policy_versions=np.array([3, 3, 3, 3, 4]),
+            )
+        ]
+    )
+
+    (sample,) = Samples().of(of, 1, Words(), np.add(logprobs, [0, 0.25, 0, 0, -0.125]).astype(np.float32))
+
+    assert sample.completion == "1 2 3 4"
+    assert sample.tokens is not None
+    assert sample.tokens.characters == [1, 2, 2, 2]
+    assert sample.tokens.trains == [(1, True), (1, False), (2, True)]
+    assert sample.tokens.advantages == [(2, 1.0), (1, -3.0)]
+    assert sample.tokens.versions == [(2, 3), (1, 4)]
+    assert sample.tokens.logprobs == [-0.5, -1.0, -2.0]
+    assert sample.tokens.log_ratios == [0.25, 0.0, -0.125]
+
+
+class Bytes(Words):
+    """A tokenizer of bytes."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def test_a_character_of_several_tokens_counts_for_the_last_of_them() -> None:
+    text = "aé€b".encode()
+    of = TrainBatch.pack([group(completion_lengths=[7], prompt_length=1, tokens=np.array([65, *text]))])
+
+    (sample,) = Samples().of(of, 1, Bytes())
+
+    assert sample.completion == "aé€b"
+    assert sample.tokens is not None
+    assert sample.tokens.characters == [1, 0, 1, 0, 0, 1, 1]
+
+
+class Counting(Words):
+    """A tokenizer whose text has no part for each token."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return f"{len(ids)} tokens: {sum(ids)}"
+
+
+def test_without_a_part_of_the_text_for_each_token_there_are_no_tokens() -> None:
+    of = TrainBatch.pack([group(completion_lengths=[4], prompt_length=1, tokens=np.arange(5))])
+
+    (sample,) = Samples().of(of, 1, Counting())
+
+    assert sample.tokens is None
+
+
+def test_many_tokens_are_described_from_the_first_on() -> None:
+    of = TrainBatch.pack([group(completion_lengths=[3000], prompt_length=1)])
+
+    (sample,) = Samples().of(of, 1, Words())
+
+    assert sample.tokens is not None
+    assert len(sample.tokens.characters) == 2048
+    assert sample.tokens.trains == [(2048, True)]
+
+
+def test_the_other_sequences_of_a_rollout_are_its_branches() -> None:
+    rollouts = np.array([0, 0, 0, 1])
+    of = TrainBatch.pack([group(completion_lengths=[1, 2, 3, 1], prompt_length=1, rollout_ids=rollouts)])
+
+    first, second = Samples().of(of, 1, Words())
+
+    assert [first.completion_tokens, *(len(each.completion.split()) for each in first.branches)] == [3, 1, 2]
+    assert second.branches == []
+
+
 def test_the_first_step_and_every_k_th_have_samples() -> None:
     assert [step for step in range(1, 13) if Samples(every=4).due(step)] == [1, 4, 8, 12]
 

@@ -127,6 +127,30 @@ def test_micro_batches_change_neither_gradient_nor_metrics(loss: Loss) -> None:
             torch.testing.assert_close(other_weights[name], tensor, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("options", [{}, {"micro_batch_tokens": 9}, {"updates": 3}])
+def test_the_log_probabilities_before_a_step_are_kept_for_the_steps_that_ask_for_them(options: dict[str, Any]) -> None:
+    model, packed = TinyModel(vocabulary=VOCABULARY), made()
+    trained = trainer(model, **options)
+    expected = np.where(packed.loss_mask, reference_logprobs(model, packed), 0)
+
+    trained.keeps_logprobs = True
+    trained.step(packed)
+    kept = trained.logprobs
+    trained.keeps_logprobs = False
+    trained.step(packed)
+
+    assert kept == pytest.approx(expected, abs=1e-5)
+    assert trained.logprobs is None
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_log_probabilities_that_are_kept_change_no_step(updates: int) -> None:
+    with_them, without = (trainer(TinyModel(vocabulary=VOCABULARY), updates=updates) for _ in range(2))
+    with_them.keeps_logprobs = True
+
+    assert untimed(with_them.step(made())) == untimed(without.step(made()))
+
+
 def test_sequences_that_share_a_row_are_trained_as_each_alone() -> None:
     packed = made(completion_lengths=[12, 3, 2, 7, 1])
     packed_model, model = TinyModel(vocabulary=VOCABULARY), TinyModel(vocabulary=VOCABULARY)

@@ -1,0 +1,1 @@
+"""A page and pictures of what runs have written into their folders."""

@@ -1,0 +1,54 @@
+"""The state of a run, from the files that it replaces while it runs: `view.json` and `summary.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from ..accounting.balance import Balance
+from ..errors import FileDamaged, NoView
+from ..view.published import FILE, Seen, seen
+
+LARGEST_BYTES = 16 * 2**20
+"""Bytes of a view that is read."""
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one moment."""
+
+    sentence: str
+    """Its progress or its end: `runs`, `ended: …`, `died: …`."""
+    running: bool = False
+    max_steps: int | None = None
+    stages: list[str] = []
+    """The names of its stages, in the order of the flow."""
+    balance: Balance | None = None
+    """The counts of its ledger, of the last part of the run; None without a view."""
+
+
+def state_of(folder: Path) -> RunState:
+    """Return the state of the run in `folder`. Blocks."""
+    view = folder / FILE
+    if view.is_file() and view.stat().st_size > LARGEST_BYTES:
+        return RunState(sentence=f"unknown: {FILE} has more than {LARGEST_BYTES:,} bytes")
+    try:
+        found = seen(folder)
+    except FileDamaged as error:
+        return RunState(sentence=f"unknown: {error}")
+    except NoView:
+        return RunState(sentence="unknown: it has no view.json")
+    return _state(found)
+
+
+def _state(found: Seen) -> RunState:
+    if found.published is None:
+        return RunState(sentence=found.state(), running=found.running)
+    shown = found.published.shown
+    return RunState(
+        sentence=found.state(),
+        running=found.running,
+        max_steps=shown.progress.max_steps,
+        stages=[stage.name for stage in shown.statistics.stages],
+        balance=shown.balance,
+    )
