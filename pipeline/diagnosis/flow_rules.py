@@ -32,7 +32,7 @@ DROPPED: dict[EndState, str] = {
 
 def nothing_trained(run: SeenRun) -> Evidence | None:
     """Find a run without a step, although as many trajectories ended as `ProgressGuard` warns of."""
-    untrained = {state: count for state, count in run.ends.items() if state in DROPPED and count}
+    untrained: dict[EndState, int] = {state: count for state, count in run.ends.items() if state in DROPPED and count}
     if run.step or run.ends.get("trained") or sum(untrained.values()) < LEAST_WARNED_AT:
         return None
     listed = ", ".join(f"{count:,} {state}" for state, count in untrained.items())
@@ -45,7 +45,7 @@ def nothing_trained(run: SeenRun) -> Evidence | None:
 def most_dropped(run: SeenRun) -> Evidence | None:
     """Find steps between which more trajectories were dropped than trained."""
     trained = sum(run.courses.of("batch/trajectories").recent())
-    dropped = {state: sum(_since(run, name)) for state, name in DROPPED.items()}
+    dropped: dict[EndState, float] = {state: sum(_since(run, name)) for state, name in DROPPED.items()}
     total = sum(dropped.values())
     if run.courses.of("batch/trajectories").count < LEAST_STEPS or total < MOST_DROPPED * (total + trained):
         return None
