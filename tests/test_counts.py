@@ -164,6 +164,7 @@ RESULTS |= {
     "RewardComponent",
     "RewardInput",
     "RollJob",
+    "Branch",
     "RolloutResult",
 }
 RESULTS |= {

@@ -33,7 +33,16 @@ HANDED_OUT = {
     *("Attention", "Call", "CallBlock", "Outcome", "ParsedTurn", "RemoteReceiver", "RewardInput", "Scored"),
     *("StageInfo", "ToolCall", "BlockingAgentClient", "CommandResult"),
     # records and what becomes one, which raise InvalidRecord, and configurations that msgspec decodes
-    *("PackedGroup", "RolloutResult", "RunConfig", "TokenizerIdentity", "TrainBatch", "Trajectory", "TrajectoryGroup"),
+    *(
+        "Branch",
+        "PackedGroup",
+        "RolloutResult",
+        "RunConfig",
+        "TokenizerIdentity",
+        "TrainBatch",
+        "Trajectory",
+        "TrajectoryGroup",
+    ),
     *("TrajectoryId", "batch", "group", "trajectory"),
 }
 """Values that penstock makes and callers read, and those with a rule of their own."""
