@@ -28,6 +28,8 @@ ALWAYS = "perf/time_per_step"
 
 IDENTITY = "penstock.id"
 
+SQLITE = "sqlite:///"
+
 
 class MLflow:
     """Logs metrics, samples and hyper-parameters with MLflow's client.
@@ -60,10 +62,10 @@ class MLflow:
         """Begin, or continue, the run."""
         folder = (run.folder or Path(run.name)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
+        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{folder / 'mlflow.db'}"
         self._client = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(self._experiment)
-        experiment = known.experiment_id if known else self._client.create_experiment(self._experiment)
+        experiment = known.experiment_id if known else self._new_experiment(uri)
         identity = identity_of(run, "mlflow")
         found = self._client.search_runs([experiment], f"tags.`{IDENTITY}` = '{identity}'") if run.step else []
         if found:
@@ -73,6 +75,13 @@ class MLflow:
             return
         self._id = self._client.create_run(experiment, run_name=run.name, tags={IDENTITY: identity}).info.run_id
         self._log_parameters(run.config)
+
+    def _new_experiment(self, uri: str) -> str:
+        """Make the experiment; the files of its runs are beside a database, and not in the current folder."""
+        path = uri.removeprefix(SQLITE)
+        files = None if path == uri else (Path(path).absolute().parent / "mlflow-files").as_uri()
+        made: str = self._client.create_experiment(self._experiment, artifact_location=files)
+        return made
 
     def _history(self, name: str) -> Sequence[Any]:
         history: Sequence[Any] = self._client.get_metric_history(self._id, name)

@@ -96,6 +96,7 @@ def test_mlflow_has_the_metrics_the_samples_and_the_hyper_parameters_in_the_fold
     ]
     assert run.data.params == {"lr": "0.5", "model.path": "m", "model.lora": "None"}
     assert run.info.status == "FINISHED"
+    assert sorted(file.name for file in tmp_path.rglob("*.jsonl")) == ["step-00000001.jsonl", "step-00000004.jsonl"]
 
 
 def test_mlflow_shows_a_continued_run_as_one_with_each_step_once(tmp_path: Path) -> None:
