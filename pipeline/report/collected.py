@@ -8,6 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from ..diagnosis.finding import RunFinding
+from ..diagnosis.folder import read_run
+from ..diagnosis.rules import findings_in, looked_at, rule_named
 from ..durability.run_changes import parts_of
 from ..errors import NoView
 from ..trackers.jsonl import CONFIG, METRICS, SAMPLES
@@ -32,6 +35,12 @@ class RunCurves(msgspec.Struct, frozen=True, kw_only=True):
     curves: Curves
 
 
+class ShownFinding(RunFinding, frozen=True, kw_only=True):
+    """A finding with the meaning of its rule."""
+
+    means: str
+
+
 class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
@@ -40,6 +49,10 @@ class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
     curves: Curves
     samples: ShownSamples
     settings: list[PartSettings]
+    findings: list[ShownFinding]
+    """Those of `penstock diagnose`, the gravest first."""
+    looked_at: list[str]
+    """The rules whose metrics the run has."""
     damage: list[str]
     """A sentence for each file with lines that could not be read."""
 
@@ -132,14 +145,21 @@ def _read(folder: Path, name: str, runs: int) -> ReportedRun:
     _require_run(folder)
     metrics, samples = Damage(METRICS), Damage(SAMPLES)
     curves, shown = read_curves(folder, metrics), read_samples(folder, samples, runs)
+    seen = read_run(folder) if (folder / METRICS).is_file() else None
     return ReportedRun(
         name=name,
         state=state_of(folder),
         curves=curves,
         samples=shown,
         settings=read_settings(folder),
+        findings=[] if seen is None else [_shown(finding) for finding in findings_in(seen)],
+        looked_at=[] if seen is None else looked_at(seen),
         damage=[damaged(damage) for damage in (metrics, samples) if damage.lines],
     )
+
+
+def _shown(finding: RunFinding) -> ShownFinding:
+    return ShownFinding(**msgspec.structs.asdict(finding), means=rule_named(finding.rule).means)
 
 
 def damaged(damage: Damage) -> str:

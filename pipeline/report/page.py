@@ -19,7 +19,7 @@ from ..util.extras import extra
 from .collected import Collected
 
 SCRIPTS = (
-    *("dom.js", "charts.js", "curves.js", "ledger.js", "waits.js"),
+    *("dom.js", "charts.js", "curves.js", "findings.js", "ledger.js", "waits.js"),
     *("sequence.js", "samples.js", "settings.js", "main.js"),
 )
 """Our own scripts, in the order in which they run."""
@@ -40,6 +40,7 @@ class Section:
 
 SECTIONS = (
     Section("overview", "Overview", "The runs on this page, and their main curves."),
+    Section("findings", "Findings", "What may keep a run from learning, by the rules of penstock diagnose."),
     Section(
         "evaluation", "Evaluation", "Sets of prompts that were kept apart, by the step whose weights were evaluated."
     ),

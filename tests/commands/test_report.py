@@ -52,6 +52,22 @@ def test_a_page_has_the_curves_of_each_run_under_names_that_tell_them_apart(tmp_
     assert data["units"]["timing_s/Batcher/wait_input"]["unit"] == "s"
 
 
+def test_a_page_has_what_diagnose_finds_in_each_run(tmp_path: Path) -> None:
+    learns, frozen = write_run(tmp_path / "learns"), tmp_path / "frozen"
+    frozen.mkdir()
+    write_lines(frozen / "metrics.jsonl", [{"step": step, "lr": 0.0, "reward": 0.5} for step in range(1, 21)])
+
+    (first, second) = data_of(page_of(learns, frozen))["runs"]
+
+    assert first["findings"] == []
+    assert "learning_rate_zero" in second["looked_at"]
+    (found,) = [each for each in second["findings"] if each["rule"] == "learning_rate_zero"]
+    assert found["numbers"]
+    assert found["causes"]
+    assert found["change"]
+    assert found["means"]
+
+
 def test_a_page_is_written_where_it_is_wanted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
 

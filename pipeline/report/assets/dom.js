@@ -6,7 +6,7 @@ function make(tag, attributes = {}, ...children) {
     if (value === true) element.setAttribute(name, "");
     else if (value !== false && value !== null) element.setAttribute(name, value);
   }
-  for (const child of children.flat()) if (child !== null) element.append(child);
+  for (const child of children.flat(2)) if (child !== null) element.append(child);
   return element;
 }
 

@@ -68,7 +68,7 @@ function linkToSamples() {
 
 // A section of the page is an entry here and one in SECTIONS of page.py.
 const SECTIONS = {
-  overview: showOverview, evaluation: showEvaluation, samples: showSamples, ledger: showLedger, waits: showWaits,
+  overview: showOverview, findings: showFindings, evaluation: showEvaluation, samples: showSamples, ledger: showLedger, waits: showWaits,
   settings: showSettings, curves: showCurves,
 };
 
@@ -96,6 +96,7 @@ function update(newer) {
     return;
   }
   showFacts();
+  showFindings();
   showNumbers();
   if (data.runs.map((run) => run.samples.found).join() !== samples) showSamples();
   redraw();
