@@ -6,10 +6,10 @@ line is counted, and an unfinished last one is one that is being written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, BinaryIO, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -20,15 +20,10 @@ from ..accounting.end_states import EndState
 from ..errors import NoView
 from ..trackers.jsonl import CONFIG, METRICS, SAMPLES
 from ..trackers.rotated_lines import files_of
+from ..trackers.written_lines import Damage, decoded_lines
 from .course import Courses
 from .rules import READ
 from .seen_run import SeenConfig, SeenRun
-
-LONGEST_LINE = 2**20
-"""Bytes of a line of metrics that is read: 4,000 metrics with long names. A longer one counts as damaged."""
-
-LONGEST_SAMPLE = 2**24
-"""Bytes of a line of samples: those of a file before it is rotated."""
 
 LARGEST_FILE = 2**24
 """Bytes of a configuration, a summary or a view that is read."""
@@ -89,31 +84,31 @@ def read_run(folder: Path) -> SeenRun:
 
 
 def _read_metrics(path: Path, run: SeenRun) -> None:
-    damaged = 0
-    for line in _lines(path, LONGEST_LINE):
-        try:
-            metrics = _metrics(line)
-            step = metrics.pop("step")
-        except (msgspec.DecodeError, ValueError, KeyError):
-            damaged += 1
-            continue
-        if step is None or not step.is_integer() or not 0 <= step <= LAST_STEP:
-            damaged += 1
-        else:
-            run.courses.add(metrics, int(step))
-    _note(run, path, damaged)
+    for step, metrics in _decoded(path, _step_of, run):
+        run.courses.add(metrics, step)
+
+
+def _step_of(line: bytes) -> tuple[int, Metrics]:
+    """Return the step of a line of metrics, and the others."""
+    metrics = _metrics(line)
+    step = metrics.pop("step", None)
+    if step is None or not step.is_integer() or not 0 <= step <= LAST_STEP:
+        raise ValueError(f"expected a step, got {step}")
+    return int(step), metrics
 
 
 def _read_samples(path: Path, run: SeenRun) -> None:
-    damaged = 0
-    for line in _lines(path, LONGEST_SAMPLE):
-        try:
-            sample = _sample(line)
-        except (msgspec.DecodeError, ValueError):
-            damaged += 1
-            continue
+    for sample in _decoded(path, _sample, run):
         run.samples.note(sample.reward, sample.stop_reason, sample.evaluated)
-    _note(run, path, damaged)
+
+
+def _decoded(path: Path, decode: Callable[[bytes], T], run: SeenRun) -> Iterator[T]:
+    """Yield the decoded lines of a file that may not exist; note those that cannot be read."""
+    damage = Damage(path.name)
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        yield from decoded_lines(file, decode, damage)
+    if damage.lines:
+        run.damaged.append(f"{path.name}: {damage.lines} lines that cannot be read")
 
 
 def _read_ends(folder: Path, run: SeenRun) -> Mapping[EndState, int]:
@@ -135,25 +130,3 @@ def _read(path: Path, kind: type[T], run: SeenRun) -> T | None:
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             run.damaged.append(f"{path.name}: {error}")
     return None
-
-
-def _lines(path: Path, longest: int) -> Iterator[bytes]:
-    """Yield the complete lines of a file that may not exist; an empty one for a line that is too long."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        while line := file.readline(longest):
-            if line.endswith(b"\n"):
-                yield line
-            elif len(line) == longest:
-                _skip_line(file, longest)
-                yield b""
-
-
-def _skip_line(file: BinaryIO, longest: int) -> None:
-    """Read on to the end of a line."""
-    while (rest := file.readline(longest)) and not rest.endswith(b"\n"):
-        pass
-
-
-def _note(run: SeenRun, path: Path, damaged: int) -> None:
-    if damaged:
-        run.damaged.append(f"{path.name}: {damaged} lines that cannot be read")

@@ -15,6 +15,7 @@ from ..durability.run_changes import parts_of
 from ..errors import NoView
 from ..trackers.jsonl import CONFIG, METRICS, SAMPLES
 from ..trackers.rotated_lines import files_of
+from ..trackers.written_lines import Damage
 from ..view.published import FILE as VIEW
 from .curve import MOST_POINTS
 from .metric_curves import MOST_CURVES, Curves, read_curves
@@ -22,7 +23,6 @@ from .metric_units import Unit, units_of
 from .run_state import RunState, state_of
 from .settings import PartSettings, read_settings
 from .shown_samples import MOST_BYTES, MOST_SAMPLES, ShownSamples, read_samples
-from .written_lines import Damage
 
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S %Z"
 """The time of day as `time.strftime` writes it for a page."""

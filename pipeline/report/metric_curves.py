@@ -14,8 +14,8 @@ import msgspec
 
 from ..accounting.evaluations import STEP
 from ..trackers.jsonl import METRICS
+from ..trackers.written_lines import Damage, decoded_lines
 from .curve import Curve, rounded
-from .written_lines import Damage, decoded_lines
 
 MOST_CURVES = 1_000
 """Metrics of a run that are drawn: the first ones."""

@@ -13,7 +13,7 @@ from ..._schemas.bounds import cut
 from ..accounting.sample import Sample, SampleBranch
 from ..trackers.jsonl import SAMPLES
 from ..trackers.rotated_lines import files_of
-from .written_lines import Damage, decoded_lines
+from ..trackers.written_lines import Damage, decoded_lines
 
 MOST_SAMPLES = 2_000
 """Samples of all runs on a page."""
