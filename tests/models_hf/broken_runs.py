@@ -72,6 +72,7 @@ FAST = ["algorithm.optimizer.lr=0.05", "algorithm.updates=4", "algorithm.loss=re
 """Updates without a bound; later the policy is certain of one letter, and the ratio is 1 again."""
 
 MISTAKES = {
+    "nothing_trained": Mistake(["algorithm.drop_zero_variance=true", "algorithm.group_size=64"], "always"),
     "learning_rate_zero": Mistake(["algorithm.optimizer.warmup_steps=100000"]),
     "updates_lost_in_rounding": Mistake(["algorithm.optimizer.lr=1e-12"]),
     "kl_exploding": Mistake(FAST, "noise"),
@@ -100,9 +101,7 @@ MISTAKES = {
         ["algorithm.drop_zero_variance=true", "algorithm.group_size=2", "algorithm.optimizer.lr=1e-6"], "empty"
     ),
 }
-"""A mistake for each rule, by its name, but for `nothing_trained`, whose thousands of trajectories take minutes.
-
-`tests/commands/test_diagnose.py` has numbers of such a run."""
+"""A mistake for each rule, by its name."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def test_a_run_with_a_mistake_has_a_finding_of_its_rule_with_values_that_can_be_
     assert status == 1
     found = [line.partition(":")[0] for line in diagnosis.splitlines() if line and not line.startswith(" ")][:-1]
     assert rule in found, diagnosis
-    assert "penstock: finding: " in printed
+    # Without a step there is no view of findings: the run warns by itself, and ends.
+    assert ("what the stages filter" if rule == "nothing_trained" else "penstock: finding: ") in printed
     lines = [line.strip() for line in diagnosis.splitlines()]
     values = [line.removeprefix("try:").strip() for line in lines if "=" in line and " " not in line[4:].strip()]
     assert values
