@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, TypeAlias, TypeVar
+from typing import TypeVar
 
 import msgspec
-from msgspec import Meta
 
-from ..._schemas.bounds import MOST_NAMES, Count, Measure, Name
+from ..._schemas.bounds import Count, Measure, Name
 from ..._schemas.conversion import decode_json
 from ..accounting.end_states import EndState
 from ..errors import NoView
 from ..trackers.jsonl import CONFIG, METRICS, SAMPLES
 from ..trackers.rotated_lines import files_of
-from ..trackers.written_lines import Damage, decoded_lines
+from ..trackers.written_lines import Damage, decoded_lines, metrics_of
 from .course import Courses
 from .rules import READ
 from .seen_run import SeenConfig, SeenRun
@@ -28,15 +27,9 @@ from .seen_run import SeenConfig, SeenRun
 LARGEST_FILE = 2**24
 """Bytes of a configuration, a summary or a view that is read."""
 
-LAST_STEP = 2**53
-"""The largest step that JSON's numbers hold exactly."""
-
 SUMMARY, VIEW = "summary.json", "view.json"
 
 T = TypeVar("T")
-
-Metrics: TypeAlias = Annotated[dict[Name, Measure | None], Meta(max_length=MOST_NAMES)]
-"""A line of metrics, its step included; null is a number that is not finite."""
 
 
 class _Sample(msgspec.Struct):
@@ -61,7 +54,6 @@ class _View(msgspec.Struct):
     shown: _Shown
 
 
-_metrics = msgspec.json.Decoder(Metrics).decode
 _sample = msgspec.json.Decoder(_Sample).decode
 
 
@@ -84,17 +76,8 @@ def read_run(folder: Path) -> SeenRun:
 
 
 def _read_metrics(path: Path, run: SeenRun) -> None:
-    for step, metrics in _decoded(path, _step_of, run):
+    for step, metrics in _decoded(path, metrics_of, run):
         run.courses.add(metrics, step)
-
-
-def _step_of(line: bytes) -> tuple[int, Metrics]:
-    """Return the step of a line of metrics, and the others."""
-    metrics = _metrics(line)
-    step = metrics.pop("step", None)
-    if step is None or not step.is_integer() or not 0 <= step <= LAST_STEP:
-        raise ValueError(f"expected a step, got {step}")
-    return int(step), metrics
 
 
 def _read_samples(path: Path, run: SeenRun) -> None:

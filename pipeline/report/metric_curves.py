@@ -14,7 +14,7 @@ import msgspec
 
 from ..accounting.evaluations import STEP
 from ..trackers.jsonl import METRICS
-from ..trackers.written_lines import Damage, decoded_lines
+from ..trackers.written_lines import Damage, Metrics, decoded_lines, metrics_of
 from .curve import Curve, rounded
 
 MOST_CURVES = 1_000
@@ -33,8 +33,6 @@ EVALUATIONS = "eval/"
 
 _AxisKey: TypeAlias = tuple[tuple[int, ...], bool]
 """The lines of the points of some curves, and whether these are of evaluations."""
-
-_decode = msgspec.json.Decoder(dict[str, float | None]).decode
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -101,10 +99,9 @@ class _Reading:
     curves: dict[str, Curve] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
 
-    def add(self, line: dict[str, float | None]) -> None:
+    def add(self, step: int, line: Metrics) -> None:
         line_number = len(self.places.step)
-        step = line.pop("step")
-        self.places.add(int(step or 0), _amount(line.get(TOKENS)), _amount(line.get(SECONDS)))
+        self.places.add(step, _amount(line.get(TOKENS)), _amount(line.get(SECONDS)))
         for name, value in line.items():
             if (curve := self._curve(name)) is not None:
                 curve.add(line_number, math.nan if value is None else value)
@@ -162,22 +159,9 @@ def read_curves(folder: Path, damage: Damage) -> Curves:
     """
     reading = _Reading()
     with suppress(FileNotFoundError), (folder / METRICS).open("rb") as file:
-        for line in decoded_lines(file, _line, damage):
-            reading.add(line)
+        for step, line in decoded_lines(file, metrics_of, damage):
+            reading.add(step, line)
     return reading.finish()
-
-
-def _line(encoded: bytes) -> dict[str, float | None]:
-    """Return the metrics of a step.
-
-    Raises:
-        ValueError, msgspec.DecodeError: it is no line of metrics.
-    """
-    line = _decode(encoded)
-    step = line.get("step")
-    if step is None or not 0 <= step < 2**53 or not float(step).is_integer():
-        raise ValueError(f"expected a step, got {step}")
-    return line
 
 
 def _amount(value: float | None) -> float:

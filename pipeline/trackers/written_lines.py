@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO, TypeVar
+from typing import Annotated, BinaryIO, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
+
+from ..._schemas.bounds import MOST_NAMES, Measure, Name
 
 T = TypeVar("T")
+
+Metrics: TypeAlias = Annotated[dict[Name, Measure | None], Meta(max_length=MOST_NAMES)]
+"""A line of metrics; null is a number that is not finite."""
+
+LAST_STEP = 2**53
+"""The largest step that JSON's numbers hold exactly."""
+
+_metrics = msgspec.json.Decoder(Metrics).decode
 
 LONGEST_LINE_BYTES = 8 * 2**20
 """Bytes of a line that is decoded; a longer one counts as damaged."""
@@ -47,6 +58,19 @@ def decoded_lines(file: BinaryIO, decode: Callable[[bytes], T], damage: Damage) 
             damage.add(number, str(error))
         else:
             yield value
+
+
+def metrics_of(line: bytes) -> tuple[int, Metrics]:
+    """Return the step of a line of metrics, and the others.
+
+    Raises:
+        ValueError, msgspec.DecodeError: it is no line of metrics.
+    """
+    metrics = _metrics(line)
+    step = metrics.pop("step", None)
+    if step is None or not 0 <= step <= LAST_STEP or not step.is_integer():
+        raise ValueError(f"expected a step, got {step}")
+    return int(step), metrics
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes | None]:

@@ -2,8 +2,8 @@
 
 The pages of docs/ stay readable in the repository: they link to files that are not on a site. Here README becomes the
 first page, the other pages of the repository stand beside those of docs/, each file that a page links to becomes a page
-that shows it, and each public module gets a page of API reference. docs/SUMMARY.md gives the order of the pages and
-docs/names.md the public modules. zensical.toml configures the site itself.
+that shows it, pictures are copied, and each public module gets a page of API reference. docs/SUMMARY.md gives the order
+of the pages and docs/names.md the public modules. zensical.toml configures the site itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ OUTSIDE_DOCS = {
 NAVIGATION = "SUMMARY.md"
 CODE_OR_LINK = re.compile(r"^```.*?^```$|\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)|`[^`]*`", re.MULTILINE | re.DOTALL)
 MODULE_HEADING = re.compile(r"^## `(penstock[\w.]*)`$", re.MULTILINE)
+PICTURES = "docs/images/"
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 
@@ -45,8 +46,8 @@ def public_modules(names: str) -> list[str]:
 def relinked(text: str, page: str, of: dict[str, str], root: Path) -> str:
     """Return the text of `page` with each link to a file led to its place on the site.
 
-    `of` gives the places of pages; any other file is shown in source/. A site lists no folder: a link to one becomes
-    its text.
+    `of` gives the places of pages; a picture is copied, and any other file is shown in source/. A site lists no folder:
+    a link to one becomes its text.
     """
 
     def replaced(found: re.Match[str]) -> str:
@@ -56,17 +57,17 @@ def relinked(text: str, page: str, of: dict[str, str], root: Path) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
         if (root / path).is_dir():
             return label
-        place = of.get(path, f"source/{path}.md")
+        place = path.removeprefix("docs/") if path.startswith(PICTURES) else of.get(path, f"source/{path}.md")
         return f"[{label}]({posixpath.relpath(place, posixpath.dirname(of[page]) or '.')}{anchor})"
 
     return CODE_OR_LINK.sub(replaced, text)
 
 
 def linked_files(text: str, page: str, of: dict[str, str], root: Path) -> Iterable[str]:
-    """Yield the paths in the repository of the files to which a page links, other pages excepted."""
+    """Yield the paths in the repository of the files to which a page links, other pages and pictures excepted."""
     for _, link, _ in CODE_OR_LINK.findall(text):
         path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
-        if link and path not in of and (root / path).is_file():
+        if link and path not in of and not path.startswith(PICTURES) and (root / path).is_file():
             yield path
 
 
@@ -118,6 +119,7 @@ def main(out: Path) -> None:
         path = out / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    shutil.copytree(ROOT / PICTURES, out / "images")
 
 
 if __name__ == "__main__":

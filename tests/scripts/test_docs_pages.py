@@ -49,6 +49,8 @@ def test_every_public_module_has_a_page_that_names_it_for_mkdocstrings(site: dic
         ("docs/weights.md", "[start](../README.md)", "[start](index.md)"),
         ("docs/stages/batcher.md", "[m](../../Makefile)", "[m](../source/Makefile.md)"),
         ("docs/weights.md", "[cases](../tests)", "cases"),
+        ("README.md", "![a run](docs/images/run.svg)", "![a run](images/run.svg)"),
+        ("docs/stages/batcher.md", "![a run](../images/run.svg)", "![a run](../images/run.svg)"),
         ("docs/weights.md", "[pip](https://pip.pypa.io)", "[pip](https://pip.pypa.io)"),
         ("docs/weights.md", "`x[0](1)`", "`x[0](1)`"),
         ("docs/weights.md", "```\nx[0](1)\n```", "```\nx[0](1)\n```"),
