@@ -73,7 +73,7 @@ from .step_clock import StepClock
 from .torch_changed_weights import ChangedWeights
 from .torch_critic import Critic, TrainedCritic
 from .torch_ranks import Ranks
-from .torch_routing import RoutingReplay
+from .torch_routing import PLACES, RoutingReplay
 from .torch_saved_tensors import Address, Gather
 from .torch_token_choices import KEYS, choose_tokens, chosen_of, measurements_of, token_keys
 from .torch_trained_model import TrainedModel
@@ -87,9 +87,6 @@ The moments have the format of safetensors, and another name: vLLM takes every f
 
 SCORED_COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_ids", "teacher_logprobs")
 """Columns of a batch that a loss receives, where present."""
-
-PLACES = "places"
-"""The column with the place of each token in its batch, where log-probabilities are kept."""
 
 SCORED_FIELDS = {*SCORED_COLUMNS, "group_tokens", "rollout_tokens", "proximal_logprobs"}
 """Those, and the columns that the trainer fills."""
