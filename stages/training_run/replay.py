@@ -42,6 +42,7 @@ RECORDED = (
         for name in (
             "advantages",
             "rewards",
+            "baseline",
             "preset",
             "group_size",
             "prompts",

@@ -14,6 +14,8 @@ from penstock._pipeline.durability.run_changes import RunPart, changes_between
 from penstock._schemas.config import Config
 from penstock._stages.training_run.config_changes import refuse_changes, values_of
 from penstock._stages.training_run.key_classes import CLASSES, class_of
+from penstock._stages.training_run.replay import RECORDED
+from penstock._stages.training_run.run_config import AlgorithmConfig
 from penstock.errors import RunDiffers
 from penstock.runs import RunConfig, load_run_config, train
 from penstock.training import write_checkpoint
@@ -466,3 +468,17 @@ def test_an_argument_of_the_template_that_is_added_removed_or_changed_is_refused
     values["data"]["template"] = now
     with pytest.raises(RunDiffers, match=r"data\.template"):
         refuse_changes(continued(tmp_path / "run", values))
+
+
+TRAINED = {
+    *("loss", "clip", "aggregation", "kl", "adaptive_kl", "reference", "entropy", "adaptive_entropy"),
+    *("updates", "steps", "optimizer", "router_replay", "router_aux_loss", "gamma", "gae_lambda"),
+}
+"""Keys of the algorithm that the training of given batches depends on; the last two where there is a critic."""
+
+
+def test_every_key_of_the_algorithm_is_one_of_the_training_or_part_of_a_recording() -> None:
+    recorded = {key.removeprefix("algorithm.") for key in RECORDED if key.startswith("algorithm.")}
+
+    assert recorded | TRAINED == set(AlgorithmConfig.__struct_fields__)
+    assert not recorded & TRAINED
