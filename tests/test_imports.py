@@ -56,6 +56,7 @@ TORCH_AT_MODULE_LEVEL = {
         "stages/training/activation_memory.py",
         "stages/contracts/attention.py",
         "stages/contracts/routing.py",
+        "stages/contracts/support.py",
         "stages/contracts/autocast.py",
         "stages/contracts/causal_model.py",
         "stages/losses/*.py",

@@ -25,6 +25,7 @@ from ..._schemas import Array
 from ..contracts.attention import Attention
 from ..contracts.autocast import computing_in
 from ..contracts.causal_model import Cache, CausalModel, JoinableCache, packs, positions_of
+from ..contracts.support import restricted
 from .torch_draw import InverseDraw, draw_by_noise
 from .torch_routes import RouteRecorder
 from .torch_rows import SampledRow
@@ -205,7 +206,7 @@ class SamplingBatch:
             scores = restrictions.scores(logits, columns.inverse_temperature, contents)
             support = restrictions.supports(scores)
             chosen, _ = self._drawn(rows, columns, scores)
-            normalizer = (tempered if support is None else _over(tempered, support)).logsumexp(dim=-1)
+            normalizer = (tempered if support is None else restricted(tempered.clone(), support)).logsumexp(dim=-1)
             restrictions.add(chosen)
         logprobs = (tempered.gather(1, chosen[:, None])[:, 0] - normalizer).float()
         # One copy from the device; float64 holds every token id, and every float32, exactly.
@@ -259,15 +260,6 @@ class _Columns:
         """[b, 1] int64 number of keys at the left of the cache that the row must not see."""
         self.moves = torch.ones_like(self.position)
         """[b, 1] int64; 0 once the row is done, so that its position stays within the model's."""
-
-
-def _over(scores: Tensor, support: Tensor) -> Tensor:
-    """Return [b, V] `scores`, −inf outside of `support` [b, W] in rows that have one."""
-    ids, known = support.clamp(min=0), support >= 0
-    kept = torch.full_like(scores, -torch.inf).scatter_reduce_(
-        1, ids, scores.gather(1, ids).masked_fill(~known, -torch.inf), "amax"
-    )
-    return torch.where(known.any(1, keepdim=True), kept, scores)
 
 
 def _keep(rows: Sequence[SampledRow], support: Tensor) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..contracts.sampling_params import SamplingParams
+from ..contracts.support import restricted
 
 
 @dataclass(slots=True)
@@ -80,9 +81,9 @@ class Restrictions:
             return None
         highest, ids = scores.topk(min(int(self.widths.max()), scores.shape[1]))
         kept = (torch.arange(ids.shape[1], device=ids.device) < self.widths) & ~highest.isneginf()
-        drawn = torch.full_like(scores, -torch.inf).scatter_(1, ids, highest.masked_fill(~kept, -torch.inf))
-        torch.where(self.widths > 0, drawn, scores, out=scores)
-        return ids.masked_fill(~kept, -1)
+        support = ids.masked_fill(~kept, -1)
+        restricted(scores, support)
+        return support
 
     def _penalised(self, logits: Tensor, contents: Iterable[NDArray[np.int32]]) -> Tensor:
         if self.penalty is None:

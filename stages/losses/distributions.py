@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..contracts.support import restricted
 from .products import add_product, dtype_of_products, linear, products_of
-from .support import restricted
 from .tiles import ByTiles, Finish
 
 NUMBERS_AT_ONCE = 2**23

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..contracts.support import restricted
 from .products import add_product, dtype_of_products, products_of
-from .support import restricted
 
 NUMBERS_OF_A_TILE = 2**21
 """C · B: 8 MB in float32. With eight times as many, they are in no cache; a quarter is no faster."""

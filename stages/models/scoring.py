@@ -27,9 +27,9 @@ from ..contracts.attention import Attention
 from ..contracts.autocast import autocast_on, computing_in
 from ..contracts.causal_model import CausalModel, HasVocabulary, check_packing, packs, positions_in
 from ..contracts.sampling_params import TEMPERATURES
+from ..contracts.support import SUPPORT
 from ..losses.distributions import Distributions
 from ..losses.products import dtype_of_inputs
-from ..losses.support import SUPPORT
 from ..losses.tiles import Finish
 from .micro_batches import MicroBatch, Packed, Sequences, micro_batches
 from .torch_sharding import bare

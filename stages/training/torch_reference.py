@@ -21,8 +21,8 @@ from ..._schemas import Array, TrajectoryGroup
 from ..._schemas.columns import freeze
 from ..._schemas.numbers import normalize_counts, normalize_numbers
 from ..contracts.causal_model import CausalModel
+from ..contracts.support import SUPPORT
 from ..losses.distributions import Distributions
-from ..losses.support import SUPPORT
 from ..models.micro_batches import Packed
 from ..models.scoring import TEMPERATURE, check_temperature, own_temperatures, scored_tokens
 

@@ -44,6 +44,7 @@ from ..._schemas.numbers import finite_number, whole_number
 from ..contracts.autocast import computing_in
 from ..contracts.causal_model import CausalModel, IdentifiedModel, SavedModel, check_packing, packs
 from ..contracts.routed_experts import RouterReplay
+from ..contracts.support import SUPPORT
 from ..losses.adaptive import adaptive_terms_of
 from ..losses.choices import TokenChoice
 from ..losses.diagnostics import diagnostics
@@ -53,7 +54,6 @@ from ..losses.metrics import Mean, Metric, merge
 from ..losses.policy import PPOClip
 from ..losses.products import check_backward_dtype
 from ..losses.scored import Scored
-from ..losses.support import SUPPORT
 from ..losses.terms import Aggregated, Loss, LossTerm, LossValue
 from ..models.micro_batches import MicroBatch, Packed, empty_micro_batch, micro_batches
 from ..models.scoring import (

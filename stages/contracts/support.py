@@ -1,6 +1,6 @@
 """The support of a truncated draw: the tokens that each token was drawn from, and logits restricted to them.
 
-`top_k`, `top_p` and `min_p` draw from the most probable tokens alone. With their ids the trainer computes its
+`top_k`, `top_p` and `min_p` draw from the most probable tokens alone. With their ids sampler and trainer compute their
 log-probabilities over the same tokens, so that a ratio compares two policies by the distribution that was sampled. The
 method is that of slime's replay of top_p, and SkyRL's sample support.
 
