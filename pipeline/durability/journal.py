@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..._schemas import ProtocolMismatch, TrajectoryGroup
+from ..._schemas import TrajectoryGroup
 from ..errors import JournalFull, JournalInUse
 from ..util.appending import append_whole
 from ..util.atomic_file import sync_to_disk
 from ..util.lock_file import LockFile
 from ..util.os_errors import explaining_os_errors
 from .journal_entry import CorruptRange, encode_entry, read_entries
+from .numbered_files import numbered_files
 
 VOLUME_BYTES = 32 * 2**20
 """A volume of this size grows no more: a volume is read as a whole, and deleted as a whole."""
@@ -171,14 +172,6 @@ def _writing(what: str, folder: Path) -> AbstractContextManager[None]:
 
 
 def _volumes(folder: Path) -> list[LogFile]:
-    found = []
-    for path in folder.iterdir():
-        if (name := NAME.fullmatch(path.name)) is None:
-            continue
-        if int(name[2]) != VERSION:
-            raise ProtocolMismatch(
-                f"expected volumes of version {VERSION} in {folder}, got {path.name}: let the penstock that wrote it "
-                f"train what it holds, or move it away"
-            )
-        found.append(LogFile(int(name[1]), path, path.stat().st_size))
-    return sorted(found, key=lambda volume: volume.number)
+    remedy = "let the penstock that wrote it train what it holds, or move it away"
+    files = numbered_files(folder, NAME, VERSION, "volumes", remedy)
+    return [LogFile(number, path, path.stat().st_size) for number, path in files]

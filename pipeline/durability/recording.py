@@ -13,11 +13,12 @@ import os
 import re
 from pathlib import Path
 
-from ..._schemas import ProtocolMismatch, TrainBatch
+from ..._schemas import TrainBatch
 from ..errors import FileDamaged, NoRecording
 from ..util.atomic_file import remove_unfinished, write_atomically
 from ..util.os_errors import explaining_os_errors
 from .journal_entry import HEAD_BYTES, encode_entry, entry_of_head, read_entries
+from .numbered_files import numbered_files
 
 RECORDING = "recording"
 """The folder of the recording in that of a run."""
@@ -126,14 +127,5 @@ def _file(folder: Path, step: int) -> Path:
 
 
 def _steps(folder: Path) -> list[int]:
-    found = []
-    for path in folder.iterdir():
-        if (name := NAME.fullmatch(path.name)) is None:
-            continue
-        if int(name[2]) != VERSION:
-            raise ProtocolMismatch(
-                f"expected batches of version {VERSION} in {folder}, got {path.name}: replay them with the penstock "
-                f"that wrote them"
-            )
-        found.append(int(name[1]))
-    return sorted(found)
+    remedy = "replay them with the penstock that wrote them"
+    return [step for step, _ in numbered_files(folder, NAME, VERSION, "batches", remedy)]
