@@ -131,7 +131,7 @@ class Forks:
             descriptors = standard | {number: number for number in pass_fds}
             program = Program(
                 arguments=[*map(os.fsdecode, args[1:])],
-                folder=os.fsdecode(folder or f"/proc/{os.getpid()}/cwd"),
+                folder=os.path.join(f"/proc/{os.getpid()}/cwd", os.fsdecode(folder or "")),  # noqa: PTH118 (a string is wanted)
                 variables=variables,
                 places=list(descriptors),
                 process_group=group,
