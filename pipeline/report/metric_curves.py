@@ -13,6 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 from ..accounting.evaluations import STEP
+from ..accounting.ledger_metrics import BEGUN, BY_REASON
 from ..trackers.jsonl import METRICS
 from ..trackers.written_lines import Damage, Metrics, decoded_lines, metrics_of
 from .curve import Curve, rounded
@@ -30,6 +31,9 @@ TOKENS, SECONDS = "perf/total_num_tokens", "perf/time_per_step"
 
 EVALUATIONS = "eval/"
 """The beginning of the metrics of evaluations, which are emitted with a later step."""
+
+COUNTS = f"{BY_REASON}/"
+"""The beginning of counts that a line has where they are not 0."""
 
 _AxisKey: TypeAlias = tuple[tuple[int, ...], bool]
 """The lines of the points of some curves, and whether these are of evaluations."""
@@ -105,6 +109,10 @@ class _Reading:
         for name, value in line.items():
             if (curve := self._curve(name)) is not None:
                 curve.add(line_number, math.nan if value is None else value)
+        if BEGUN in line:
+            for name, curve in self.curves.items():
+                if name.startswith(COUNTS) and name not in line:
+                    curve.add(line_number, 0.0)
 
     def _curve(self, name: str) -> Curve | None:
         curve = self.curves.get(name)

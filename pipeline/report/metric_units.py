@@ -43,6 +43,7 @@ KNOWN: dict[str, Unit] = {
     "batch/": Unit("batch", ""),
     "ledger/": Unit("ledger", "trajectories", "since the step before"),
     "ledger/in_flight": Unit("ledger", "trajectories", "begun and not ended"),
+    "ended/": Unit("ledger", "trajectories", "that ended for this reason since the step before"),
     "perf/throughput": Unit("performance", "tokens/s", "trained tokens over the time of a step"),
     "perf/total_num_tokens": Unit("performance", "tokens", "tokens of the batch, prompts included"),
     "perf/time_per_step": Unit("performance", "s", "from the end of the step before"),

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import msgspec
 
+from ..errors import MissingExtra
 from ..util.extras import extra
+from ..util.installation import install_command
 from .collected import Collected
 
 SCRIPTS = (
-    *("dom.js", "charts.js", "curves.js", "findings.js", "ledger.js", "waits.js"),
+    *("dom.js", "tables.js", "charts.js", "curves.js", "findings.js", "ledger.js", "waits.js"),
     *("sequence.js", "samples.js", "settings.js", "main.js"),
 )
 """Our own scripts, in the order in which they run."""
@@ -67,7 +70,7 @@ def page(collected: Collected, *, follows: bool = False) -> bytes:
         follows: True for a page that asks the server it came from for newer data.
 
     Raises:
-        MissingExtra: jinja2 or plotly is not installed.
+        MissingExtra: jinja2, plotly or itables is not installed.
     """
     with extra("report", "penstock report"):
         import jinja2  # noqa: PLC0415 (of an extra)
@@ -80,15 +83,14 @@ def page(collected: Collected, *, follows: bool = False) -> bytes:
         style=Trusted(asset("page.css")),
         sections=SECTIONS,
         data=Trusted(escaped(collected).decode()),
-        plotly=Trusted(plotly_js()),
-        script=Trusted(our_script()),
+        scripts=[Trusted(script) for script in _scripts()],
         follows=follows,
     )
     return shown.encode()
 
 
 class Trusted(str):
-    """Text that is part of the page as it is: our own files, plotly's, and escaped JSON."""
+    """Text that is part of the page as it is: our own files, those of plotly and DataTables, and escaped JSON."""
 
     __slots__ = ()
 
@@ -105,14 +107,14 @@ def escaped(collected: Collected) -> bytes:
 
 
 def policy_of_page(*, follows: bool) -> str:
-    """Return the Content-Security-Policy: two scripts, and no other; no network, but for a page that follows runs.
+    """Return the Content-Security-Policy: three scripts, and no other; no network, but for a page that follows runs.
 
     plotly adds a style sheet, and draws heat maps and pictures to save as `data:` and `blob:`.
 
     Raises:
-        MissingExtra: plotly is not installed.
+        MissingExtra: plotly or itables is not installed.
     """
-    hashes = " ".join(f"'sha256-{_hash(script)}'" for script in (plotly_js(), our_script()))
+    hashes = " ".join(f"'sha256-{_hash(script)}'" for script in _scripts())
     return "; ".join(
         (
             "default-src 'none'",
@@ -130,6 +132,11 @@ def _hash(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
+def _scripts() -> tuple[str, ...]:
+    """Return the scripts of the page in the order in which they run."""
+    return plotly_js(), datatables_js(), our_script()
+
+
 @cache
 def plotly_js() -> str:
     """Return plotly's script, 5 MB.
@@ -141,6 +148,28 @@ def plotly_js() -> str:
         from plotly.offline import get_plotlyjs  # noqa: PLC0415 (of an extra)
 
     return str(get_plotlyjs())
+
+
+@cache
+def datatables_js() -> str:
+    """Return the script of DataTables, 0.6 MB, which defines `DataTable`.
+
+    itables has it as a module; the page cannot import one, for its policy loads nothing.
+
+    Raises:
+        MissingExtra: itables is not installed, or has another module.
+    """
+    with extra("report", "penstock report"):
+        import itables  # noqa: PLC0415 (of an extra)
+
+    module = (Path(itables.__file__).parent / "html" / "dt_bundle.js").read_text(encoding="utf-8")
+    exported = re.search(r"export\{[^}]*?(\w+) as default[^}]*\};?", module)
+    if exported is None:
+        raise MissingExtra(
+            f"penstock report needs another itables than {itables.__version__}: {install_command('report')}"
+        )
+    body = f"{module[: exported.start()]}\nreturn {exported[1]};\n{module[exported.end() :]}"
+    return f"window.DataTable = (() => {{\n{body}\n}})();"
 
 
 @cache

@@ -34,6 +34,8 @@ def metrics_of(step: int, chance: random.Random) -> dict[str, Any]:
         "ledger/trained": 480.0,
         "ledger/filtered": float(chance.randint(10, 30)),
         "ledger/stale": float(chance.randint(0, 8)),
+        "ended/filtered/all completions were scored alike": float(chance.randint(10, 30)),
+        **({"ended/stale/older than 2 steps": float(chance.randint(1, 8))} if step % 3 else {}),
         **waits,
         **({"eval/data/reward": learned, "eval/step": float(step)} if step % 100 == 0 else {}),
         **{f"mine/{number}": chance.random() for number in range(40)},
@@ -136,8 +138,9 @@ def write_attacked_run(folder: Path, attacks: Mapping[str, str]) -> Path:
     tokens = {"characters": [3, 200_000], "trains": [[2, True]], "advantages": [[2, 0.5]]}
     one_by_one = [each | {"tokens": tokens, "kind": "worst", "branches": []} for each in samples]
     run = write_run(folder, samples=[*samples, *one_by_one], config={"key": dict(zip(names, names, strict=True))})
+    reasons = [f"ended/failed/{name}" for name in names]
     write_lines(
-        run / "metrics.jsonl", [{"step": 21} | dict.fromkeys(names, 1.0), {"step": 22} | dict.fromkeys(names, 2.0)]
+        run / "metrics.jsonl", [{"step": step} | dict.fromkeys([*names, *reasons], float(step)) for step in (21, 22)]
     )
     (run / "view.json").write_text(json.dumps(view_of(names)))
     return run

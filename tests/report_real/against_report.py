@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.commands.written_run import (
     many_samples,
     rollout,
     sample,
+    view_of,
     write_attacked_run,
     write_lines,
     write_run,
@@ -64,6 +66,10 @@ class Opened:
 def open_report(chromium: Any, *folders: Path, **options: Any) -> Opened:
     write_page(*folders)
     return Opened(chromium, (folders[0] / "report.html").as_uri(), **options)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def everything_drawn(page: Opened) -> None:
@@ -213,6 +219,44 @@ def test_dragging_zooms_and_a_double_click_shows_all(chromium: Any, tmp_path: Pa
     assert zoomed < whole / 2
 
 
+def test_a_table_is_sorted_by_keys_and_searched(chromium: Any, tmp_path: Path) -> None:
+    keys = {f"key{number:02}": number for number in range(30)}
+    page = open_report(chromium, write_run(tmp_path / "run", config=keys))
+    page.tab.locator("#settings summary").click()
+    table = page.tab.locator("#settings .scroll")
+
+    table.get_by_role("searchbox").fill("key1")
+    found = table.locator("tbody tr").count()
+    table.get_by_role("button", name="key").focus()
+    page.tab.keyboard.press("Enter")
+    page.tab.keyboard.press("Enter")
+
+    assert found == 10
+    assert table.locator("tbody td").first.inner_text() == "key19"
+    assert page.complaints == []
+
+
+def test_the_reasons_of_ends_are_drawn_over_time_and_counted_over_the_whole_run(chromium: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    view = view_of(["older than 2 steps"])
+    balance = view["shown"]["balance"]
+    balance["ended"] |= {"stale": 3, "failed": 0}
+    balance["reasons"] |= {"stale": balance["reasons"]["failed"], "failed": {}}
+    (run / "view.json").write_text(json.dumps(view))
+    counted = sum(line.get("ended/stale/older than 2 steps", 0) for line in lines_of(run / "metrics.jsonl"))
+    page = open_report(chromium, run)
+
+    drawn = page.drawn("reasons over time")
+    drawn.locator(".legendtext").first.wait_for()
+    page.tab.locator("#ledger summary").click()
+
+    assert sorted(drawn.locator(".legendtext").all_text_contents()) == [
+        "filtered: all completions were scored alike",
+        "stale: older than 2 steps",
+    ]
+    assert f"{counted:.0f}" in page.tab.locator("#ledger tr", has_text="older than 2 steps").inner_text().split("\t")
+
+
 def test_a_rollout_is_a_tree_of_turns_that_lead_to_their_text(chromium: Any, tmp_path: Path) -> None:
     page = open_report(chromium, write_run(tmp_path / "run", samples=[rollout()]))
 
@@ -282,6 +326,20 @@ def test_a_page_that_follows_a_run_shows_new_steps_and_keeps_its_place(chromium:
         assert page.tab.evaluate("window.scrollY") == at
         assert "77" in page.text("#samples select >> nth=1")
     page.tab.wait_for_selector("#following.lost")
+
+
+def test_a_page_that_follows_a_run_keeps_the_part_of_a_curve_that_is_zoomed_into(chromium: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=40)
+    with served(run) as url:
+        page = Opened(chromium, url)
+        chart = page.drawn("reward").locator(".chart")
+        chart.evaluate("(place) => Plotly.relayout(place, { 'xaxis.range': [10, 20] })")
+
+        write_lines(run / "metrics.jsonl", [{"step": 77, "reward": 0.25}])
+        page.tab.locator("#facts", has_text="77").wait_for()
+
+        page.tab.wait_for_function("(place) => place.data.at(-1).x.at(-1) === 77", arg=chart.element_handle())
+        assert chart.evaluate("(place) => place.layout.xaxis.range") == [10, 20]
 
 
 def test_a_page_of_another_name_gets_no_answer(chromium: Any, tmp_path: Path) -> None:

@@ -27,12 +27,3 @@ function number(value) {
   const size = Math.abs(value);
   return size >= 1e6 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
-
-function table(head, rows, numbers = []) {
-  const cell = (tag, value, column) =>
-    make(tag, { class: numbers.includes(column) ? "number" : null, scope: tag === "th" ? "col" : null }, value);
-  return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": head.join(", ") },
-    make("table", {},
-      make("thead", {}, make("tr", {}, head.map((title, column) => cell("th", title, column)))),
-      make("tbody", {}, rows.map((row) => make("tr", {}, row.map((value, column) => cell("td", value, column)))))));
-}

@@ -60,15 +60,39 @@ function endsOverTime(run) {
   };
 }
 
+const REASON = /^ended\/([a-z]+)\/([^]+)$/;
+
+function metricOf(state, reason) {
+  return `ended/${state}/${reason.trim().split(/\s+/).join(" ").slice(0, 80)}`;
+}
+
+function reasonsOf(run) {
+  return Object.entries(run.curves.drawn).flatMap(([name, curve]) => {
+    const found = REASON.exec(name);
+    return found === null || !STATES.includes(found[1]) ? [] : [{ state: found[1], reason: found[2], curve }];
+  }).sort((one, other) => STATES.indexOf(one.state) - STATES.indexOf(other.state) || other.curve.total - one.curve.total);
+}
+
+function reasonsOverTime(run) {
+  const of = reasonsOf(run), before = (at) => of.slice(0, at).filter(({ state }) => state === of[at].state).length;
+  return {
+    traces: of.map(({ state, reason, curve }, at) => ({
+      x: run.curves.axes[curve.axis][shown.axis], y: smoothed(curve.mean, shown.smoothing), name: `${state}: ${plain(reason)}`,
+      type: "scatter", mode: "lines", stackgroup: "reasons", hovertemplate: "%{y:.5~g}", line: { color: colour(STATE_COLOURS[state]), width: 0.8 },
+      fillcolor: faded(colour(STATE_COLOURS[state]), Math.max(0.12, 0.6 - 0.16 * before(at))),
+    })),
+    layout: layoutOf(AXES[shown.axis], "trajectories in a step", { showlegend: true }),
+    summary: of.map(({ state, reason, curve }) => `${state}: ${readable(reason)}, ${number(curve.total)}`).join("; "),
+  };
+}
+
 function tableOfEnds(run) {
-  const rows = endsOf(run).flatMap(({ state, count, reasons }) => {
-    const total = run.curves.drawn[`ledger/${state}`]?.total;
-    const named = reasons.filter(([reason]) => reason).sort((one, other) => other[1] - one[1]);
-    return [[state, "", number(count), number(total)], ...named.map(([reason, many]) => ["", readable(reason), number(many), ""])];
-  });
-  const begun = run.curves.drawn["ledger/begun"]?.total;
-  return table(["state", "reason", "since the last start", "whole run"],
-    [["begun", "", number(run.state.balance.admitted), number(begun)], ...rows], [2, 3]);
+  const total = (name) => run.curves.drawn[name]?.total;
+  const rows = endsOf(run).flatMap(({ state, count, reasons }) => [
+    [state, "", count, total(`ledger/${state.replace(" ", "_")}`)],
+    ...reasons.filter(([reason]) => reason).sort((one, other) => other[1] - one[1]).map(([reason, many]) => [state, readable(reason), many, total(metricOf(state, reason))]),
+  ]);
+  return table(["state", "reason", "since the last start", "whole run"], [["begun", "", run.state.balance.admitted, total("ledger/begun")], ...rows], [2, 3]);
 }
 
 function showLedger() {
@@ -79,16 +103,18 @@ function showLedger() {
         () => flowOf(run), "tall")];
     const time = run.curves.drawn["ledger/begun"] ? [
       chart(`${run.name}: over time`, "mean number of trajectories that begin and end in a step; ends are stacked, the other two lines are smoothed", () => endsOverTime(run), "tall")] : [];
-    return [make("div", { class: "wide" }, flow, time), run.state.balance === null ? null : make("details", {},
+    const reasons = reasonsOf(run).length ? [
+      chart(`${run.name}: reasons over time`, "mean number of trajectories that end in a step for each reason; smoothed, and stacked", () => reasonsOverTime(run), "tall")] : [];
+    return [make("div", { class: "wide" }, flow, time, reasons), run.state.balance === null ? null : make("details", {},
       make("summary", {}, `${readable(run.name)}: the numbers`), make("div", { "data-numbers": run.name }))];
   });
-  contentOf("ledger").replaceChildren(...orNote(parts, "No run has a view.json or metrics of its ledger."));
+  fill(contentOf("ledger"), ...orNote(parts, "No run has a view.json or metrics of its ledger."));
   showNumbers();
 }
 
 function showNumbers() {
   for (const place of contentOf("ledger").querySelectorAll("[data-numbers]"))
-    place.replaceChildren(tableOfEnds(data.runs.find((run) => run.name === place.dataset.numbers)));
+    fill(place, tableOfEnds(data.runs.find((run) => run.name === place.dataset.numbers)));
 }
 
 function orNote(parts, note) {

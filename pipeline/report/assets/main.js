@@ -39,11 +39,11 @@ function showFacts() {
     const at = run.curves.axes.reduce((most, axis) => Math.max(most, axis.hours.at(-1) ?? 0), 0);
     const tokens = run.curves.axes.reduce((most, axis) => Math.max(most, axis.tokens.at(-1) ?? 0), 0);
     const steps = run.state.max_steps ? `${number(run.curves.last_step)} of ${number(run.state.max_steps)}` : number(run.curves.last_step);
-    return [readable(run.name), readable(run.state.sentence), steps, number(at), number(tokens), number(run.curves.drawn.reward?.mean.at(-1))];
+    return [readable(run.name), readable(run.state.sentence), steps, at, tokens, run.curves.drawn.reward?.mean.at(-1)];
   });
   const faults = data.runs.flatMap((run) => run.damage.map((fault) => make("p", { class: "bad" }, readable(`${run.name}: ${fault}`))));
   const head = ["run", "state", "steps", "hours", "trained tokens", "last reward"];
-  document.getElementById("facts").replaceChildren(table(head, rows, [2, 3, 4, 5]), ...faults);
+  fill(document.getElementById("facts"), table(head, rows, [3, 4, 5]), ...faults);
 }
 
 function showEvaluation() {

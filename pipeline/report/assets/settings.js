@@ -10,7 +10,7 @@ function showSettings() {
   const rows = (some) => some.map((key) => [make("code", {}, readable(key)), ...parts.map((part) => valueOf(part.values[key]))]);
   const faults = parts.filter((part) => part.fault).map((part) => make("p", { class: "bad" }, readable(`${part.title}: ${part.fault}`)));
   const different = keys.filter(differs);
-  contentOf("settings").replaceChildren(...orNote([
+  fill(contentOf("settings"), ...orNote([
     ...faults,
     parts.length > 1 ? make("h3", {}, different.length ? `What differs: ${different.length} of ${keys.length} keys` : "Nothing differs") : null,
     different.length ? table(head, rows(different)) : null,

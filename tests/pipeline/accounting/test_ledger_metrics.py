@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from tests.pipeline.view.watched import STEPS, small_run
+from tests.pipeline.flow_stages import Groups, Pack
+from tests.pipeline.view.watched import STEPS, Trainer, small_run
 
+from penstock import ReceiveChannel, SendChannel, SinkTrainer, TrajectoryGroup, drop, source
 from penstock.trackers import Jsonl
+
+
+def written(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 async def test_the_metrics_of_all_steps_add_up_to_the_ledger_and_each_has_those_in_flight(tmp_path: Path) -> None:
     await small_run().run(trackers=[Jsonl(tmp_path)])
 
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = written(tmp_path)
     so_far: Counter[str] = Counter()
     for line in lines:
         counts = {name: value for name, value in line.items() if name.startswith("ledger/")}
@@ -25,3 +32,36 @@ async def test_the_metrics_of_all_steps_add_up_to_the_ledger_and_each_has_those_
     assert all(line["ledger/trained"] == line["batch/trajectories"] for line in lines)
     assert so_far["ledger/filtered"] > 0
     assert so_far["ledger/lost"] == 0
+
+
+async def test_the_metrics_of_reasons_add_up_to_those_of_their_state(tmp_path: Path) -> None:
+    await small_run().run(trackers=[Jsonl(tmp_path)])
+
+    for line in written(tmp_path):
+        assert line.get("ended/filtered/odd", 0) == line["ledger/filtered"]
+        assert not any(name.startswith("ended/trained") for name in line)  # there is one way to be trained
+
+
+class DropEach:
+    """Drops every second group, each for another reason of any length."""
+
+    async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
+        async for record in inbox:
+            number = int(record.instance_id)
+            if number % 2:
+                drop(record, "filtered", f"{number}\n" + "long " * 100)
+            else:
+                await outbox.send(record)
+
+
+async def test_few_reasons_have_metrics_of_their_own_and_the_others_share_one(tmp_path: Path) -> None:
+    pipeline = source(Groups(80)).then(DropEach()).then(Pack()).sink(SinkTrainer(Trainer(), max_steps=20))
+    await pipeline.run(trackers=[Jsonl(tmp_path)])
+
+    lines = written(tmp_path)
+    reasons = {name.removeprefix("ended/filtered/") for line in lines for name in line if name.startswith("ended/")}
+    assert len(reasons) == 9
+    assert "other reasons" in reasons
+    assert all(len(reason) <= 80 and "\n" not in reason for reason in reasons)
+    for line in lines:
+        assert sum(value for name, value in line.items() if name.startswith("ended/")) == line["ledger/filtered"]
