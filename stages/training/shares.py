@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 from ..._schemas import TrainBatch
 
 
-def shares(batch: TrainBatch, count: int) -> list[TrainBatch]:
-    """Return the share of `batch` of each of `count` ranks: whole groups, possibly of length 0."""
+def shares(batch: TrainBatch, count: int) -> tuple[list[TrainBatch], NDArray[np.int64]]:
+    """Return the share of `batch` of each of `count` ranks, and [N] the rank that trains each token.
+
+    A share is whole groups in their order, possibly of length 0.
+    """
     owners = owners_of(group_tokens(batch), count)[batch.group_of_sequence()]
-    return [batch.share(owners == rank) for rank in range(count)]
+    return [batch.share(owners == rank) for rank in range(count)], owners.repeat(batch.lengths())
 
 
 def group_tokens(batch: TrainBatch) -> NDArray[np.int64]:

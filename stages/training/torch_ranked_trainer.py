@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..._pipeline.durability.resumption import Stateful
@@ -29,7 +31,7 @@ from .shares import decode_share, encode_share, shares
 from .torch_saved_tensors import Address
 from .torch_trainer import TorchTrainer
 
-STEP, GATHER, RESUME, END, FAILED = range(5)
+STEP, STEP_KEEPING_LOGPROBS, GATHER, RESUME, END, FAILED = range(6)
 """Commands of the leader."""
 
 _decode_address = msgspec.msgpack.Decoder(Address).decode
@@ -60,6 +62,10 @@ class RankedTrainer:
             )
         self._trainer = trainer
         self._ranks = trainer.ranks
+        self.keeps_logprobs = False
+        """True on the leader for the next steps to keep `logprobs`; see `TorchTrainer.keeps_logprobs`."""
+        self.logprobs: NDArray[np.float32] | None = None
+        """On the leader, [N] the log-probabilities of the last batch; see `TorchTrainer.logprobs`."""
 
     def __enter__(self) -> Self:
         return self
@@ -115,9 +121,23 @@ class RankedTrainer:
             PeerLost: a rank died; the message names it.
             Exception: see `TorchTrainer.step`.
         """
-        mine, *theirs = shares(batch, self._ranks.count)
-        with self._ranks.command(STEP, [encode_share(share) for share in theirs]):
-            return self._trainer.step(mine)
+        (mine, *theirs), owners = shares(batch, self._ranks.count)
+        command = STEP_KEEPING_LOGPROBS if self.keeps_logprobs else STEP
+        self.logprobs = None
+        with self._ranks.command(command, [encode_share(share) for share in theirs]):
+            metrics, of_ranks = self._step(command, mine)
+        if of_ranks:
+            self.logprobs = np.zeros(len(batch.tokens), np.float32)
+            for rank, logprobs in enumerate(of_ranks):
+                self.logprobs[owners == rank] = np.frombuffer(logprobs, np.float32)
+        return metrics
+
+    def _step(self, command: int, share: TrainBatch) -> tuple[dict[str, float], list[bytes]]:
+        """Train on a share, on every rank; return metrics, and the log-probabilities of all if they are to be kept."""
+        self._trainer.keeps_logprobs = command == STEP_KEEPING_LOGPROBS
+        metrics = self._trainer.step(share)
+        own = self._trainer.logprobs
+        return metrics, [] if own is None else self._ranks.gathered(own.tobytes())
 
     def weights(self) -> Mapping[str, Any]:
         """Return the tensors; sharded ones are gathered one by one, as they are read. See `TorchTrainer.weights`."""
@@ -170,8 +190,8 @@ class RankedTrainer:
                     call_user(self._execute, *command)
 
     def _execute(self, command: int, payload: bytes) -> None:
-        if command == STEP:
-            self._trainer.step(decode_share(payload))
+        if command in {STEP, STEP_KEEPING_LOGPROBS}:
+            self._step(command, decode_share(payload))
         elif command == GATHER:
             self._trainer.gather(_decode_address(payload))
         elif command == RESUME:

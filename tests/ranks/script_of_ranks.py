@@ -132,7 +132,11 @@ def lead(ranked: RankedTrainer, folder: Path, *, judged: bool) -> dict[str, Any]
     values, other_values = (value_model(), value_model()) if judged else (None, None)
     batch_of = partial(made, judged=judged)
     alone = trainer(ReadModel(), values)
-    steps = [(plain(alone.step(batch_of(seed))), plain(ranked.step(batch_of(seed)))) for seed in range(STEPS)]
+    steps, logprobs = list[Any](), list[Any]()
+    for seed in range(STEPS):
+        alone.keeps_logprobs = ranked.keeps_logprobs = seed != 1  # with the batch of a single sequence too
+        steps.append([plain(each.step(batch_of(seed))) for each in (alone, ranked)])
+        logprobs.append([None if each.logprobs is None else each.logprobs.tolist() for each in (alone, ranked)])
     weights = listed(alone.weights()), listed(ranked.weights())
     checkpoint = ranked.save(folder, TRAINED)
     later = plain(ranked.step(batch_of(9)))
@@ -147,6 +151,7 @@ def lead(ranked: RankedTrainer, folder: Path, *, judged: bool) -> dict[str, Any]
     ranked.resume(single.save(folder / "of-one", TRAINED))
     return {
         "steps": steps,
+        "logprobs": logprobs,
         "weights": weights,
         "from_checkpoint": from_checkpoint,
         "critics": critics,

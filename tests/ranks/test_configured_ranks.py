@@ -76,6 +76,16 @@ def test_two_ranks_train_as_one_process_does(values: list[str], tmp_path: Path) 
     alone, ranked = weights_in(tmp_path / "alone"), weights_in(tmp_path / "run")
     for name, tensor in alone.items():
         torch.testing.assert_close(ranked[name], tensor, atol=1e-5, rtol=0)
+    described = [log_ratios_of(tmp_path / folder) for folder in ("alone", "run")]
+    assert described[0]
+    assert described[1] == pytest.approx(described[0], abs=1e-4)
+
+
+def log_ratios_of(run: Path) -> list[float]:
+    """Return the log-ratio of every token that trained of the samples of a step, in their order."""
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    trained = [each for each in samples if each["evaluated"] is None]
+    return [ratio for each in trained for ratio in each["tokens"]["log_ratios"]]
 
 
 def test_a_model_that_fits_no_rank_is_sharded_and_trained_as_by_one_process(tmp_path: Path) -> None:

@@ -40,6 +40,16 @@ def test_loss_metrics_and_weights_are_those_of_a_single_process(found: dict[str,
         np.testing.assert_allclose(ranked[name], tensor, atol=1e-5)
 
 
+def test_log_probabilities_are_kept_of_the_whole_batch_in_the_steps_that_ask_for_them(found: dict[str, Any]) -> None:
+    (first, ranked), asked_for_none, (last, other) = found["logprobs"]
+
+    assert asked_for_none == [None, None]
+    assert ranked == pytest.approx(first, abs=1e-5)
+    assert other == pytest.approx(last, abs=1e-5)
+    assert any(first)
+    assert any(last)
+
+
 @pytest.mark.parametrize("kind", ["critic-ddp", "critic-fsdp"])
 def test_the_critic_of_ranks_is_that_of_a_single_process(folder: Path, kind: str) -> None:
     alone, from_checkpoint = json.loads((folder / f"{kind}.json").read_text())["critics"]

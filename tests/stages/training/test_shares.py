@@ -29,9 +29,13 @@ def made() -> TrainBatch:
 def test_shares_are_the_groups_of_the_batch_again_and_keep_its_totals(count: int) -> None:
     whole = made()
 
-    divided = [decode_share(encode_share(share)) for share in shares(whole, count)]
+    made_shares, owners = shares(whole, count)
+    divided = [decode_share(encode_share(share)) for share in made_shares]
 
     assert len(divided) == count
+    assert [np.array_equal(share.tokens, whole.tokens[owners == rank]) for rank, share in enumerate(divided)] == [
+        True
+    ] * count
     assert sorted(of for share in divided for of in share.groups) == sorted(whole.groups)
     for share in divided:
         taken = np.isin([of.instance_id for of in whole.groups], [of.instance_id for of in share.groups])
@@ -45,6 +49,7 @@ def test_shares_are_the_groups_of_the_batch_again_and_keep_its_totals(count: int
 
 
 def test_a_share_may_be_empty() -> None:
-    *_, nothing = (decode_share(encode_share(share)) for share in shares(batch(groups=1), 2))
+    (_, nothing), _ = shares(batch(groups=1), 2)
+    nothing = decode_share(encode_share(nothing))
 
     assert (len(nothing), len(nothing.tokens), nothing.groups) == (0, 0, ())
