@@ -5,8 +5,8 @@ from __future__ import annotations
 from .finding import Evidence, Rule
 from .seen_run import SeenRun
 
-LEAST_STEPS = 10
-"""Steps that these rules need: an untrained model may take some until it ends its answers."""
+LEAST_STEPS = 20
+"""Steps that these rules need: an untrained model may take some until it ends its answers, or its reward rises."""
 
 MOST_CUT = 0.5
 """Share of the completions that were cut, from which most rewards judge an answer that is not complete."""

@@ -79,8 +79,10 @@ MISTAKES = {
     "ratio_collapsed": Mistake(FAST, "other_noise"),
     "entropy_gone": Mistake(["sampling.temperature=0.001"]),
     "no_learning_signal": Mistake([], "always"),
-    "end_tokens_never_sampled": Mistake(["sampling.top_k=1", "algorithm.optimizer.lr=1e-6"]),
-    "lengths_at_bound": Mistake(["sampling.max_completion_tokens=2", "algorithm.optimizer.lr=1e-6"]),
+    "end_tokens_never_sampled": Mistake(["sampling.top_k=1", "algorithm.optimizer.lr=1e-6", "algorithm.steps=21"]),
+    "lengths_at_bound": Mistake(
+        ["sampling.max_completion_tokens=2", "algorithm.optimizer.lr=1e-6", "algorithm.steps=21"]
+    ),
     "prompts_too_hard": Mistake(
         ["algorithm.group_size=8", "algorithm.prompts=4", "algorithm.optimizer.lr=1e-6"], "rarely"
     ),
