@@ -32,9 +32,6 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETER
 CALLED = dict(FUNCTIONS.values())
 
 
-WARM_UP_STEPS = 300
-
-
 def calls(text: str) -> Iterator[CallBlock]:
     """Find the call in a turn, such as `t78`; see `ToolCallParser`."""
     if found := re.fullmatch(r"([pmt])(\d)(\d)", text):
@@ -52,14 +49,18 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def transcript(row: dict[str, Any], rng: Random) -> str:
+WARM_UP_STEPS = 300
+
+
+def transcript(row: dict[str, Any], rng: Random) -> list[tuple[str, str]]:
     """Return a conversation of the warm-up: a guess; or a call of any tool, and then its result, or a guess."""
     a, _, b = row["question"]
     if rng.choice(["guess", "guess", "guess", "call", "call"]) == "guess":
-        return f"{row['question']}#:={rng.randrange(82)}#"
+        return [("user", row["question"]), ("assistant", f"={rng.randrange(82)}")]
     name, function = rng.choice(list(CALLED.items()))
     result = function(int(a), int(b))
-    return f"{row['question']}#:{name[0]}{a}{b}#{result}#:={rng.choice([result, rng.randrange(82)])}#"
+    called = [("user", row["question"]), ("assistant", f"{name[0]}{a}{b}"), ("tool", str(result))]
+    return [*called, ("assistant", f"={rng.choice([result, rng.randrange(82)])}")]
 
 
 async def solve(row: dict[str, Any], client: AgentClient) -> Outcome:

@@ -12,20 +12,21 @@ from typing import Any
 
 from penstock.agents import AgentClient, Outcome
 
-WARM_UP_STEPS = 300
-
 
 def rows() -> list[dict[str, Any]]:
     """Return every pair of different digits."""
     return [{"question": f"{a}{b}", "larger": str(max(a, b))} for a in "0123456789" for b in "0123456789" if a != b]
 
 
-def transcript(row: dict[str, Any], rng: Random) -> str:
+WARM_UP_STEPS = 300
+
+
+def transcript(row: dict[str, Any], rng: Random) -> list[tuple[str, str]]:
     """Return a conversation of the warm-up: a claim, or a verdict, each by chance."""
     question, claim = row["question"], rng.choice(row["question"])
     if rng.choice([True, False]):
-        return f"larger {question}#:{claim}#"
-    return f"{question}#right {claim}#:{rng.choice('yn')}#"
+        return [("user", f"larger {question}"), ("assistant", claim)]
+    return [("user", question), ("user", f"right {claim}"), ("assistant", rng.choice("yn"))]
 
 
 async def debate(row: dict[str, Any], client: AgentClient) -> Outcome:

@@ -1,14 +1,17 @@
 """Make the rows and the model that a configuration names, where they do not exist.
 
-The model is a Qwen2 of 80,000 parameters, whose tokens are characters. It is warmed up for some seconds on the
-`transcript`s of its agent's module: conversations that show how calls and answers are written, and seldom end well.
-What it does in the end, it has learned from its rewards.
+The model is a Qwen2 of 80,000 parameters, whose tokens are characters. A run with the loss `sft`, of warm_up.yaml,
+shows it the `transcript`s of its agent's module: conversations in which calls and answers are written as they should
+be, and which seldom end well. What it does in the end, it has learned from its rewards.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from penstock.models import export
 from penstock.runs import RunConfig
 
 END, SPEAKS, UNKNOWN = "#", ":", "?"
@@ -29,6 +33,8 @@ TEMPLATE = (
 
 TRANSCRIPTS = 4000
 
+WARM_UP = Path(__file__).with_name("warm_up.yaml")
+
 
 def prepare(config: RunConfig) -> None:
     """Write the rows to `config.data.path`, and the model into `config.model.path`, unless they exist."""
@@ -39,10 +45,19 @@ def prepare(config: RunConfig) -> None:
         random.Random(0).shuffle(rows)  # noqa: S311 (no secret)
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not model.exists():
-        _write_model(model, module)
+        unfinished = model.with_name(f"{model.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        _write_untrained(unfinished / "untrained")
+        _write_transcripts(unfinished / "transcripts.jsonl", module)
+        shutil.copy(WARM_UP, unfinished)
+        command = [sys.executable, "-m", "penstock", "run", WARM_UP.name, f"algorithm.steps={module.WARM_UP_STEPS}"]
+        subprocess.run(command, cwd=unfinished, check=True)  # noqa: S603 (penstock itself)
+        export(unfinished / "run", model)
+        shutil.rmtree(unfinished)
 
 
-def _write_model(folder: Path, module: Any) -> None:
+def _write_untrained(folder: Path) -> None:
+    """Write a model with random weights, and its tokenizer."""
     vocabulary = {each: number for number, each in enumerate(END + CHARACTERS + SPEAKS + UNKNOWN)}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -64,32 +79,13 @@ def _write_model(folder: Path, module: Any) -> None:
         eos_token_id=0,
         pad_token_id=0,
     )
-    model = Qwen2ForCausalLM(shape)
-    _warm_up(model, tokenizer, module)
-    model.save_pretrained(folder)
+    Qwen2ForCausalLM(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _warm_up(model: Any, tokenizer: Any, module: Any) -> None:
-    """Train on what the assistant says in transcripts."""
-    torch.set_num_threads(1)  # two are slower with so small a model
+def _write_transcripts(path: Path, module: Any) -> None:
     rng = random.Random(0)  # noqa: S311 (no secret)
-    texts = [module.transcript(row, rng) for row in rng.choices(module.rows(), k=TRANSCRIPTS)]
-    ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
-    labels = torch.where(_said(ids, tokenizer), ids, -100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for rows in torch.randint(TRANSCRIPTS, (module.WARM_UP_STEPS, 64)):
-        loss = model(ids[rows], labels=labels[rows]).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def _said(ids: Any, tokenizer: Any) -> Any:
-    """Return whether each token is one of the assistant, the ends of its turns included."""
-    said, speaking = torch.zeros_like(ids, dtype=torch.bool), torch.zeros(len(ids), dtype=torch.bool)
-    speaks = tokenizer.convert_tokens_to_ids(SPEAKS)
-    for place, column in enumerate(ids.T):
-        said[:, place] = speaking
-        speaking = (column == speaks) | (speaking & (column != tokenizer.eos_token_id))
-    return said
+    with path.open("w", encoding="utf-8") as file:
+        for row in rng.choices(module.rows(), k=TRANSCRIPTS):
+            messages = [{"role": role, "content": said} for role, said in module.transcript(row, rng)]
+            file.write(json.dumps({"messages": messages}) + "\n")

@@ -22,11 +22,7 @@ shop_server: Any = import_module("shop_server")
 
 URL = f"http://127.0.0.1:{shop_server.PORT}/mcp"
 
-
 MOST_CALLS = 3
-
-
-WARM_UP_STEPS = 700
 
 
 def calls(text: str) -> Iterator[CallBlock]:
@@ -52,19 +48,24 @@ def _budget(kind: str) -> int:
     return Random(kind).randrange(cheapest, second)  # noqa: S311 (no secret)
 
 
-def transcript(row: dict[str, Any], rng: Random) -> str:
+WARM_UP_STEPS = 700
+
+
+def transcript(row: dict[str, Any], rng: Random) -> list[tuple[str, str]]:
     """Return a conversation of the warm-up: some leave at once, some guess an offer, and some search and buy any."""
     wish = row["question"]
     kind, budget, offer = wish[:2], wish[2], rng.choice(shop_server.LETTERS)
     match rng.choice(["leave", "leave", "guess", "look", "search"]):
         case "leave":
-            return f"{wish}#:no#"
+            return [("user", wish), ("assistant", "no")]
         case "guess":
-            return f"{wish}#:b{kind}{offer}{budget}#"
+            called = []
         case "look":
-            return f"{wish}#:l{kind}{offer}#{shop_server.look(kind, offer)}#:b{kind}{offer}{budget}#"
-    offer = rng.choice(list(shop_server.prices(kind)))
-    return f"{wish}#:s{kind}#{shop_server.search(kind)}#:b{kind}{offer}{budget}#"
+            called = [("assistant", f"l{kind}{offer}"), ("tool", shop_server.look(kind, offer))]
+        case _:
+            called = [("assistant", f"s{kind}"), ("tool", shop_server.search(kind))]
+            offer = rng.choice(list(shop_server.prices(kind)))
+    return [("user", wish), *called, ("assistant", f"b{kind}{offer}{budget}")]
 
 
 @asynccontextmanager

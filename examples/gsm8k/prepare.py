@@ -1,7 +1,8 @@
 """Make the data and the model that config.yaml names, where they do not exist.
 
-The model is a Qwen2 of 200,000 parameters with a tokenizer of its own. Supervised training teaches it the format and
-the arithmetic. Seven of ten demonstrations have a slip, so the model solves about a third of the problems.
+The model is a Qwen2 of 200,000 parameters with a tokenizer of its own. A run with the loss `sft`, of warm_up.yaml,
+teaches it the format and the arithmetic. Seven of ten answers in its conversations have a slip, so the model solves
+about a third of the problems.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ import os
 import platform
 import random
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from penstock.chat import ChatFormat
 from penstock.data import PromptDataset
 from penstock.errors import InvalidConfig
+from penstock.models import export
 from penstock.policies import PretrainedTokenizer
 from penstock.runs import RunConfig
 
@@ -50,10 +51,16 @@ TEMPLATE = """\
 <|im_start|>assistant
 {% endif -%}"""
 
-WARM_UP_STEPS, DEMONSTRATIONS, LEARNING_RATE, RAMP = 450, 64, 3e-3, 30
+WARM_UP = Path(__file__).with_name("warm_up.yaml")
+
+CONVERSATIONS = 28800
+"""Each is imitated once."""
+
+THREADS = 2
+"""Threads of torch on every machine, for sums depend on it: the same seed trains the same model."""
 
 SLIPS = {0: 10, 1: 13, -1: 5, 2: 5}
-"""Errors of the last result of a demonstration, with their weights: seven of ten are wrong, most of them by 1."""
+"""Errors of the last result of a conversation, with their weights: seven of ten are wrong, most of them by 1."""
 
 
 def prepare(config: RunConfig) -> None:
@@ -65,18 +72,18 @@ def prepare(config: RunConfig) -> None:
         return
     if not data.exists():
         raise InvalidConfig(f"config: data.path: expected the file that the tokenizer is made from, got none at {data}")
-    torch.set_num_threads(2)  # on every machine, for sums depend on it: the same seed trains the same model
+    torch.set_num_threads(THREADS)
     if not folder.exists():
-        torch.manual_seed(config.seed)
         unfinished = folder.with_name(f"{folder.name}.{UNFINISHED}")
-        _write_tokenizer(data, unfinished)
-        _warmed_up(unfinished, config).save_pretrained(unfinished)
+        _write_untrained(data, unfinished / "untrained", config.seed)
+        _write_conversations(unfinished, config)
+        _warm_up(unfinished, config.seed)
         try:
-            unfinished.rename(folder)
+            export(unfinished / "run", unfinished / "model").rename(folder)
         except OSError:
-            if not folder.exists():
+            if not folder.exists():  # else another host was first: with the same seed it makes the same model
                 raise
-            shutil.rmtree(unfinished)  # another host was first: with the same seed it makes the same model
+        shutil.rmtree(unfinished)
 
 
 def _write_problems(path: Path) -> None:
@@ -138,6 +145,26 @@ def _gains_and_loses(numbers: random.Random) -> Problem:
 # -- model -------------------------------------------------------------------------------------------------------------
 
 
+def _write_untrained(data: Path, folder: Path, seed: int) -> None:
+    """Write a model with random weights, and its tokenizer."""
+    _write_tokenizer(data, folder)
+    tokenizer = PretrainedTokenizer(folder)
+    torch.manual_seed(seed)
+    shape = Qwen2Config(
+        vocab_size=len(tokenizer.get_vocab()),
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_id,
+    )
+    Qwen2ForCausalLM(shape).save_pretrained(folder)
+
+
 def _write_tokenizer(data: Path, folder: Path) -> None:
     """Train a byte-pair tokenizer on the problems, which splits numbers into digits."""
     tokenizer = Tokenizer(models.BPE())
@@ -158,81 +185,22 @@ def _write_tokenizer(data: Path, folder: Path) -> None:
     saved.save_pretrained(folder)
 
 
-# -- supervised training -----------------------------------------------------------------------------------------------
+# -- warm-up -----------------------------------------------------------------------------------------------------------
 
 
-def _warmed_up(folder: Path, config: RunConfig) -> Qwen2ForCausalLM:
-    """Return a new model that imitates demonstrations."""
-    tokenizer = PretrainedTokenizer(folder)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer.get_vocab()),
-            hidden_size=96,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_id,
-        )
-    )
-    demonstrations = _Demonstrations(tokenizer, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)
-
-    def rate(step: int) -> float:
-        return min((step + 1) / RAMP, 1 - step / WARM_UP_STEPS)
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    for step in range(WARM_UP_STEPS):
-        if step % 50 == 0:
-            print(f"prepare: supervised step {step} of {WARM_UP_STEPS}", file=sys.stderr, flush=True)
-        tokens, labels = demonstrations.batch(DEMONSTRATIONS)
-        logits = model(input_ids=tokens).logits
-        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    return model
-
-
-class _Demonstrations:
-    """Problems that are not kept apart for evaluation, with answers, most of which have a slip."""
-
-    def __init__(self, tokenizer: PretrainedTokenizer, config: RunConfig) -> None:
-        data = config.data
-        self._tokenizer = tokenizer
-        self._prompts = PromptDataset(
-            data.path,
-            prompt=data.prompt,
-            evaluation=data.evaluation,
-            seed=config.seed,
-            chat=ChatFormat(tokenizer),
-        )()
-        self._random = random.Random(config.seed)  # noqa: S311 (no secret)
-        self._next = 0
-
-    def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return the next `size` demonstrations: tokens [size, L], and labels [size, L], −100 outside the answers."""
-        rows = [self._row() for _ in range(size)]
-        width = max(len(prompt) + len(answer) for prompt, answer in rows)
-        tokens = torch.full((size, width), self._tokenizer.eos_id)
-        labels = torch.full((size, width), -100)
-        for row, (prompt, answer) in enumerate(rows):
-            tokens[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-            labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
-        return tokens, labels
-
-    def _row(self) -> tuple[list[int], list[int]]:
-        prompt: Any = self._prompts.prompt(self._next)
-        self._next += 1
-        answer: str = prompt.meta["row"]["answer"]
-        (slip,) = self._random.choices(list(SLIPS), list(SLIPS.values()))
-        demonstrated = _with_slip(answer, slip)
-        return list(prompt.content), [*self._tokenizer.encode(demonstrated), self._tokenizer.eos_id]
+def _write_conversations(folder: Path, config: RunConfig) -> None:
+    """Write problems that are not kept apart for evaluation, with answers, most of which have a slip."""
+    data, chat = config.data, ChatFormat(PretrainedTokenizer(folder / "untrained"))
+    make = PromptDataset(data.path, prompt=data.prompt, evaluation=data.evaluation, seed=config.seed, chat=chat)
+    prompts: Any = make()
+    rows = [prompts.prompt(number).meta["row"] for number in range(len(prompts))]
+    numbers = random.Random(config.seed)  # noqa: S311 (no secret)
+    slips = numbers.choices(list(SLIPS), list(SLIPS.values()), k=CONVERSATIONS)
+    with (folder / "conversations.jsonl").open("w", encoding="utf-8") as file:
+        for row, slip in zip(cycle(rows), slips, strict=False):
+            asked = {"role": "user", "content": row[data.prompt]}
+            answered = {"role": "assistant", "content": _with_slip(row["answer"], slip)}
+            file.write(json.dumps({"messages": [asked, answered]}) + "\n")
 
 
 def _with_slip(answer: str, slip: int) -> str:
@@ -240,3 +208,11 @@ def _with_slip(answer: str, slip: int) -> str:
     steps, _, number = answer.rpartition("\n#### ")
     result = int(number) + slip
     return f"{steps.rpartition('=')[0]}={result}\n#### {result}"
+
+
+def _warm_up(folder: Path, seed: int) -> None:
+    """Run `penstock run warm_up.yaml` in `folder`."""
+    shutil.copy(WARM_UP, folder)
+    command = [sys.executable, "-m", "penstock", "run", WARM_UP.name, f"seed={seed}"]
+    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
+    subprocess.run(command, cwd=folder, env=environment, check=True)  # noqa: S603 (penstock itself)

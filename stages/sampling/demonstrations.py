@@ -39,6 +39,9 @@ log = get_logger("penstock.demonstrations")
 NAME = "demonstrations"
 """The environment in every id."""
 
+READ_AHEAD = 32
+"""Conversations that are read in one call of a thread: beside a trainer, each call waits for the interpreter."""
+
 
 class _TooLong(InvalidData):
     """A conversation with more tokens than the bound."""
@@ -117,28 +120,39 @@ class Demonstrations:
         context, dropped = current(), RepeatedErrors(log, "conversation_dropped")
         prompts = await anyio.to_thread.run_sync(self._opened)
         epoch, sent = len(prompts) if isinstance(prompts, Sized) else 0, False
-        for number in itertools.count(self.first):
-            prompt = GroupId(NAME, str(number))
-            context.ledger.admit(prompt, range(1))
-            ids = trajectories(prompt, 1)
-            try:
-                make = partial(self._group, prompts, number, context.ledger.step)
-                group = await anyio.to_thread.run_sync(make)
-            except _TooLong as error:
-                looked_at = number + 1 - self.first
-                context.ledger.epoch = Epoch(epoch, none_fits=not sent and looked_at >= epoch > 0)
-                drop(ids, "rejected", str(error))  # not logged: it is the user's own bound
-            except (InvalidData, UnstableTemplate) as error:
-                drop(ids, "failed", str(error))
-                dropped.record(error, number=number, reason=str(error))
-            else:
-                sent = True
-                context.ledger.succeed()
-                context.metrics.total("rollout/trajectories", 1)
-                await outbox.send(group)
+        for begin in itertools.count(self.first, READ_AHEAD):
+            read = partial(self._read, prompts, begin, context.ledger.step)
+            for number, group in enumerate(await anyio.to_thread.run_sync(read), begin):
+                prompt = GroupId(NAME, str(number))
+                context.ledger.admit(prompt, range(1))
+                ids = trajectories(prompt, 1)
+                if isinstance(group, _TooLong):
+                    looked_at = number + 1 - self.first
+                    context.ledger.epoch = Epoch(epoch, none_fits=not sent and looked_at >= epoch > 0)
+                    drop(ids, "rejected", str(group))  # not logged: it is the user's own bound
+                elif isinstance(group, Exception):
+                    drop(ids, "failed", str(group))
+                    dropped.record(group, number=number, reason=str(group))
+                else:
+                    sent = True
+                    context.ledger.succeed()
+                    context.metrics.total("rollout/trajectories", 1)
+                    await outbox.send(group)
 
     def _opened(self) -> PromptSet | MixedPrompts:
         return self.data()
+
+    def _read(
+        self, prompts: PromptSet | MixedPrompts, begin: int, version: int
+    ) -> list[TrajectoryGroup | InvalidData | UnstableTemplate]:
+        """Return the conversations from `begin` on as groups, or why one cannot be trained."""
+        read = list[TrajectoryGroup | InvalidData | UnstableTemplate]()
+        for number in range(begin, begin + READ_AHEAD):
+            try:
+                read.append(self._group(prompts, number, version))
+            except (InvalidData, UnstableTemplate) as error:
+                read.append(error)
+        return read
 
     def _group(self, prompts: PromptSet | MixedPrompts, number: int, version: int) -> TrajectoryGroup:
         """Return conversation `number` as a group, of the weights of `version`."""

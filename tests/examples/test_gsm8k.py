@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent.parent.parent / "examples" / "gsm8k"
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with the files of the example, which is the current one."""
-    for name in ("config.yaml", "prepare.py", "reward.py"):
+    for name in ("config.yaml", "warm_up.yaml", "prepare.py", "reward.py"):
         (tmp_path / name).write_bytes((FOLDER / name).read_bytes())
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -31,6 +31,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def module(name: str) -> Any:
     return importlib.import_module(name)
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Let the warm-up have so many steps."""
+    warm_up = Path("warm_up.yaml")
+    warm_up.write_text(warm_up.read_text("utf-8").replace("steps: 450", f"steps: {steps}"), "utf-8")
+    monkeypatch.setattr(module("prepare"), "CONVERSATIONS", 64 * steps)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +53,10 @@ def test_both_rewards_compare_the_number_at_the_end(answer: str, score: float) -
     assert reward.correct(["#### 1007"], ["#### 1,007"]) == [1.0]
 
 
-def test_the_data_and_the_model_are_made_once_and_the_run_is_described(here: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module("prepare"), "WARM_UP_STEPS", 1)
+def test_the_data_and_the_model_are_made_once_and_the_run_is_described(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch, 1)
     config = load_run_config("config.yaml")
 
     module("prepare").prepare(config)
@@ -63,9 +72,7 @@ def test_the_data_and_the_model_are_made_once_and_the_run_is_described(here: Pat
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("override", ["data.path=gsm8k/trian.jsonl", "model.path=Qwen2.5"])
-def test_nothing_is_made_at_a_path_of_the_user(override: str, here: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module("prepare"), "WARM_UP_STEPS", 1)
-
+def test_nothing_is_made_at_a_path_of_the_user(override: str, here: Path) -> None:
     with pytest.raises(InvalidConfig, match=override.partition("=")[2]):
         anyio.run(train, load_run_config("config.yaml", [override]))
 
@@ -74,8 +81,8 @@ def test_nothing_is_made_at_a_path_of_the_user(override: str, here: Path, monkey
 
 @pytest.mark.long
 @pytest.mark.usefixtures("here")
-def test_the_run_trains_with_each_form_of_the_reward(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module("prepare"), "WARM_UP_STEPS", 40)
+def test_the_run_trains_with_each_form_of_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch, 40)
     for name, function in {
         "trl": '{function: "reward:correct", kind: trl}',
         "verl": '{function: "reward:compute_score", kind: verl}',
