@@ -14,7 +14,7 @@ function table(head, rows, numbers = []) {
   const element = make("table", {},
     make("thead", {}, make("tr", {}, head.map((title, column) => make("th", { scope: "col", class: numbers.includes(column) ? "number" : null }, title)))),
     make("tbody", {}, rows.map((row) => make("tr", {}, row.map(cell)))));
-  const place = make("div", { class: "scroll", role: "region", "aria-label": name }, element);
+  const place = make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": name }, element);
   const { order = [], search = "" } = kept.get(name) ?? {};
   const made = new DataTable(element, {
     autoWidth: false, info: false, order, search: { search }, ordering: rows.length > 1, searching: rows.length > LONG,
