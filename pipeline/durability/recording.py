@@ -17,6 +17,7 @@ from ..._schemas import TrainBatch
 from ..errors import FileDamaged, NoRecording
 from ..util.atomic_file import remove_unfinished, write_atomically
 from ..util.os_errors import explaining_os_errors
+from ..util.regular_file import open_regular
 from .journal_entry import HEAD_BYTES, encode_entry, entry_of_head, read_entries
 from .numbered_files import numbered_files
 
@@ -100,7 +101,7 @@ def identity_of_recording(folder: Path) -> str:
     """
     path = _file(folder, 1)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             entry = entry_of_head(file.read(HEAD_BYTES))
     except FileNotFoundError:
         raise _damaged(path, 1, "no such file") from None
@@ -111,7 +112,7 @@ def identity_of_recording(folder: Path) -> str:
 
 def _whole(path: Path) -> bytes:
     """Return the content of a file whose size is that which its head gives; no other one is read into memory."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size, head = os.fstat(file.fileno()).st_size, file.read(HEAD_BYTES)
         entry = entry_of_head(head)
         return head + file.read() if entry is not None and entry[0] == size else b"?"
