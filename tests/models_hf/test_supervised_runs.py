@@ -131,6 +131,7 @@ def test_a_turn_ends_with_the_token_after_it_and_one_that_has_none_with_the_end_
         ),
         (CHATML, "text", InvalidData, "rows: row 0, column 'messages': expected a list of messages with role"),
         (CHATML, [ASKED, said("assistant", "y" * 60)], InvalidData, "conversation longer than 60 tokens"),
+        (CHATML, [ASKED, YES] * 250, InvalidData, "conversation longer than 60 tokens"),
     ],
 )
 def test_a_conversation_that_cannot_be_trained_is_refused_with_the_reason(
