@@ -43,7 +43,9 @@ def prepare(config: RunConfig) -> None:
     if not data.exists():
         rows = module.rows()
         random.Random(0).shuffle(rows)  # noqa: S311 (no secret)
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        whole = data.with_name(f"{data.name}.unfinished")  # a file that a killed run had begun would be believed
+        whole.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        whole.replace(data)
     if not model.exists():
         unfinished = model.with_name(f"{model.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -9,6 +9,7 @@ from collections import Counter
 
 import msgspec
 
+from ..util.printing import printable
 from .end_states import END_STATES, OTHER_REASONS, EndState
 
 MAX_REASONS = 64
@@ -64,7 +65,11 @@ class EndCounts:
         return reasons
 
     def _kept(self, state: EndState, reason: str) -> str:
-        """Return `reason` as it is stored: cut where it is long, and `OTHER_REASONS` where there are too many."""
+        """Return `reason` as it is stored: printable, cut where it is long, `OTHER_REASONS` where there are too many.
+
+        Messages of errors may have escapes of a terminal, or lone surrogates, of which no file of JSON can be written.
+        """
+        reason = printable(reason)
         if len(reason) > MAX_REASON_LENGTH:
             reason = reason[: MAX_REASON_LENGTH - 1] + "…"
         if (state, reason) in self._reasons or sum(kept == state for kept, _ in self._reasons) < MAX_REASONS:

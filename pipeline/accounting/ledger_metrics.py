@@ -73,7 +73,7 @@ class _Names:
         if name is None:
             beginning = f"{BY_REASON}/{state}/"
             kept = {each for each in self._names.values() if each.startswith(beginning)}
-            name = beginning + " ".join(reason.split())[:LONGEST_REASON]
+            name = beginning + (" ".join(reason.split())[:LONGEST_REASON].rstrip() or OTHER_REASONS)
             if name not in kept and len(kept) >= MOST_REASONS:
                 name = beginning + OTHER_REASONS
             self._names[state, reason] = name

@@ -27,6 +27,7 @@ from ..util.appending import append_whole
 from ..util.json_file import set_aside
 from ..util.logger import get_logger as get_logger  # noqa: PLC0414 (modules above take it from here)
 from ..util.os_errors import explaining_os_errors
+from ..util.regular_file import open_regular
 from ..util.user_code import call_user
 from .end_values import MOST_VALUES, statistics_of, thinned, with_sampled
 from .evaluations import EvaluationPart, Evaluations
@@ -324,7 +325,7 @@ def cut_lines(path: Path, after_step: int) -> bool:
 def _bytes_until(path: Path, step: int) -> int:
     """Return the bytes of the file at `path` up to the end of the line of `step`, or of the last one before it."""
     kept, last = 0, 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break

@@ -20,6 +20,7 @@ from ..errors import NoView
 from ..trackers.jsonl import CONFIG, METRICS, SAMPLES
 from ..trackers.rotated_lines import files_of
 from ..trackers.written_lines import Damage, decoded_lines, metrics_of
+from ..util.regular_file import open_regular
 from .course import Courses
 from .rules import READ
 from .seen_run import SeenConfig, SeenRun
@@ -88,7 +89,7 @@ def _read_samples(path: Path, run: SeenRun) -> None:
 def _decoded(path: Path, decode: Callable[[bytes], T], run: SeenRun) -> Iterator[T]:
     """Yield the decoded lines of a file that may not exist; note those that cannot be read."""
     damage = Damage(path.name)
-    with suppress(FileNotFoundError), path.open("rb") as file:
+    with suppress(FileNotFoundError), open_regular(path) as file:
         yield from decoded_lines(file, decode, damage)
     if damage.lines:
         run.damaged.append(f"{path.name}: {damage.lines} lines that cannot be read")
@@ -106,7 +107,7 @@ def _read_ends(folder: Path, run: SeenRun) -> Mapping[EndState, int]:
 def _read(path: Path, kind: type[T], run: SeenRun) -> T | None:
     """Return the object in a small file; None, and a note, if it has none."""
     with suppress(FileNotFoundError):
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(LARGEST_FILE + 1)
         try:
             return decode_json(content, kind)

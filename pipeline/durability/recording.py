@@ -17,6 +17,7 @@ from ..._schemas import TrainBatch
 from ..errors import FileDamaged, NoRecording
 from ..util.atomic_file import remove_unfinished, write_atomically
 from ..util.os_errors import explaining_os_errors
+from ..util.regular_file import open_regular
 from .journal_entry import HEAD_BYTES, encode_entry, entry_of_head, read_entries
 from .numbered_files import numbered_files
 
@@ -39,8 +40,8 @@ def begin_recording(folder: Path, step: int) -> None:
     with explaining_os_errors("the recording of a run", folder):
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
-        for later in (each for each in _steps(folder) if each > step):
-            _file(folder, later).unlink()
+        for _, path in (each for each in _batches(folder) if each[0] > step):
+            path.unlink()
 
 
 def record_batch(folder: Path, step: int, batch: TrainBatch) -> None:
@@ -58,14 +59,13 @@ def recorded_batch(folder: Path, step: int) -> TrainBatch:
     """Return the batch that `step` trained.
 
     Raises:
-        FileDamaged: its file is missing, or not as it was written.
-        OSError: it cannot be read.
+        FileDamaged: its file is missing, cannot be read, or is not as it was written.
     """
     path = _file(folder, step)
     try:
         data = _whole(path)
-    except FileNotFoundError:
-        raise _damaged(path, step, "no such file") from None
+    except OSError as error:
+        raise _damaged(path, step, _reason(error)) from error
     (found, *more) = read_entries(data, TrainBatch)
     if more or not isinstance(found, TrainBatch):
         raise _damaged(path, step, "other bytes")
@@ -80,7 +80,7 @@ def recorded_steps(folder: Path) -> int:
         FileDamaged: that of a later step is missing.
         ProtocolMismatch: another version of penstock wrote it.
     """
-    steps = _steps(folder) if folder.is_dir() else []
+    steps = [step for step, _ in _batches(folder)] if folder.is_dir() else []
     if not steps or steps[0] != 1:
         got = f"those from step {steps[0]} on" if steps else "none"
         raise NoRecording(
@@ -96,14 +96,14 @@ def identity_of_recording(folder: Path) -> str:
     """Return the checksum of the first batch, by which a continued replay knows its recording.
 
     Raises:
-        FileDamaged: its file is missing, or not as it was written.
+        FileDamaged: its file is missing, cannot be read, or is not as it was written.
     """
     path = _file(folder, 1)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             entry = entry_of_head(file.read(HEAD_BYTES))
-    except FileNotFoundError:
-        raise _damaged(path, 1, "no such file") from None
+    except OSError as error:
+        raise _damaged(path, 1, _reason(error)) from error
     if entry is None:
         raise _damaged(path, 1, "other bytes")
     return entry[1]
@@ -111,10 +111,14 @@ def identity_of_recording(folder: Path) -> str:
 
 def _whole(path: Path) -> bytes:
     """Return the content of a file whose size is that which its head gives; no other one is read into memory."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size, head = os.fstat(file.fileno()).st_size, file.read(HEAD_BYTES)
         entry = entry_of_head(head)
         return head + file.read() if entry is not None and entry[0] == size else b"?"
+
+
+def _reason(error: OSError) -> str:
+    return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
 
 
 def _damaged(path: Path, step: int, got: str) -> FileDamaged:
@@ -126,6 +130,5 @@ def _file(folder: Path, step: int) -> Path:
     return folder / f"{step:08d}.batch-{VERSION}"
 
 
-def _steps(folder: Path) -> list[int]:
-    remedy = "replay them with the penstock that wrote them"
-    return [step for step, _ in numbered_files(folder, NAME, VERSION, "batches", remedy)]
+def _batches(folder: Path) -> list[tuple[int, Path]]:
+    return numbered_files(folder, NAME, VERSION, "batches", "replay them with the penstock that wrote them")

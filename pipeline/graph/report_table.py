@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..accounting.balance import Balance
+from ..util.readable import Readable
 from .statistics import StageStatistics
 
 PLAIN_WIDTH = 120
@@ -29,7 +30,7 @@ def plain(facts: Mapping[str, str], balance: Balance, stages: Iterable[StageStat
 
 def tables(facts: Mapping[str, str], balance: Balance, stages: Iterable[StageStatistics]) -> RenderableType:
     """Return the facts about a run by name, the balance of its ledger and its stages as tables."""
-    return Group(_result(facts), Text(), _balance(balance), Text(), _stages(stages))
+    return Readable(Group(_result(facts), Text(), _balance(balance), Text(), _stages(stages)))
 
 
 def _result(facts: Mapping[str, str]) -> Table:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 MOST_POINTS = 2_000
 """Points of a curve. One of more values is drawn as means of 2, 4, 8, … successive values."""
+
+LARGEST = 1e100
+"""The largest value that is drawn: sums of them are finite, and charts have axes for them."""
 
 
 @dataclass(slots=True)
@@ -51,12 +53,12 @@ class Curve:
     width: int = 1
     """Values in each point; the last one may have fewer."""
     not_finite: int = 0
-    """Values that are NaN or infinite: they are in no point."""
+    """Values that are NaN, infinite, or beyond `LARGEST`: they are in no point."""
     _buckets: list[_Bucket] = field(default_factory=list)
 
     def add(self, line: int, value: float) -> None:
         """Add the value of a line."""
-        if not math.isfinite(value):
+        if not abs(value) <= LARGEST:
             self.not_finite += 1
             return
         buckets = self._buckets

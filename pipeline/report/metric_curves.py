@@ -15,8 +15,9 @@ import msgspec
 from ..accounting.evaluations import STEP
 from ..accounting.ledger_metrics import BEGUN, BY_REASON
 from ..trackers.jsonl import METRICS
-from ..trackers.written_lines import Damage, Metrics, decoded_lines, metrics_of
-from .curve import Curve, rounded
+from ..trackers.written_lines import LAST_STEP, Damage, Metrics, decoded_lines, metrics_of
+from ..util.regular_file import open_regular
+from .curve import LARGEST, Curve, rounded
 
 MOST_CURVES = 1_000
 """Metrics of a run that are drawn: the first ones."""
@@ -156,7 +157,10 @@ class _Reading:
         axis, evaluated = self.places.at(lines), self.curves.get(STEP)
         if not of_evaluations or evaluated is None or evaluated.lines() != lines:
             return axis
-        return Axis(step=[round(step) for step in evaluated.means()], tokens=axis.tokens, hours=axis.hours)
+        steps = [round(step) for step in evaluated.means()]
+        if not all(0 <= step <= LAST_STEP for step in steps):
+            return axis
+        return Axis(step=steps, tokens=axis.tokens, hours=axis.hours)
 
 
 def read_curves(folder: Path, damage: Damage) -> Curves:
@@ -166,7 +170,7 @@ def read_curves(folder: Path, damage: Damage) -> Curves:
         OSError: the file cannot be read.
     """
     reading = _Reading()
-    with suppress(FileNotFoundError), (folder / METRICS).open("rb") as file:
+    with suppress(FileNotFoundError), open_regular(folder / METRICS) as file:
         for step, line in decoded_lines(file, metrics_of, damage):
             reading.add(step, line)
     return reading.finish()
@@ -174,4 +178,4 @@ def read_curves(folder: Path, damage: Damage) -> Curves:
 
 def _amount(value: float | None) -> float:
     """Return what a line adds to a sum; nothing that would make it fall or end it."""
-    return value if value is not None and math.isfinite(value) and value > 0 else 0.0
+    return value if value is not None and 0 < value <= LARGEST else 0.0

@@ -8,10 +8,7 @@ import msgspec
 
 from ..accounting.balance import Balance
 from ..errors import FileDamaged, NoView
-from ..view.published import FILE, Seen, seen
-
-LARGEST_BYTES = 16 * 2**20
-"""Bytes of a view that is read."""
+from ..view.published import Seen, seen
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,9 +26,6 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 def state_of(folder: Path) -> RunState:
     """Return the state of the run in `folder`. Blocks."""
-    view = folder / FILE
-    if view.is_file() and view.stat().st_size > LARGEST_BYTES:
-        return RunState(sentence=f"unknown: {FILE} has more than {LARGEST_BYTES:,} bytes")
     try:
         found = seen(folder)
     except FileDamaged as error:

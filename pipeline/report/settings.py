@@ -20,10 +20,6 @@ LONGEST_VALUE = 500
 """Characters of a value that are shown."""
 
 
-LARGEST_BYTES = 16 * 2**20
-"""Bytes of a file of values that is read."""
-
-
 class PartSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of one part of a run."""
 
@@ -41,8 +37,6 @@ def read_settings(folder: Path) -> list[PartSettings]:
 
 
 def _part(path: Path, begins: int) -> PartSettings:
-    if path.stat().st_size > LARGEST_BYTES:
-        return PartSettings(begins=begins, values={}, fault=f"{path.name}: expected at most {LARGEST_BYTES:,} bytes")
     try:
         values = read_json(path, dict[str, Any], remedy="remove the file")
         given = {key: value for key, value in values.items() if key != STAGES}

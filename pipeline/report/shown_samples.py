@@ -14,6 +14,7 @@ from ..accounting.sample import Sample, SampleBranch
 from ..trackers.jsonl import SAMPLES
 from ..trackers.rotated_lines import files_of
 from ..trackers.written_lines import Damage, decoded_lines
+from ..util.regular_file import open_regular
 
 MOST_SAMPLES = 2_000
 """Samples of all runs on a page."""
@@ -88,7 +89,7 @@ def _opened(folder: Path, stack: ExitStack) -> list[BinaryIO]:
     opened: list[BinaryIO] = []
     for path in files_of(folder / SAMPLES):
         with suppress(FileNotFoundError):
-            opened.append(stack.enter_context(path.open("rb")))
+            opened.append(stack.enter_context(open_regular(path)))
     return opened[::-1]
 
 

@@ -48,7 +48,7 @@ def decoded_lines(file: BinaryIO, decode: Callable[[bytes], T], damage: Damage) 
 
     A last line without an end is being written, and is left out.
     """
-    for number, line in enumerate(_bounded_lines(file), 1):
+    for number, line in enumerate(bounded_lines(file), 1):
         if line is None:
             damage.add(number, f"expected at most {LONGEST_LINE_BYTES:,} bytes, got more")
             continue
@@ -73,7 +73,7 @@ def metrics_of(line: bytes) -> tuple[int, Metrics]:
     return int(step), metrics
 
 
-def _bounded_lines(file: BinaryIO) -> Iterator[bytes | None]:
+def bounded_lines(file: BinaryIO) -> Iterator[bytes | None]:
     """Yield each complete line; None for one that is too long."""
     too_long = False
     while line := file.readline(LONGEST_LINE_BYTES):

@@ -11,8 +11,10 @@ import msgspec
 
 from ..accounting.sample import Sample
 from ..errors import FileDamaged, NoSamples
+from ..util.regular_file import open_regular
 from .jsonl import SAMPLES
 from .rotated_lines import files_of
+from .written_lines import LONGEST_LINE_BYTES, bounded_lines
 
 _decode = msgspec.json.Decoder(Sample).decode
 
@@ -53,18 +55,23 @@ def _written(folder: Path) -> Iterator[Sample]:
         files: list[tuple[Path, BinaryIO]] = []
         for file in files_of(folder / SAMPLES):  # all are opened first: a file is rotated while another one is read
             with suppress(FileNotFoundError):
-                files.append((file, stack.enter_context(file.open("rb"))))
+                files.append((file, stack.enter_context(open_regular(file))))
         for file, lines in reversed(files):
-            for number, line in enumerate(lines, 1):
-                if line.endswith(b"\n"):
-                    yield _sample(line, file, number)
+            for number, line in enumerate(bounded_lines(lines), 1):
+                yield _sample(line, file, number)
 
 
-def _sample(line: bytes, file: Path, number: int) -> Sample:
+def _sample(line: bytes | None, file: Path, number: int) -> Sample:
+    if line is None:
+        raise _damaged(file, number, f"more than {LONGEST_LINE_BYTES:,} bytes")
     try:
         return _decode(line)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise FileDamaged(f"{file}: expected a sample in line {number}, got {error}: remove the line") from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise _damaged(file, number, str(error)) from error
+
+
+def _damaged(file: Path, number: int, got: str) -> FileDamaged:
+    return FileDamaged(f"{file}: expected a sample in line {number}, got {got}: remove the line")
 
 
 def _listed(steps: list[int]) -> str:

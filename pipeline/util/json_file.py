@@ -17,6 +17,7 @@ from ..._schemas.conversion import decode_json
 from ..errors import FileDamaged
 from .atomic_file import write_atomically
 from .logger import get_logger
+from .regular_file import open_regular
 
 T = TypeVar("T")
 
@@ -24,6 +25,9 @@ CHECKSUM = "checksum"
 
 DAMAGED = ".damaged"
 """Suffix of a file that was set aside."""
+
+LARGEST_BYTES = 64 * 2**20
+"""Bytes of a file that is read; those that are written have a few kilobytes."""
 
 log = get_logger("penstock.files")
 
@@ -88,11 +92,14 @@ class _Unreadable(Exception):
 
 def _decoded(path: Path, kind: type[T]) -> T:
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read(LARGEST_BYTES + 1)
     except (FileNotFoundError, PermissionError):
         raise
     except OSError as error:  # of the disk, or a folder in its place
         raise _Unreadable(error.strerror or str(error)) from error
+    if len(content) > LARGEST_BYTES:
+        raise _Unreadable(f"more than {LARGEST_BYTES:,} bytes")
     try:
         return _value(content, kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -6,14 +6,14 @@ be looked at without being taken. The file has the number of the process that to
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import platform
-import stat
 import struct
 from contextlib import suppress
 from pathlib import Path
+
+from .regular_file import require_regular
 
 LONGEST_NAME = 512
 """Bytes that are read of a file's content: another program may have written it."""
@@ -37,9 +37,11 @@ class LockFile:
         self.path = path
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
         self._fd = os.open(path, flags, mode)
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+        try:
+            require_regular(self._fd, path)
+        except OSError:
             self.close()
-            raise OSError(errno.EINVAL, "expected a file", str(path))
+            raise
 
     def __repr__(self) -> str:
         return f"<LockFile {self.path}: {'open' if self._fd >= 0 else 'closed'}>"

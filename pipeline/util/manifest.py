@@ -18,6 +18,7 @@ import xxhash
 from ..errors import FileDamaged
 from .atomic_file import sync_to_disk
 from .json_file import read_json, write_json
+from .regular_file import open_regular
 
 MANIFEST = "manifest.json"
 
@@ -82,7 +83,7 @@ def sum_of(path: Path) -> FileSum:
         OSError: it cannot be read.
     """
     digest, nbytes, memory = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while count := file.readinto(memory):
             digest.update(memory[:count])
             nbytes += count

@@ -12,7 +12,12 @@ from contextlib import suppress
 def print_line(line: str) -> None:
     """Print a line to stderr, where that is open."""
     with suppress(OSError, ValueError):
-        print(f"penstock: {line}", file=sys.stderr, flush=True)  # noqa: T201 (for the user)
+        print(f"penstock: {printable(line)}", file=sys.stderr, flush=True)  # noqa: T201 (for the user)
+
+
+def printable(text: str) -> str:
+    """Return text without control characters (a model may sample them too); lines and tabs stay."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
 
 
 def leave_closed_terminal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..accounting.sample import Sample
+from ..util.printing import printable
 from .snapshot import number
 
 
@@ -21,11 +22,6 @@ def heading(sample: Sample) -> str:
     facts += [f"{name} {number(part)}" for name, part in sample.parts.items()]
     facts += [f"{sample.completion_tokens:,} tokens", sample.stop_reason]
     return ", ".join(facts)
-
-
-def printable(text: str) -> str:
-    """Return text without control characters (a model may sample them too); lines and tabs stay."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
 
 
 def one_line(text: str) -> str:

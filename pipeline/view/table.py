@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..graph.statistics import EdgeStatistics, StageStatistics
+from ..util.readable import Readable
 from .sample_text import heading, one_line, place
 from .snapshot import Snapshot, duration, number
 
@@ -21,7 +22,7 @@ WIDE = 100
 def table(shown: Snapshot) -> RenderableType:
     """Return the state of a run."""
     head = Text.assemble((shown.steps(), "bold"), "   ", "   ".join([shown.times(), *shown.speeds()]))
-    return Group(head, _metrics(shown), _Stages(shown), _totals(shown), _samples(shown))
+    return Readable(Group(head, _metrics(shown), _Stages(shown), _totals(shown), _samples(shown)))
 
 
 def _metrics(shown: Snapshot) -> Table:

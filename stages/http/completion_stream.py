@@ -243,10 +243,12 @@ def _supports(logprobs: _Logprobs | None, ids: list[int], width: int) -> list[ND
             f"expected the {width} most probable of each of {len(ids)} tokens (`top_logprobs`), got "
             f"{'none' if listed is None else len(listed)}: start vLLM with --max-logprobs {width} or more"
         )
-    return [_support(known or {}, token, width) for known, token in zip(listed, ids, strict=True)]
+    return [_support(known, token, width) for known, token in zip(listed, ids, strict=True)]
 
 
-def _support(known: dict[str, float], token: int, width: int) -> NDArray[np.int32]:
+def _support(known: dict[str, float] | None, token: int, width: int) -> NDArray[np.int32]:
+    if not known:  # alone, a token would have probability 1 under every policy
+        raise ProtocolMismatch(f"expected the most probable tokens beside {token} (`top_logprobs`), got {known}")
     drawn = {token: None}
     for name, logprob in sorted(known.items(), key=lambda each: -each[1]):
         if logprob > EXCLUDED:

@@ -32,7 +32,7 @@ from ..contracts.prompts import identity_of
 from ..data.mixture import MixedPrompts, Mixture
 from ..data.prompt_dataset import LOOKED_AT, PromptDataset, PromptSet
 from ..tokenizers.chat_format import ChatFormat
-from ..tokenizers.trained_turns import trained_turns
+from ..tokenizers.trained_turns import TooLong, trained_turns
 
 log = get_logger("penstock.demonstrations")
 
@@ -41,10 +41,6 @@ NAME = "demonstrations"
 
 READ_AHEAD = 32
 """Conversations that are read in one call of a thread: beside a trainer, each call waits for the interpreter."""
-
-
-class _TooLong(InvalidData):
-    """A conversation with more tokens than the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +122,7 @@ class Demonstrations:
                 prompt = GroupId(NAME, str(number))
                 context.ledger.admit(prompt, range(1))
                 ids = trajectories(prompt, 1)
-                if isinstance(group, _TooLong):
+                if isinstance(group, TooLong):
                     looked_at = number + 1 - self.first
                     context.ledger.epoch = Epoch(epoch, none_fits=not sent and looked_at >= epoch > 0)
                     drop(ids, "rejected", str(group))  # not logged: it is the user's own bound
@@ -158,11 +154,11 @@ class Demonstrations:
         """Return conversation `number` as a group, of the weights of `version`."""
         said = prompts.conversation(number)
         try:
-            tokens, mask = trained_turns(self._formats[said.data_source], said.messages)
+            tokens, mask = trained_turns(self._formats[said.data_source], said.messages, self.max_length)
+        except TooLong:
+            raise  # without the place: the rows that are too long have one reason
         except (InvalidData, UnstableTemplate) as error:
             raise type(error)(f"{said.place}: {error}") from error
-        if self.max_length is not None and len(tokens) > self.max_length:
-            raise _TooLong(f"conversation longer than {self.max_length} tokens")
         return _group_of(number, tokens, mask, version, said.data_source)
 
 

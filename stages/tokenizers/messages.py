@@ -17,7 +17,7 @@ Message: TypeAlias = Mapping[str, Any]
 
 
 def are_messages(said: Any) -> bool:
-    """Return whether `said` is a list of messages, each with a role, and with content or calls of tools."""
+    """Return whether `said` is a list of messages, each with keys for a role, and for content or calls of tools."""
     return isinstance(said, Sequence) and not isinstance(said, str) and len(said) > 0 and all(map(_is_message, said))
 
 
@@ -29,7 +29,8 @@ def normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages with text as content, without keys that are null, at any depth.
 
     Raises:
-        InvalidData: a part of the content is no text; the message names it.
+        InvalidData: a role or a part of the content is no text, or `tool_calls` is no list of calls; the message names
+            it.
     """
     return [_normalized(number, message) for number, message in enumerate(messages)]
 
@@ -64,11 +65,18 @@ def with_names(messages: Sequence[Message], earlier: Sequence[Message] = ()) -> 
 
 def _name_of(call_id: Any, messages: Iterable[Message]) -> Any:
     calls = (call for message in messages for call in message.get("tool_calls") or ())
-    return next((call.get("function", {}).get("name") for call in calls if call.get("id") == call_id), None)
+    functions = (call.get("function") for call in calls if isinstance(call, Mapping) and call.get("id") == call_id)
+    return next((function.get("name") for function in functions if isinstance(function, Mapping)), None)
 
 
 def _normalized(number: int, message: Message) -> dict[str, Any]:
     found: dict[str, Any] = without_nulls(message)
+    if not isinstance(found.get("role"), str):
+        raise InvalidData(f"messages[{number}].role: expected text, got {found.get('role')!r}")
+    if not isinstance(calls := found.get("tool_calls", []), list) or not all(
+        isinstance(each, Mapping) for each in calls
+    ):
+        raise InvalidData(f"messages[{number}].tool_calls: expected a list of calls, got {calls!r:.80}")
     content = found.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         texts = [_text_of(part, f"messages[{number}].content[{index}]") for index, part in enumerate(content)]

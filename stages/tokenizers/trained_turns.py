@@ -24,7 +24,13 @@ WEIGHT = "weight"
 LAST_ALONE = f'train its last turn only: give the earlier turns of the assistant "{WEIGHT}": 0'
 
 
-def trained_turns(chat: ChatFormat, messages: Sequence[Message]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+class TooLong(InvalidData):
+    """A conversation with more tokens than the bound."""
+
+
+def trained_turns(
+    chat: ChatFormat, messages: Sequence[Message], max_length: int | None = None
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     """Return [T] the tokens of a conversation up to its last turn that trains, and [T] true on those that train.
 
     A turn of the assistant trains unless its `weight` is 0: its content, and the token that ends it. If the template
@@ -33,8 +39,10 @@ def trained_turns(chat: ChatFormat, messages: Sequence[Message]) -> tuple[NDArra
     Args:
         chat: the template, with its arguments and tools.
         messages: see `normalized`.
+        max_length: the most tokens; turns after them are not rendered, for each costs as much as all before it.
 
     Raises:
+        TooLong: there are more tokens.
         InvalidData: no turn trains, a weight is neither 0 nor 1, or the template refuses the messages.
         UnstableTemplate: it writes a turn in another way once another message follows, or ends none.
     """
@@ -59,7 +67,15 @@ def trained_turns(chat: ChatFormat, messages: Sequence[Message]) -> tuple[NDArra
         before = _continued(chat.tokenizer, ids, text, prompt)
         text, ids = _ended(chat.tokenizer, turn, _continued(chat.tokenizer, before, prompt, turn), len(before))
         spans.append((len(before), len(ids)))
-    return _masked(chat.tokenizer, ids, spans)
+        _check_length(len(ids), max_length)
+    tokens, mask = _masked(chat.tokenizer, ids, spans)
+    _check_length(len(tokens), max_length)
+    return tokens, mask
+
+
+def _check_length(length: int, max_length: int | None) -> None:
+    if max_length is not None and length > max_length:
+        raise TooLong(f"conversation longer than {max_length} tokens")
 
 
 def _trains(number: int, message: Message) -> bool:

@@ -220,7 +220,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, name: str) -> None
 
     (found,) = data_of(page_of(run))["runs"]
 
-    assert "16,777,216 bytes" in f"{found['state']['sentence']} {found['settings'][0]['fault']}"
+    assert "67,108,864 bytes" in f"{found['state']['sentence']} {found['settings'][0]['fault']}"
 
 
 def test_an_absent_package_is_named_with_the_command_that_installs_it(

@@ -38,6 +38,7 @@ ASKED, AGAIN = said("user", "an answer?"), said("user", "sure?")
 YES, NO = said("assistant", "yes"), said("assistant", "\nno")
 THOUGHT = said("assistant", "<think>a</think>yes")
 UNTRAINED = YES | {"weight": 0}
+CALL, RESULT = said("assistant", ""), said("tool", "b", tool_call_id="a")
 
 
 def demonstrations(folder: Path, rows: Sequence[Any], **options: Any) -> Demonstrations:
@@ -119,8 +120,18 @@ def test_a_turn_ends_with_the_token_after_it_and_one_that_has_none_with_the_end_
         (CHATML, [ASKED], InvalidData, "expected a turn of the assistant that trains, got the roles user"),
         (CHATML, [ASKED, UNTRAINED], InvalidData, "expected a turn of the assistant that trains"),
         (CHATML, [ASKED, YES | {"weight": 0.5}], InvalidData, "messages[1].weight: expected 0 or 1, got 0.5"),
+        (CHATML, [ASKED | {"role": None}, YES], InvalidData, "messages[0].role: expected text, got None"),
+        (CHATML, [ASKED | {"role": ["user"]}, YES], InvalidData, "messages[0].role: expected text, got ['user']"),
+        (CHATML, [CALL | {"tool_calls": 5}, RESULT, YES], InvalidData, "messages[0].tool_calls: expected a list of"),
+        (
+            CHATML,
+            [CALL | {"tool_calls": ["f"]}, RESULT, YES],
+            InvalidData,
+            "messages[0].tool_calls: expected a list of",
+        ),
         (CHATML, "text", InvalidData, "rows: row 0, column 'messages': expected a list of messages with role"),
         (CHATML, [ASKED, said("assistant", "y" * 60)], InvalidData, "conversation longer than 60 tokens"),
+        (CHATML, [ASKED, YES] * 250, InvalidData, "conversation longer than 60 tokens"),
     ],
 )
 def test_a_conversation_that_cannot_be_trained_is_refused_with_the_reason(

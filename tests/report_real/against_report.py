@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.commands.attacks import ATTACKS
+from tests.commands.attacks import ATTACKS, RUN
 from tests.commands.served_page import served, write_page
 from tests.commands.written_run import (
     many_samples,
@@ -118,6 +118,27 @@ def test_the_text_of_each_attack_is_shown(chromium: Any, tmp_path: Path) -> None
             assert seen.startswith(beginning)
     assert shown[list(ATTACKS).index("NUL")] == "before⟨00⟩after"
     assert shown[list(ATTACKS).index("escapes of a terminal")] == "⟨1b⟩[2J⟨1b⟩]0;title⟨07⟩"
+
+
+def test_sorted_and_searched_tables_show_attacks_as_text(chromium: Any, tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in (f'<img src=x onerror="{RUN}">', f"&lt;svg onload={RUN!r}&gt;")]
+    for run in runs:
+        write_attacked_run(run, ATTACKS)
+    page = open_report(chromium, *runs)
+
+    everything_drawn(page)
+    for title in page.tab.locator("th.dt-orderable-asc").all():
+        title.evaluate("each => { each.click(); each.click(); }")
+    for search in page.tab.locator("input[type=search]").all():
+        search.evaluate("each => { each.value = '<img'; each.dispatchEvent(new Event('input')); }")
+    for search in page.tab.locator("input[type=search]").all():
+        search.evaluate("each => { each.value = ''; each.dispatchEvent(new Event('input')); }")
+
+    assert page.tab.locator("th.dt-orderable-asc").count() > 0
+    assert page.tab.locator("input[type=search]").count() > 0
+    assert page.tab.evaluate("window.attacked") is None
+    assert page.complaints == []
+    assert page.tab.locator("main :is(img, iframe, script, object, embed, table svg)").count() == 0
 
 
 def test_a_script_that_is_put_into_the_page_does_not_run(chromium: Any, tmp_path: Path) -> None:

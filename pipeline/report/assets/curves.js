@@ -44,7 +44,7 @@ function pictureOf(name) {
 
 function meaningOf(name) {
   const missing = data.runs.reduce((sum, run) => sum + (run.curves.drawn[name]?.not_finite ?? 0), 0);
-  const unknown = missing ? `${number(missing)} values are not finite` : null;
+  const unknown = missing ? `${number(missing)} values are not finite, or beyond 1e100` : null;
   return [data.units[name].meaning, unknown].filter(Boolean).join("; ");
 }
 

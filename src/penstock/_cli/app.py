@@ -15,6 +15,7 @@ import typer
 
 from .. import __version__
 from .._pipeline.errors import PenstockError, StageFailed
+from .._pipeline.util.printing import printable
 from .diagnose import diagnose
 from .doctor import doctor
 from .export import export
@@ -75,9 +76,9 @@ def main() -> None:
     except StageFailed as error:
         reason, _, in_worker = str(error).partition("\n\n")
         sys.stderr.write(in_worker or _traceback(error.__cause__))
-        sys.exit(f"penstock: {reason}")
+        sys.exit(f"penstock: {printable(reason)}")
     except (PenstockError, OSError) as error:
-        sys.exit(f"penstock: {error}")
+        sys.exit(f"penstock: {printable(str(error))}")
     finally:
         _leave_ctrl_c_to_the_kernel()
 

@@ -21,23 +21,23 @@ def diagnose(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> N
 
     from .._pipeline.diagnosis.folder import read_run  # noqa: PLC0415 (as above)
     from .._pipeline.diagnosis.rules import findings_in  # noqa: PLC0415 (as above)
+    from .._pipeline.util.readable import Readable  # noqa: PLC0415 (as above)
 
     seen = read_run(run)
     found = findings_in(seen)
     console = Console(highlight=False, markup=False)
     for line in [*_described(found), *_conclusion(seen, found)]:
-        console.print(line, soft_wrap=True)
+        console.print(Readable(line), soft_wrap=True)
     raise typer.Exit(1 if found else 0)
 
 
 def _described(found: list[RunFinding]) -> list[str]:
     """Return the lines of all findings."""
     from .._pipeline.diagnosis.rules import rule_named  # noqa: PLC0415 (as above)
-    from .._pipeline.view.sample_text import printable  # noqa: PLC0415 (as above)
 
     lines = []
     for finding in found:
-        lines += [f"{finding.rule}: {rule_named(finding.rule).means}", f"  seen: {printable(finding.numbers)}"]
+        lines += [f"{finding.rule}: {rule_named(finding.rule).means}", f"  seen: {finding.numbers}"]
         lines += [f"  {'causes:' if not number else '       '} {cause}" for number, cause in enumerate(finding.causes)]
         lines += [f"  {'try:' if not number else '    '} {value}" for number, value in enumerate(finding.change)]
         lines.append("")
@@ -47,7 +47,6 @@ def _described(found: list[RunFinding]) -> list[str]:
 def _conclusion(seen: SeenRun, found: list[RunFinding]) -> list[str]:
     """Return what was looked at, and what was not."""
     from .._pipeline.diagnosis.rules import RULES, looked_at  # noqa: PLC0415 (as above)
-    from .._pipeline.view.sample_text import printable  # noqa: PLC0415 (as above)
 
     looked = looked_at(seen)
     unseen = [rule.name for rule in RULES if rule.name not in looked]
@@ -56,5 +55,5 @@ def _conclusion(seen: SeenRun, found: list[RunFinding]) -> list[str]:
     if unseen:
         lines.append(f"not looked at, for want of metrics: {', '.join(unseen)}")
     if seen.damaged:
-        lines.append(f"not read: {'; '.join(printable(part) for part in seen.damaged)}")
+        lines.append(f"not read: {'; '.join(seen.damaged)}")
     return lines

@@ -66,13 +66,17 @@ def _report(findings: Sequence[Finding], conclusion: str) -> None:
     """Print findings, and exit with 1 if one of them fails or differs."""
     from rich.console import Console  # noqa: PLC0415 (as above)
 
+    from .._pipeline.util.readable import Readable  # noqa: PLC0415 (as above)
+
     console = Console(highlight=False, markup=False)
-    console.print(table(findings))
+    console.print(Readable(table(findings)))
     for finding in findings:
         if finding.affects:
-            console.print(f"\n{finding.name}: {finding.affects}", style=STYLES[finding.verdict], soft_wrap=True)
-            console.print(f"  to do: {finding.remedy}", soft_wrap=True)
-    console.print(f"\n{conclusion}", soft_wrap=True)
+            console.print(
+                Readable(f"\n{finding.name}: {finding.affects}"), style=STYLES[finding.verdict], soft_wrap=True
+            )
+            console.print(Readable(f"  to do: {finding.remedy}"), soft_wrap=True)
+    console.print(Readable(f"\n{conclusion}"), soft_wrap=True)
     raise typer.Exit(any(finding.verdict in {"fails", "differs"} for finding in findings))
 
 

@@ -45,10 +45,11 @@ def samples(
 def _print(console: Console, sample: Sample) -> None:
     from rich.text import Text  # noqa: PLC0415 (as above)
 
-    from .._pipeline.view.sample_text import heading, place, printable  # noqa: PLC0415 (as above)
+    from .._pipeline.util.readable import Readable  # noqa: PLC0415 (as above)
+    from .._pipeline.view.sample_text import heading, place  # noqa: PLC0415 (as above)
 
     style = "bold green" if sample.kind == "best" else "bold red"
-    prompt, completion = (indent(printable(text), "  ") for text in (sample.prompt, sample.completion))
+    prompt, completion = (indent(text, "  ") for text in (sample.prompt, sample.completion))
     text = Text.assemble(
         (f"{place(sample)}, {sample.kind} {sample.rank}", style),
         f": {heading(sample)}\n",
@@ -58,6 +59,6 @@ def _print(console: Console, sample: Sample) -> None:
         f"{prompt}\n",
         ("completion\n", "bold"),
         f"{completion}\n",
-        *((("right answer\n", "bold"), f"{indent(printable(sample.answer), '  ')}\n") if sample.answer else ()),
+        *((("right answer\n", "bold"), f"{indent(sample.answer, '  ')}\n") if sample.answer else ()),
     )
-    console.print(text, soft_wrap=True)
+    console.print(Readable(text), soft_wrap=True)

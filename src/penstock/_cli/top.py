@@ -53,7 +53,8 @@ def drawn(last: Seen) -> RenderableType:
     from rich.console import Group  # noqa: PLC0415 (as above)
     from rich.text import Text  # noqa: PLC0415 (as above)
 
+    from .._pipeline.util.readable import Readable  # noqa: PLC0415 (as above)
     from .._pipeline.view.table import table  # noqa: PLC0415 (as above)
 
-    state = Text(last.state(), style="bold red" if last.died else "bold")
+    state = Readable(Text(last.state(), style="bold red" if last.died else "bold"))
     return state if last.published is None else Group(table(last.published.shown), state)

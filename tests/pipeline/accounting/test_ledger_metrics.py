@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.pipeline.flow_stages import Groups, Pack
 from tests.pipeline.view.watched import STEPS, Trainer, small_run
 
@@ -43,13 +44,16 @@ async def test_the_metrics_of_reasons_add_up_to_those_of_their_state(tmp_path: P
 
 
 class DropEach:
-    """Drops every second group, each for another reason of any length."""
+    """Drops every second group, each for a reason of its own of any length, or all for `reason`."""
+
+    def __init__(self, reason: str | None = None) -> None:
+        self._reason = reason
 
     async def run(self, inbox: ReceiveChannel[TrajectoryGroup], outbox: SendChannel[TrajectoryGroup]) -> None:
         async for record in inbox:
             number = int(record.instance_id)
             if number % 2:
-                drop(record, "filtered", f"{number}\n" + "long " * 100)
+                drop(record, "filtered", f"{number}\n" + "long " * 100 if self._reason is None else self._reason)
             else:
                 await outbox.send(record)
 
@@ -65,3 +69,22 @@ async def test_few_reasons_have_metrics_of_their_own_and_the_others_share_one(tm
     assert all(len(reason) <= 80 and "\n" not in reason for reason in reasons)
     for line in lines:
         assert sum(value for name, value in line.items() if name.startswith("ended/")) == line["ledger/filtered"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [
+        ("\udcff in a path", "\ufffd in a path"),
+        ("\x1b[2J\x07\u202eof a terminal", "\ufffd[2J\ufffd\ufffdof a terminal"),
+        ("a/b/../c", "a/b/../c"),
+        (" \n\t ", "other reasons"),
+        ("x" * 79 + " y", "x" * 79),
+    ],
+)
+async def test_a_reason_of_any_text_has_a_metric_that_can_be_written(reason: str, name: str, tmp_path: Path) -> None:
+    pipeline = source(Groups(8)).then(DropEach(reason)).then(Pack()).sink(SinkTrainer(Trainer(), max_steps=2))
+    await pipeline.run(trackers=[Jsonl(tmp_path)])
+
+    assert {key for line in written(tmp_path) for key in line if key.startswith("ended/filtered")} == {
+        f"ended/filtered/{name}"
+    }

@@ -234,6 +234,11 @@ def test_a_completion_of_no_tokens_has_an_empty_support() -> None:
         ([{"five": -1.0}], r"expected tokens written as `token_id:…` in top_logprobs, got 'five'"),
         ([{"token_id:-5": -1.0}], r"expected tokens written as `token_id:…` in top_logprobs, got 'token_id:-5'"),
         ([{"token_id:5": 3.0}], r"expected a part of a completion as JSON"),
+        ([None], r"expected the most probable tokens beside 5 \(`top_logprobs`\), got None"),
+        ([{}], r"expected the most probable tokens beside 5 \(`top_logprobs`\), got \{\}"),
+        ([{"token_id:5": -0.1}] * 2, r"expected the 3 most probable of each of 1 tokens \(`top_logprobs`\), got 2"),
+        ([{"token_id:5.0": -0.1}], r"expected tokens written as `token_id:…` in top_logprobs, got 'token_id:5.0'"),
+        ([{"token_id:2147483648": -0.1}], r"expected tokens written as `token_id:…` in top_logprobs"),
     ],
 )
 def test_a_support_that_is_absent_or_invalid_is_refused(listed: object, problem: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -162,6 +163,34 @@ def test_other_contents_are_refused(kind: str, tmp_path: Path) -> None:
     path.write_bytes(OTHER_CONTENTS[kind](path.read_bytes()))
 
     assert isinstance(cause_of(tmp_path), FileDamaged)
+
+
+IN_ITS_PLACE: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a folder": lambda path: path.mkdir(),
+    "an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.parametrize("name", [FIRST, SECOND])
+@pytest.mark.parametrize("kind", IN_ITS_PLACE)
+def test_what_is_no_file_is_named_as_damage_and_not_waited_for(kind: str, name: str, tmp_path: Path) -> None:
+    recorded(tmp_path, Trainer(), count=2)
+    (tmp_path / name).unlink()
+    IN_ITS_PLACE[kind](tmp_path / name)
+
+    assert isinstance(cause_of(tmp_path), FileDamaged)
+
+
+@pytest.mark.parametrize("name", ["000000009.batch-1", "9" * 200 + ".batch-1"])
+def test_a_batch_under_a_name_of_another_length_goes_with_those_of_later_steps(name: str, tmp_path: Path) -> None:
+    recorded(tmp_path, Trainer(), count=2)
+    (tmp_path / SECOND).rename(tmp_path / name)
+
+    recorded(tmp_path, Trainer(), count=2)
+
+    assert sorted(each.name for each in tmp_path.iterdir()) == [FIRST, SECOND]
 
 
 def test_a_file_of_terabytes_is_refused_and_not_read(tmp_path: Path) -> None:
