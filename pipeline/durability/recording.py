@@ -1,8 +1,9 @@
 """The files of a recording: a folder with the batches that a run trained, one file for each optimizer step.
 
-    <folder>/00000001.batch-1
+    <folder>/00000001.batch-2
 
-A file is one entry, encoded as in a journal, and is written as a whole before its step. The weights decide: a run that
+A file is one entry, encoded as in a journal, and the number of its step, so that one under the name of another step is
+refused. It is written as a whole before its step. The weights decide: a run that
 resumes first deletes the batches of the steps that its checkpoint lacks, because it will train others there. Knows no
 ledger and no trainer. Blocks, so it is used in a thread.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 from pathlib import Path
 
 from ..._schemas import TrainBatch
@@ -24,8 +26,11 @@ from .numbered_files import numbered_files
 RECORDING = "recording"
 """The folder of the recording in that of a run."""
 
-VERSION = 1
-"""The version of the entries, part of the name of every file."""
+VERSION = 2
+"""The version of the files, part of the name of each."""
+
+STEP = struct.Struct("<Q")
+"""The step, behind the entry."""
 
 NAME = re.compile(r"(\d{8,})\.batch-(\d+)")
 
@@ -52,7 +57,7 @@ def record_batch(folder: Path, step: int, batch: TrainBatch) -> None:
     """
     path = _file(folder, step)
     with explaining_os_errors(f"the batch of step {step}", folder, or_else="or continue without record"):
-        write_atomically(path, encode_entry(batch))
+        write_atomically(path, encode_entry(batch) + STEP.pack(step))
 
 
 def recorded_batch(folder: Path, step: int) -> TrainBatch:
@@ -63,7 +68,7 @@ def recorded_batch(folder: Path, step: int) -> TrainBatch:
     """
     path = _file(folder, step)
     try:
-        data = _whole(path)
+        data = _entry(path, step)
     except OSError as error:
         raise _damaged(path, step, _reason(error)) from error
     (found, *more) = read_entries(data, TrainBatch)
@@ -109,12 +114,15 @@ def identity_of_recording(folder: Path) -> str:
     return entry[1]
 
 
-def _whole(path: Path) -> bytes:
-    """Return the content of a file whose size is that which its head gives; no other one is read into memory."""
+def _entry(path: Path, step: int) -> bytes:
+    """Return the entry of the file of `step`, if it has the size that its head gives; no other is read into memory."""
     with open_regular(path) as file:
         size, head = os.fstat(file.fileno()).st_size, file.read(HEAD_BYTES)
         entry = entry_of_head(head)
-        return head + file.read() if entry is not None and entry[0] == size else b"?"
+        if entry is None or entry[0] + STEP.size != size:
+            return b"?"
+        data = head + file.read(entry[0] - HEAD_BYTES)
+        return data if file.read() == STEP.pack(step) else b"?"
 
 
 def _reason(error: OSError) -> str:

@@ -17,6 +17,8 @@ def print_line(line: str) -> None:
 
 def printable(text: str) -> str:
     """Return text without control characters (a model may sample them too); lines and tabs stay."""
+    if text.isprintable():
+        return text
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
 
 

@@ -149,7 +149,7 @@ def test_a_key_that_decided_what_was_sampled_is_refused_in_one_sentence(override
 
 def test_a_folder_without_a_recording_is_refused_in_one_sentence(recorded: Ran, tmp_path: Path) -> None:
     part = shutil.copytree(recorded.folder, tmp_path / "part", symlinks=True)
-    (part / "recording/00000001.batch-1").unlink()
+    (part / "recording/00000001.batch-2").unlink()
     said = {
         tmp_path / "no run": "expected the folder of a recorded run, got .*/no run without config.json",
         part: "expected batches of a run from its first step on in .*/recording, got those from step 2 on: train that",
@@ -216,7 +216,7 @@ def test_a_recording_and_a_replay_that_were_killed_in_a_step_and_resumed_end_wit
 
     killed(4, "run", "config.yaml", *values)
     run = questions.folder / "killed"
-    steps = [f"{step:08d}.batch-1" for step in range(1, 6)]
+    steps = [f"{step:08d}.batch-2" for step in range(1, 6)]
     assert sorted(path.name for path in (run / "recording").iterdir()) == steps[:4]
     questions.train("folder=killed", *values)
 

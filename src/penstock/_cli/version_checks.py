@@ -19,7 +19,7 @@ EXTRAS = {
     "tokenizers": ("tokenizers",),
     "train": ("datasets", "jinja2", "peft", "transformers"),
     "math": ("math-verify",),
-    "report": ("jinja2", "matplotlib", "plotly"),
+    "report": ("itables", "jinja2", "matplotlib", "plotly"),
     "tensorboard": ("tensorboardx",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

@@ -21,7 +21,7 @@ from penstock.errors import DiskFull, FileDamaged, InvalidConfig, NoRecording, P
 from penstock.testing import group
 from penstock.training import Recording, latest_checkpoint, write_checkpoint
 
-FIRST, SECOND, THIRD = (f"{step:08d}.batch-1" for step in (1, 2, 3))
+FIRST, SECOND, THIRD = (f"{step:08d}.batch-2" for step in (1, 2, 3))
 
 
 class Samples:
@@ -165,6 +165,18 @@ def test_other_contents_are_refused(kind: str, tmp_path: Path) -> None:
     assert isinstance(cause_of(tmp_path), FileDamaged)
 
 
+def test_the_file_of_another_step_is_refused(tmp_path: Path) -> None:
+    recorded(tmp_path, Trainer())
+    (tmp_path / SECOND).rename(tmp_path / "other")
+    (tmp_path / THIRD).rename(tmp_path / SECOND)
+    (tmp_path / "other").rename(tmp_path / THIRD)
+
+    cause = cause_of(tmp_path)
+
+    assert isinstance(cause, FileDamaged)
+    assert f"{SECOND}: expected the batch of step 2" in str(cause)
+
+
 IN_ITS_PLACE: dict[str, Callable[[Path], object]] = {
     "a pipe": os.mkfifo,
     "a folder": lambda path: path.mkdir(),
@@ -183,7 +195,7 @@ def test_what_is_no_file_is_named_as_damage_and_not_waited_for(kind: str, name: 
     assert isinstance(cause_of(tmp_path), FileDamaged)
 
 
-@pytest.mark.parametrize("name", ["000000009.batch-1", "9" * 200 + ".batch-1"])
+@pytest.mark.parametrize("name", ["000000009.batch-2", "9" * 200 + ".batch-2"])
 def test_a_batch_under_a_name_of_another_length_goes_with_those_of_later_steps(name: str, tmp_path: Path) -> None:
     recorded(tmp_path, Trainer(), count=2)
     (tmp_path / SECOND).rename(tmp_path / name)
@@ -203,7 +215,7 @@ def test_a_file_of_terabytes_is_refused_and_not_read(tmp_path: Path) -> None:
 
 def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
     recorded(tmp_path, Trainer(), count=1)
-    (tmp_path / FIRST).rename(tmp_path / "00000001.batch-2")
+    (tmp_path / FIRST).rename(tmp_path / "00000001.batch-3")
 
     assert isinstance(cause_of(tmp_path), ProtocolMismatch)
 
