@@ -206,14 +206,21 @@ def check_sequences(model: object, sequences: Sequences) -> None:
             f"{_name_of(sequences, row)}: expected at most {bound} tokens, the positions of the model, got "
             f"{lengths[row]}: lower max_length of SourceEnv, or its prompts and max_completion_tokens"
         )
-    if isinstance(model, HasVocabulary) and (unknown := sequences.tokens >= model.vocabulary).any():
-        place = int(unknown.argmax())
-        row = int(np.searchsorted(sequences.cu_seqlens, place, side="right")) - 1
-        raise InvalidRecord(
-            f"{_name_of(sequences, row)}: expected tokens below {model.vocabulary}, the vocabulary of a "
-            f"{type(model).__name__}, got {sequences.tokens[place]}: use the tokenizer of the model, and models that "
-            f"have the same"
-        )
+    if isinstance(model, HasVocabulary):
+        for name, ids in (("tokens", sequences.tokens), (SUPPORT, getattr(sequences, SUPPORT, None))):
+            if ids is not None and ids.size and ids.max() >= model.vocabulary:
+                raise _unknown(sequences, name, ids, model)
+
+
+def _unknown(sequences: Sequences, name: str, ids: NDArray[np.int32], model: HasVocabulary) -> InvalidRecord:
+    """Return an error with the first id of a column [N] or [N, W] that `model` lacks."""
+    place, *_ = np.argwhere(ids >= model.vocabulary)[0]
+    row = int(np.searchsorted(sequences.cu_seqlens, place, side="right")) - 1
+    return InvalidRecord(
+        f"{_name_of(sequences, row)}: expected {name} below {model.vocabulary}, the vocabulary of a "
+        f"{type(model).__name__}, got {np.max(ids[place])}: use the tokenizer of the model, and models that have the "
+        f"same"
+    )
 
 
 def _name_of(sequences: Sequences, row: int) -> str:

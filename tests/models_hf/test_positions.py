@@ -128,6 +128,18 @@ def test_a_trainer_names_the_sequence_that_has_a_token_without_an_embedding(fold
         trainer.step(msgspec.structs.replace(packed, tokens=tokens))
 
 
+def test_a_trainer_names_the_support_with_a_token_without_an_embedding(folder: Path) -> None:
+    other = model(folder)
+    packed = batch(groups=1, completion_lengths=[2, 2], prompt_length=1, advantages=np.ones(6))
+    support = np.array([[-1, -1], [1, 2], [1, 2], [-1, -1], [1, 2], [1, 2**31 - 1]], np.int32)
+    given = msgspec.structs.replace(packed, tokens=np.ones(6, np.int32), support_ids=support)
+
+    with pytest.raises(
+        InvalidRecord, match=rf"repetition 1: expected support_ids below {other.vocabulary}, .*2147483647"
+    ):
+        TorchTrainer(other, optimizer=torch.optim.SGD).step(given)
+
+
 async def test_a_stage_of_a_reference_names_it_too(folder: Path) -> None:
     with pytest.raises(InvalidRecord, match=r"sequence 0: expected tokens below \d+, the vocabulary .*got 100000"):
         await drive(
