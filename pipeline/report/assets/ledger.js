@@ -92,7 +92,7 @@ function tableOfEnds(run) {
     [state, "", count, total(`ledger/${state.replace(" ", "_")}`)],
     ...reasons.filter(([reason]) => reason).sort((one, other) => other[1] - one[1]).map(([reason, many]) => [state, readable(reason), many, total(metricOf(state, reason))]),
   ]);
-  return table(["state", "reason", "since the last start", "whole run"], [["begun", "", run.state.balance.admitted, total("ledger/begun")], ...rows], [2, 3]);
+  return table(["state", "reason", "since the last start", "in all steps"], [["begun", "", run.state.balance.admitted, total("ledger/begun")], ...rows], [2, 3]);
 }
 
 function showLedger() {
