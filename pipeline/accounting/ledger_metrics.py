@@ -31,8 +31,8 @@ def report_ledger(metrics: Metrics, ledger: Ledger) -> Iterator[None]:
     without interruption, and the gauge `ledger/in_flight`; and `ended/<end state>/<reason>` in the steps in which some
     ended for that reason, for the first reasons of each state.
     """
-    names = _Names()
-    reported, by_reason = _counts(ledger.balance()), names.counts(ledger.balance())
+    names, before = _Names(), ledger.balance()
+    reported, by_reason = _counts(before), names.counts(before)
 
     def observe() -> None:
         nonlocal reported, by_reason
@@ -53,6 +53,15 @@ def _counts(balance: Balance) -> dict[str, int]:
     return {BEGUN: balance.admitted, **{f"ledger/{state}": count for state, count in balance.ended.items()}}
 
 
+def metric_of_reason(state: str, reason: str) -> str:
+    """Return the name of the metric of a reason, if it has one of its own.
+
+    >>> metric_of_reason("filtered", "zero  variance")
+    'ended/filtered/zero variance'
+    """
+    return f"{BY_REASON}/{state}/{' '.join(reason.split())[:LONGEST_REASON].rstrip() or OTHER_REASONS}"
+
+
 class _Names:
     """The metrics of reasons: those that come first keep names of their own."""
 
@@ -71,10 +80,9 @@ class _Names:
     def _name(self, state: str, reason: str) -> str:
         name = self._names.get((state, reason))
         if name is None:
-            beginning = f"{BY_REASON}/{state}/"
-            kept = {each for each in self._names.values() if each.startswith(beginning)}
-            name = beginning + (" ".join(reason.split())[:LONGEST_REASON].rstrip() or OTHER_REASONS)
+            kept = {each for (of, _), each in self._names.items() if of == state}
+            name = metric_of_reason(state, reason)
             if name not in kept and len(kept) >= MOST_REASONS:
-                name = beginning + OTHER_REASONS
+                name = metric_of_reason(state, OTHER_REASONS)
             self._names[state, reason] = name
         return name

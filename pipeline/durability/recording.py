@@ -3,9 +3,9 @@
     <folder>/00000001.batch-2
 
 A file is one entry, encoded as in a journal, and the number of its step, so that one under the name of another step is
-refused. It is written as a whole before its step. The weights decide: a run that
-resumes first deletes the batches of the steps that its checkpoint lacks, because it will train others there. Knows no
-ledger and no trainer. Blocks, so it is used in a thread.
+refused. It is written as a whole before its step. The weights decide: a run that resumes first deletes the batches of
+the steps that its checkpoint lacks, because it will train others there. Knows no ledger and no trainer. Blocks, so it
+is used in a thread.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from ..accounting.balance import Balance
+from ..accounting.ledger_metrics import metric_of_reason
 from ..errors import FileDamaged, NoView
 from ..view.published import Seen, seen
 
@@ -22,6 +23,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """The names of its stages, in the order of the flow."""
     balance: Balance | None = None
     """The counts of its ledger, of the last part of the run; None without a view."""
+    metrics: dict[str, dict[str, str]] = {}
+    """The metric of each reason of the balance, by state and reason."""
 
 
 def state_of(folder: Path) -> RunState:
@@ -45,4 +48,8 @@ def _state(found: Seen) -> RunState:
         max_steps=shown.progress.max_steps,
         stages=[stage.name for stage in shown.statistics.stages],
         balance=shown.balance,
+        metrics={
+            state: {reason: metric_of_reason(state, reason) for reason in reasons}
+            for state, reasons in shown.balance.reasons.items()
+        },
     )

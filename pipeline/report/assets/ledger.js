@@ -62,10 +62,6 @@ function endsOverTime(run) {
 
 const REASON = /^ended\/([a-z]+)\/([^]+)$/;
 
-function metricOf(state, reason) {
-  return `ended/${state}/${reason.trim().split(/\s+/).join(" ").slice(0, 80)}`;
-}
-
 function reasonsOf(run) {
   return Object.entries(run.curves.drawn).flatMap(([name, curve]) => {
     const found = REASON.exec(name);
@@ -90,7 +86,7 @@ function tableOfEnds(run) {
   const total = (name) => run.curves.drawn[name]?.total;
   const rows = endsOf(run).flatMap(({ state, count, reasons }) => [
     [state, "", count, total(`ledger/${state.replace(" ", "_")}`)],
-    ...reasons.filter(([reason]) => reason).sort((one, other) => other[1] - one[1]).map(([reason, many]) => [state, readable(reason), many, total(metricOf(state, reason))]),
+    ...reasons.filter(([reason]) => reason).sort((one, other) => other[1] - one[1]).map(([reason, many]) => [state, readable(reason), many, total(run.state.metrics[state]?.[reason])]),
   ]);
   return table(["state", "reason", "since the last start", "in all steps"], [["begun", "", run.state.balance.admitted, total("ledger/begun")], ...rows], [2, 3]);
 }
